@@ -1,0 +1,1 @@
+"""Train any model in the memory you have."""

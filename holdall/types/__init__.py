@@ -1,0 +1,52 @@
+"""Plain frozen data that everything passes through; standard library only.
+
+Glossary, one word per idea across the package:
+
+tensor    a value together with the bytes it owns; views are folded into the tensor that owns the bytes
+site      the address shared by trace and runtime: (phase, module, op, nth call)
+block     one call of one module, the unit that planners decide about
+save      one reference that autograd takes to a tensor, from packing it to releasing it
+tier      a memory (gpu, cpu, nvme; on a machine that computes on its CPU: cpu and far)
+budget    bytes allowed in a tier
+recompute run again in backward what was dropped in forward
+offload   copy a tensor to a farther tier and free it here; fetch brings it back
+keep      leave it where it is
+
+Sizes are bytes, times are seconds, always. Every moment of a step is written "after op k": the state between
+op k's completion and the start of op k + 1; -1 is the moment before the first op.
+"""
+
+from holdall.types.hardware import Hardware, Rate, Tier
+from holdall.types.outcome import Holder, Moment, Outcome, Span
+from holdall.types.plan import Action, Plan, Planner, Problem, Progress
+from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
+from holdall.types.trace import Block, Kind, Op, Phase, Save, Site, TensorInfo, Trace
+
+__all__ = [
+    "Action",
+    "Block",
+    "Copy",
+    "Drop",
+    "Hardware",
+    "Holder",
+    "Kind",
+    "Moment",
+    "Op",
+    "Outcome",
+    "Phase",
+    "Plan",
+    "Planner",
+    "Problem",
+    "Progress",
+    "Rate",
+    "Run",
+    "Save",
+    "Schedule",
+    "Site",
+    "Span",
+    "Step",
+    "TensorInfo",
+    "Tier",
+    "Trace",
+    "Wait",
+]

@@ -1,0 +1,138 @@
+"""What to do about a step: the two protocols (Action, Planner), the problem they solve and the plan they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from holdall.types import _json
+from holdall.types.hardware import Hardware
+from holdall.types.outcome import Outcome
+from holdall.types.schedule import Schedule
+from holdall.types.trace import Trace
+from holdall.units import format_bytes, format_seconds
+
+FORMAT = "holdall-plan-1"
+
+Progress = Callable[[str, int, int, str], None]
+"""Receives (what, done, total, best so far) from anything that may take more than a couple of seconds."""
+
+
+def silent(what: str, done: int, total: int, best: str) -> None:
+    """The progress that shows nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    trace: Trace
+    hardware: Hardware
+    budget: Mapping[str, int]  # tier -> bytes; a tier that is not named has its capacity
+    allow: frozenset[str] = frozenset({"keep", "recompute", "offload"})  # names of actions that may be used
+    progress: Progress = silent
+
+    @property
+    def home(self) -> str:
+        return self.hardware.home.name
+
+    def limit(self, tier: str) -> int:
+        """Bytes allowed in a tier."""
+        return self.budget.get(tier, self.hardware.tier(tier).capacity)
+
+
+@runtime_checkable
+class Action(Protocol):
+    """One technique applied to one subject; owns what it does to the schedule and what it does to the model.
+
+    An action is a frozen dataclass of plain values (strings, numbers, booleans, tuples of them), so that a plan is data.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool]  # the same bits as the untouched model
+    rank: ClassVar[int]  # actions are rewritten and installed in this order, whatever their order in the plan
+
+    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule: ...
+
+    def install(self, harness: Any) -> None: ...
+
+
+class Planner(Protocol):
+    """A published way to choose actions. A frozen dataclass whose fields are its options."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    weighs_budget: ClassVar[bool]  # false: a fixed rule that ignores the budget
+
+    def __call__(self, problem: Problem) -> Plan: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    planner: str
+    options: Mapping[str, Any]
+    actions: tuple[Action, ...]
+    predicted: Outcome
+    trace: str  # fingerprint of the trace it was made for
+    signature: str  # of the model: parameter names, shapes and dtypes
+    budget: Mapping[str, int]
+    hardware: str
+    solve_seconds: float = 0.0
+    why: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)  # what the harness needs of the trace: device, blocks, batch
+
+    def count(self) -> dict[str, int]:
+        """How many actions of each name."""
+        found: dict[str, int] = {}
+        for action in self.actions:
+            found[action.name] = found.get(action.name, 0) + 1
+        return found
+
+    def summary(self) -> str:
+        """One line: what is done and what to expect."""
+        counted = ", ".join(f"{n} x {name}" for name, n in sorted(self.count().items())) or "nothing to do"
+        home = next(iter(self.predicted.peak), "")
+        return (
+            f"{self.planner}: {counted}; expect {format_bytes(self.predicted.peak.get(home, 0))} "
+            f"and {format_seconds(self.predicted.seconds)}/step"
+        )
+
+    def explain(self) -> str:
+        """The reasons, and what sits in memory at the peak."""
+        lines = [self.summary(), ""]
+        lines += [f"- {reason}" for reason in self.why]
+        p = self.predicted
+        if p.at_peak:
+            kinds = ", ".join(f"{k.value} {format_bytes(v)}" for k, v in p.peak_kinds.items() if v)
+            lines += ["", f"at the peak ({p.peak_where}): {kinds}"]
+            lines += [f"  {format_bytes(h.nbytes):>10}  {h.kind.value:<10}  {h.name}" for h in p.at_peak[:10]]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        packed = {f: _json.pack(getattr(self, f)) for f in self.__dataclass_fields__ if f != "actions"}
+        packed["actions"] = [{"action": a.name, **_json.pack(a)} for a in self.actions]
+        return packed
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; whole or not at all."""
+        _json.write(path, {"format": FORMAT, **self.to_json()})
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        from holdall.registry import action_from_json  # the folder of actions is the registry
+
+        data = _json.read(path, FORMAT)
+        listed = data.pop("actions", None)
+        if not isinstance(listed, list):
+            from holdall.errors import InvalidInput
+
+            raise InvalidInput(f"`{path}` has no list of actions", hint="write it again with `plan.save`")
+        actions = tuple(action_from_json(entry, str(path)) for entry in listed)
+        fields = {name: kind for name, kind in _json._hints(Plan).items() if name in data}
+        read = {name: _json.unpack(kind, data[name], str(path)) for name, kind in fields.items()}
+        try:
+            return Plan(actions=actions, **read)
+        except TypeError as error:
+            from holdall.errors import InvalidInput
+
+            raise InvalidInput(f"`{path}` is not a whole plan ({error})", hint="write it again with `plan.save`") from None

@@ -1,0 +1,152 @@
+"""A training step as a list of four primitives: Run, Copy, Drop, Wait.
+
+`Schedule` is what actions rewrite. It keeps the trace's ops in their order and lists, for every op, what was put after it;
+so a rewrite costs what it changes and not the length of the step. Frees are not written by anyone: each tensor lists the
+moments until which something refers to it (`holds`), and the simulator derives one Drop per stay in a memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from holdall.types.trace import Bytes, OpId, Save, Seconds, TensorId, TensorInfo, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Execute an op. `again` > 0: a recomputation, its n-th."""
+
+    op: OpId  # -1: an op that is not in the trace (a codec, a host update)
+    reads: tuple[TensorId, ...]
+    writes: tuple[TensorId, ...]
+    mutates: tuple[TensorId, ...] = ()
+    seconds: Seconds = 0.0
+    workspace: Bytes = 0
+    again: int = 0
+    name: str = ""
+    stream: str = "compute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Start copying tensors between tiers; they take space at `dst` from here on and are usable there after a Wait."""
+
+    tensors: tuple[TensorId, ...]
+    src: str
+    dst: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Computation goes on only when all copies of these tensors are done."""
+
+    tensors: tuple[TensorId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """The tensor's space in a tier is free from here on."""
+
+    tensor: TensorId
+    tier: str
+
+
+Step = Run | Copy | Wait | Drop
+
+Mark = tuple[OpId, int]  # after the n-th run of an op; (op, 0) is the original run
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    trace: Trace
+    home: str  # the accelerator's tier
+    runs: dict[OpId, Run] = field(default_factory=dict)  # originals that differ from the trace's op
+    after: dict[OpId, list[Step]] = field(default_factory=dict)  # steps inserted after an op (-1: before the first)
+    holds: dict[TensorId, list[Mark]] = field(default_factory=dict)  # references by moment, where they differ from the trace
+    added: dict[TensorId, TensorInfo] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def copy(self) -> Schedule:
+        return replace(
+            self,
+            runs=dict(self.runs),
+            after={k: list(v) for k, v in self.after.items()},
+            holds={k: list(v) for k, v in self.holds.items()},
+            added=dict(self.added),
+            notes=list(self.notes),
+        )
+
+    # what is there
+
+    def info(self, tensor: TensorId) -> TensorInfo:
+        return self.added.get(tensor) or self.trace.tensors[tensor]
+
+    def run(self, op: OpId) -> Run:
+        """The original run of an op, as it stands after earlier rewrites."""
+        if op in self.runs:
+            return self.runs[op]
+        o = self.trace.ops[op]
+        return Run(
+            op=op, reads=o.reads, writes=o.writes, mutates=o.mutates, seconds=o.seconds, workspace=o.workspace, name=o.site.op
+        )
+
+    def held(self, tensor: TensorId) -> list[Mark]:
+        """The moments until which something refers to the tensor: eager locals and autograd's saves."""
+        if tensor in self.holds:
+            return self.holds[tensor]
+        info = self.trace.tensors[tensor]
+        end = len(self.trace.ops)
+        marks: list[Mark] = [(end if info.freed is None else info.freed, 0)]
+        marks += [(end if s.released is None else s.released, 0) for s in self.trace.saves_of(tensor)]
+        return marks
+
+    def uses(self, tensor: TensorId) -> tuple[OpId, ...]:
+        return self.trace.uses(tensor)
+
+    def longest_gap(self, tensor: TensorId) -> tuple[OpId, OpId]:
+        """The pair of consecutive uses with the most ops between; (last use, last use) for fewer than two uses."""
+        at = self.uses(tensor)
+        if len(at) < 2:
+            return (at[-1], at[-1]) if at else (-1, -1)
+        return max(zip(at, at[1:], strict=False), key=lambda pair: pair[1] - pair[0])
+
+    def steps(self) -> Iterator[Step]:
+        """Every step in order."""
+        yield from self.after.get(-1, ())
+        for op in range(len(self.trace.ops)):
+            yield self.run(op)
+            if op in self.after:
+                yield from self.after[op]
+
+    # changing it
+
+    def insert(self, after: OpId, steps: Iterable[Step], *, first: bool = False) -> None:
+        """Put steps after an op; `first`: before what was put there earlier."""
+        there = self.after.setdefault(after, [])
+        if first:
+            there[:0] = steps
+        else:
+            there.extend(steps)
+
+    def add(self, like: TensorInfo, **changes: object) -> TensorId:
+        """A new tensor made after the pattern of another; its id."""
+        new = max(max(self.added, default=-1), max(self.trace.tensors, default=-1)) + 1
+        self.added[new] = replace(like, id=new, **changes)  # type: ignore[arg-type]
+        self.holds[new] = []
+        return new
+
+    def unhold(self, tensor: TensorId, saves: Iterable[Save]) -> None:
+        """Autograd no longer refers to the tensor through these saves."""
+        marks = list(self.held(tensor))
+        end = len(self.trace.ops)
+        for save in saves:
+            mark = (end if save.released is None else save.released, 0)
+            if mark in marks:
+                marks.remove(mark)
+        self.holds[tensor] = marks
+
+    def hold(self, tensor: TensorId, *marks: Mark) -> None:
+        """Something refers to the tensor until each of these moments."""
+        self.holds[tensor] = [*self.held(tensor), *marks]

@@ -1,0 +1,193 @@
+"""What one training step does: its ops, the tensors they make, and who holds each tensor for how long."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from holdall.types import _json
+
+TensorId = int
+OpId = int
+Bytes = int
+Seconds = float
+
+FORMAT = "holdall-trace-1"
+
+
+class Kind(str, Enum):
+    """What a tensor is for. The survey's three classes: M_p = param; M_s = grad + state; M_a = the rest."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    STATE = "state"
+    ACTIVATION = "activation"
+    INPUT = "input"
+    BUFFER = "buffer"
+    TEMP = "temp"
+
+
+class Phase(str, Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The address of an op, the same in a fake trace and in a real run."""
+
+    phase: Phase
+    module: str
+    op: str
+    nth: int
+
+    def __str__(self) -> str:
+        return f"{self.phase.value} of `{self.module or 'model'}` ({self.op} #{self.nth})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A tensor that owns bytes. Its views are folded into it."""
+
+    id: TensorId
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: Bytes
+    born: OpId  # op that made it; -1: there before the step
+    freed: OpId | None  # op after which the last reference other than autograd's went; None: outlives the step
+    saved: bool = False  # autograd holds it for backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One reference autograd took: packed in forward, unpacked and released in backward (each "after op k")."""
+
+    tensor: TensorId
+    packed: OpId
+    unpacked: OpId | None  # None: its backward never ran
+    released: OpId | None  # None: still held at the end of the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    id: OpId
+    site: Site
+    reads: tuple[TensorId, ...]
+    writes: tuple[TensorId, ...]  # tensors that come into being here
+    mutates: tuple[TensorId, ...] = ()  # tensors there before that are changed in place
+    seconds: Seconds = 0.0
+    flops: int = 0
+    moved: Bytes = 0  # bytes read and written
+    workspace: Bytes = 0  # bytes a kernel takes and gives back inside the op
+    random: bool = False
+    dtype: str = ""  # of the largest float taking part; the roofline's row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One call of one module, a unit of the plan. Blocks of a trace are disjoint and in forward order."""
+
+    id: int
+    module: str
+    nth: int  # which call of this module in the step
+    first: OpId
+    last: OpId  # forward ops first..last, both included
+    backward: OpId | None  # its backward begins after this op; None: it has none
+    inputs: tuple[TensorId, ...]  # tensors it was called with
+    outputs: tuple[TensorId, ...]
+    saves: tuple[int, ...]  # indices into Trace.saves packed during its forward
+    same_as: int | None = None  # the earlier block that it repeats
+    kind: str = ""  # class name of the module
+
+    @property
+    def name(self) -> str:
+        return self.module if self.nth == 0 else f"{self.module}#{self.nth}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    ops: tuple[Op, ...]
+    tensors: Mapping[TensorId, TensorInfo]
+    blocks: tuple[Block, ...]
+    saves: tuple[Save, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)  # model, signature, device, source, batch, versions, notes
+
+    @cached_property
+    def _uses(self) -> dict[TensorId, tuple[OpId, ...]]:
+        uses: dict[TensorId, list[OpId]] = {}
+        for op in self.ops:
+            for x in (*op.reads, *op.writes, *op.mutates):
+                at = uses.setdefault(x, [])
+                if not at or at[-1] != op.id:
+                    at.append(op.id)
+        return {x: tuple(at) for x, at in uses.items()}
+
+    def uses(self, tensor: TensorId) -> tuple[OpId, ...]:
+        """Ops that make, read or change the tensor, in order."""
+        return self._uses.get(tensor, ())
+
+    def lifetime(self, tensor: TensorId) -> tuple[OpId, OpId | None]:
+        """(born, last op after which it is gone) in plain eager execution; None: it outlives the step."""
+        info = self.tensors[tensor]
+        if info.freed is None:
+            return info.born, None
+        ends = [info.freed]
+        for save in self.saves_of(tensor):
+            if save.released is None:
+                return info.born, None
+            ends.append(save.released)
+        return info.born, max(ends)
+
+    @cached_property
+    def _saves_of(self) -> dict[TensorId, tuple[Save, ...]]:
+        found: dict[TensorId, list[Save]] = {}
+        for save in self.saves:
+            found.setdefault(save.tensor, []).append(save)
+        return {x: tuple(saves) for x, saves in found.items()}
+
+    def saves_of(self, tensor: TensorId) -> tuple[Save, ...]:
+        return self._saves_of.get(tensor, ())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for two traces of the same program on the same shapes; the timing does not enter."""
+        digest = hashlib.blake2b(digest_size=16)
+        for op in self.ops:
+            digest.update(f"{op.site.phase.value}|{op.site.module}|{op.site.op}|{op.reads}|{op.writes};".encode())
+        for t in self.tensors.values():
+            digest.update(f"{t.id}|{t.kind.value}|{t.shape}|{t.dtype}|{t.nbytes};".encode())
+        return digest.hexdigest()
+
+    def bytes_by_kind(self) -> dict[Kind, Bytes]:
+        """Bytes of every tensor that is there before the step, or that backward needs, by kind."""
+        total = dict.fromkeys(Kind, 0)
+        for t in self.tensors.values():
+            if t.born < 0 or t.saved or t.kind is Kind.GRAD:
+                total[t.kind] += t.nbytes
+        return total
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as JSON; whole or not at all."""
+        _json.write(path, {"format": FORMAT, **_json.pack(self)})
+
+    @staticmethod
+    def load(path: str | Path) -> Trace:
+        return _json.unpack(Trace, _json.read(path, FORMAT), str(path))
+
+    def __repr__(self) -> str:
+        model = self.about.get("model", "?")
+        return f"Trace({model}: {len(self.ops)} ops, {len(self.tensors)} tensors, {len(self.blocks)} blocks)"
+
+
+def digest_of(value: object) -> str:
+    """A short stable digest of plain data."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
