@@ -1,1 +1,7 @@
-"""reporting"""
+"""What happened against what was said: as text, as JSON, as one HTML page, as a Chrome trace."""
+
+from holdall.reporting.chrome import chrome_trace
+from holdall.reporting.html import render_html
+from holdall.reporting.report import BlockRow, Report
+
+__all__ = ["BlockRow", "Report", "chrome_trace", "render_html"]

@@ -1,1 +1,70 @@
-"""tiers"""
+"""Farther memories that bytes can leave to. Each file here is one, named as the file; a `Store` does the moving.
+
+    put      starts copying a storage's bytes out of the accelerator's memory
+    wait     from here on the current stream may reuse the source's memory; the ticket lets go of the source
+    get      takes memory on the accelerator and starts copying the bytes back
+    wait_in  from here on the current stream may read what `get` returned
+    free     the bytes are no longer needed here
+
+The same calls in the same order are right for every member: where copies are synchronous the waits do nothing. Whole storages
+travel, not tensors, because views share them. Copies are hidden from dispatch modes, so that whoever watches the user's ops
+does not see them. A store serves one thread at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A claim on bytes that were put. Held by the caller; all but `nbytes` belongs to the store."""
+
+    nbytes: int
+    buffer: Any = None  # where the bytes lie; None: nowhere (no bytes, or a store that keeps none)
+    out: Any = None  # event: the bytes have arrived there
+    back: Any = None  # event: the last fetch has read them
+    source: torch.UntypedStorage | None = None  # referenced until its copy is over: nobody may reuse its memory before
+    target: torch.UntypedStorage | None = None  # likewise, for the memory that a fetch is still writing
+    is_live: bool = True
+
+
+class Store(Protocol):
+    name: ClassVar[str]  # the file's
+    notes: list[str]  # what did not go as asked, in sentences
+
+    @property
+    def used(self) -> int:
+        """Bytes of live tickets."""
+        ...
+
+    @property
+    def peak(self) -> int:
+        """The most that `used` has been."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory taken, those kept for reuse included."""
+        ...
+
+    def put(self, source: torch.UntypedStorage) -> Ticket: ...
+
+    def landed(self, ticket: Ticket) -> bool:
+        """Whether the bytes have arrived, without waiting; if so, the ticket lets go of the source."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None: ...
+
+    def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage: ...
+
+    def wait_in(self, ticket: Ticket) -> None: ...
+
+    def free(self, ticket: Ticket) -> None: ...
+
+    def close(self) -> None:
+        """Give all memory back. Tickets that are still out become void."""
+        ...

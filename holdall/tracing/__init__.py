@@ -1,1 +1,131 @@
-"""tracing"""
+"""Model -> Trace: one step of an unmodified model, written down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from holdall.errors import HoldallError, InvalidInput, Unsupported
+from holdall.tracing.blocks import find_blocks
+from holdall.tracing.eager import record_real_step
+from holdall.tracing.fake import record_fake_step
+from holdall.tracing.recorder import Recorder
+from holdall.tracing.step import Loss, default_loss
+from holdall.tracing.values import UnknownValue
+from holdall.types import Trace
+from holdall.types.trace import signature_of
+
+log = logging.getLogger("holdall")
+
+
+def trace_step(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    device: str | torch.device | None = None,
+) -> Trace:
+    """One training step of `model` on `batch`; see `holdall.trace`."""
+    target = _target_device(model, device)
+    _check_inputs(model, batch, optimizer)
+    run = loss or default_loss
+    notes: list[str] = []
+    source = "fake"
+    try:
+        recorder = record_fake_step(model, batch, optimizer, run, target)
+    except HoldallError as error:
+        if not isinstance(error, UnknownValue):
+            raise
+        recorder = _fall_back(model, batch, optimizer, run, target, error.fact, notes)
+        source = "eager"
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
+        recorder = _fall_back(model, batch, optimizer, run, target, str(error).splitlines()[0], notes)
+        source = "eager"
+    ops, tensors, saves = recorder.finish(align=512 if target.type == "cuda" else 1)
+    return Trace(
+        ops=ops,
+        tensors=tensors,
+        blocks=find_blocks(recorder.calls, ops, saves),
+        saves=saves,
+        about={
+            "model": type(model).__name__,
+            "signature": model_signature(model),
+            "device": target.type,
+            "source": source,
+            "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+            "batch": [list(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)],
+            "torch": torch.__version__,
+            "notes": notes,
+        },
+    )
+
+
+def _fall_back(
+    model: torch.nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Loss,
+    device: torch.device,
+    reason: str,
+    notes: list[str],
+) -> Recorder:
+    """A real step, watched; for models whose course depends on their values."""
+    parameters = list(model.parameters())
+    if any(p.device.type == "meta" for p in parameters):
+        raise Unsupported(
+            f"the step cannot be traced on fake tensors ({reason}), and the model has no weights to run it with",
+            hint="build the model on a real device, then its step is watched as it runs",
+        )
+    elsewhere = {p.device.type for p in parameters} - {device.type}
+    if elsewhere:
+        raise Unsupported(
+            f"the step cannot be traced on fake tensors ({reason}), and the model lies on {', '.join(sorted(elsewhere))}",
+            hint=f"move the model to {device.type}, then its step is watched as it runs",
+        )
+    notes.append(f"watched a real step instead of a fake one: {reason}")
+    log.warning("holdall: %s", notes[-1])
+    return record_real_step(model, batch, optimizer, loss)
+
+
+def model_signature(model: torch.nn.Module) -> str:
+    return signature_of(
+        (name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters(remove_duplicate=False)
+    )
+
+
+def _target_device(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        try:
+            target = torch.device(device)
+        except RuntimeError:
+            raise InvalidInput(f"unknown device {device!r}", hint='use "cpu" or "cuda"') from None
+        if target.type not in ("cpu", "cuda"):
+            raise InvalidInput(f"device {target.type!r} is not one that holdall plans for", hint='use "cpu" or "cuda"')
+        return target
+    first = next(model.parameters(), None)
+    if first is None or first.device.type == "meta":
+        return torch.device("cpu")
+    return first.device
+
+
+def _check_inputs(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInput(f"`model` is {type(model).__name__}, not a torch.nn.Module", hint="pass the model itself")
+    if not any(isinstance(t, torch.Tensor) for t in tree_leaves(batch)):
+        hint = "pass a dictionary of tensors, as the loader yields it"
+        if isinstance(batch, Mapping) or batch is not None:
+            raise InvalidInput(f"`batch` ({type(batch).__name__}) holds no tensor", hint=hint)
+        raise InvalidInput("`batch` is missing", hint=hint)
+    if optimizer is not None:
+        own = {id(p) for p in model.parameters()}
+        foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+        if foreign:
+            raise InvalidInput(
+                f"the optimizer holds {len(foreign)} parameters that are not the model's",
+                hint="build the optimizer over this model's parameters, after it was moved or wrapped",
+            )

@@ -66,7 +66,7 @@ class Schedule:
     after: dict[OpId, list[Step]] = field(default_factory=dict)  # steps inserted after an op (-1: before the first)
     holds: dict[TensorId, list[Mark]] = field(default_factory=dict)  # references by moment, where they differ from the trace
     added: dict[TensorId, TensorInfo] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    replays: dict[int, OpId] = field(default_factory=dict)  # block -> the op after which it is run again
 
     def copy(self) -> Schedule:
         return replace(
@@ -75,7 +75,7 @@ class Schedule:
             after={k: list(v) for k, v in self.after.items()},
             holds={k: list(v) for k, v in self.holds.items()},
             added=dict(self.added),
-            notes=list(self.notes),
+            replays=dict(self.replays),
         )
 
     # what is there

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from holdall.errors import unknown_name
 from holdall.types import _json
 
 TensorId = int
@@ -105,6 +106,7 @@ class Block:
     inputs: tuple[TensorId, ...]  # tensors it was called with
     outputs: tuple[TensorId, ...]
     saves: tuple[int, ...]  # indices into Trace.saves packed during its forward
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors it was called with
     same_as: int | None = None  # the earlier block that it repeats
     kind: str = ""  # class name of the module
 
@@ -158,6 +160,16 @@ class Trace:
         return self._saves_of.get(tensor, ())
 
     @cached_property
+    def _block_names(self) -> dict[str, Block]:
+        return {block.name: block for block in self.blocks}
+
+    def block(self, name: str) -> Block:
+        """The block of that name."""
+        if name not in self._block_names:
+            raise unknown_name("block", name, self._block_names)
+        return self._block_names[name]
+
+    @cached_property
     def fingerprint(self) -> str:
         """The same for two traces of the same program on the same shapes; the timing does not enter."""
         digest = hashlib.blake2b(digest_size=16)
@@ -191,3 +203,8 @@ class Trace:
 def digest_of(value: object) -> str:
     """A short stable digest of plain data."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def signature_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
+    """The identity of a model for a plan: (name, shape, dtype) of its parameters."""
+    return digest_of([[name, list(shape), dtype] for name, shape, dtype in parameters])

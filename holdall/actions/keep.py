@@ -1,0 +1,24 @@
+"""Keep: leave a block as it is. The null member, and a plan's way to say that it looked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from holdall.types import Problem, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    block: str
+
+    name: ClassVar[str] = "keep"
+    exact: ClassVar[bool] = True
+    rank: ClassVar[int] = 0
+
+    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
+        problem.trace.block(self.block)
+        return schedule
+
+    def install(self, harness: Any) -> None:
+        harness.policy(self.block)

@@ -1,0 +1,226 @@
+"""The four verbs, trace -> plan -> apply -> report, and `fit`, which is the first three."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdall.cost.presets import gpu
+from holdall.cost.roofline import cost_trace
+from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_name
+from holdall.registry import build_member, member_class, member_names
+from holdall.reporting import BlockRow, Report
+from holdall.runtime.harness import Harness
+from holdall.runtime.probe import probe
+from holdall.simulator import simulate
+from holdall.tracing import model_signature, trace_step
+from holdall.types import Hardware, Plan, Problem, Progress, Trace
+from holdall.types.plan import silent
+from holdall.units import parse_bytes
+
+Budget = str | int | float | Mapping[str, str | int | float]
+
+_ALLOWED = ("keep", "recompute", "offload")
+
+
+def trace(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Any = None,
+    device: str | torch.device | None = None,
+) -> Trace:
+    """Write down what one training step does, without needing the memory.
+
+    `batch` is what the loop passes to the model: a mapping (`model(**batch)`), a tuple (`model(*batch)`) or one tensor.
+    `loss`: a function `(model, batch) -> scalar` where the model does not return `.loss`. `device`: trace as for this device
+    ("cuda" works on a machine without one); by default where the model lies, or the CPU for a model on the meta device.
+    """
+    return trace_step(model, batch, optimizer=optimizer, loss=loss, device=device)
+
+
+def plan(
+    trace: Trace | str | Path,
+    *,
+    budget: Budget = "auto",
+    planner: str = "auto",
+    hardware: Hardware | str | Path | None = None,
+    allow: Iterable[str] | None = None,
+    progress: Progress = silent,
+    **options: Any,
+) -> Plan:
+    """Decide what to do about a step so that it fits `budget`; raises `Infeasible` if nothing does.
+
+    `budget`: bytes of the accelerator's memory as a number, "24GiB", a fraction of the device, "auto" (all of it), or one value per
+    tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None to probe this
+    machine. `allow`: actions that may be used. `options` go to the planner.
+    """
+    read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
+    machine = resolve_hardware(hardware, str(read.about.get("device", "cpu")))
+    problem = Problem(
+        trace=cost_trace(read, machine),
+        hardware=machine,
+        budget=resolve_budget(budget, machine),
+        allow=_resolve_allow(allow),
+        progress=progress,
+    )
+    chosen = build_member("planners", planner, options, f"planner {planner}")
+    return chosen(problem)  # type: ignore[no-any-return]
+
+
+def apply(
+    plan: Plan | str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    enforce: bool = True,
+) -> Harness:
+    """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
+
+    `enforce`: stop the run at the op that would pass the budget.
+    """
+    read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    _check_belongs(read, model, optimizer)
+    store = _store_for(read, model)
+    return Harness(read, model, optimizer, store=store, enforce=enforce, make_report=make_report)
+
+
+def fit(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    *,
+    budget: Budget = "auto",
+    planner: str = "auto",
+    loss: Any = None,
+    hardware: Hardware | str | Path | None = None,
+    allow: Iterable[str] | None = None,
+    enforce: bool = True,
+    progress: Progress = silent,
+    **options: Any,
+) -> Harness:
+    """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off."""
+    traced = trace(model, batch, optimizer=optimizer, loss=loss)
+    made = plan(
+        traced, budget=budget, planner=planner, hardware=hardware, allow=allow, progress=progress, **options
+    )
+    return apply(made, model, optimizer, enforce=enforce)
+
+
+def make_report(harness: Harness) -> Report:
+    """What was said against what happened."""
+    return Report(
+        plan=harness.plan,
+        predicted=harness.plan.predicted,
+        measured=harness.measured(),
+        steps=len(harness.step_seconds),
+        blocks=tuple(BlockRow(**row) for row in harness.plan.about.get("rows", ())),
+        notes=tuple(harness.notes),
+        environment=environment(),
+    )
+
+
+def environment() -> dict[str, Any]:
+    """Versions and devices that a figure was obtained with."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+@lru_cache(maxsize=4)
+def _probed(device: str) -> Hardware:
+    return probe(device, quick=True)
+
+
+def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Hardware:
+    """The machine to plan for: given, read, named, or probed."""
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise InvalidInput(
+                "the trace is for a GPU, and this machine has none to probe",
+                hint='name the GPU to plan for: hardware="rtx-4090"',
+            )
+        return _probed(device)
+    text = str(hardware)
+    if isinstance(hardware, Path) or text.endswith(".json"):
+        return Hardware.load(hardware)
+    return gpu(text)
+
+
+def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
+    """Bytes per tier. One value is for the accelerator's own memory."""
+    names = [tier.name for tier in hardware.tiers]
+    given = budget if isinstance(budget, Mapping) else {hardware.home.name: budget}
+    resolved = {}
+    for tier, value in given.items():
+        if tier not in names:
+            raise unknown_name("tier", str(tier), names)
+        capacity = hardware.tier(tier).capacity
+        resolved[tier] = capacity if value == "auto" else parse_bytes(value, total=capacity)
+    return {name: resolved.get(name, hardware.tier(name).capacity) for name in names}
+
+
+def _resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
+    if allow is None:
+        return frozenset(_ALLOWED)
+    names = [allow] if isinstance(allow, str) else list(allow)
+    known = member_names("actions")
+    for name in names:
+        if name not in known:
+            raise unknown_name("action", name, known)
+    return frozenset({"keep", *names})
+
+
+def _check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if plan.signature and plan.signature != model_signature(model):
+        raise TraceMismatch(
+            f"the plan was made for another model ({plan.about.get('model')}) than this {type(model).__name__}: "
+            "parameter names, shapes or dtypes differ",
+            hint="trace and plan this model",
+        )
+    if optimizer is not None:
+        own = {id(p) for p in model.parameters()}
+        if any(id(p) not in own for g in optimizer.param_groups for p in g["params"]):
+            raise InvalidInput(
+                "the optimizer holds parameters that are not the model's",
+                hint="build the optimizer over this model's parameters, after it was moved or wrapped",
+            )
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    planned = plan.about.get("device")
+    if planned and device != planned and device != "meta":
+        raise TraceMismatch(
+            f"the plan is for {planned}, but the model lies on {device}",
+            hint=f'move the model, or trace with device="{device}"',
+        )
+
+
+def _store_for(plan: Plan, model: torch.nn.Module) -> Any:
+    """The far tier of the plan, if any action uses one."""
+    tiers = list(plan.budget)
+    if len(tiers) < 2 or not any(action.name == "offload" for action in plan.actions):
+        return None
+    if tiers[1] not in member_names("tiers"):
+        raise Unsupported(f"there is no tier `{tiers[1]}`", hint="plan again with this version")
+    device = next(model.parameters()).device
+    return member_class("tiers", tiers[1])(capacity=plan.budget[tiers[1]], device=device)
+
+
+def predict(trace: Trace, hardware: Hardware | str | Path | None = None) -> Any:
+    """What plain training would cost: the outcome with no action at all."""
+    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
+    problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget=resolve_budget("auto", machine))
+    return simulate(problem, [], full=True)

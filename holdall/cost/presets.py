@@ -1,0 +1,76 @@
+"""GPUs by name, from their datasheets, so that a plan can be made for a machine that is not here.
+
+What a datasheet promises is not what a program gets: `efficiency` and the link factors below stand for the difference, and a
+measured `Hardware` is better whenever the machine is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from holdall.errors import InvalidInput, unknown_name
+from holdall.types import Hardware, Tier
+from holdall.units import GiB
+
+LINK_FACTOR = 0.87  # share of the wire's rate that pinned copies reach: 55 of 63 GB/s measured on PCIe 5 x16
+DUPLEX = 0.86  # share left to each direction when both run: 47.3 of 55.3 GB/s measured on PCIe 5 x16
+LATENCY = 10e-6  # seconds before the first byte of a copy, the order of one launch and one interrupt
+EFFICIENCY = 0.6  # share of the dense peak that large matmuls reach where nothing was measured
+
+_LANE = {  # bytes/s each way: transfers per second, less the line code's 2 of 130 bits, in bytes
+    3: 8e9 * 128 / 130 / 8,
+    4: 16e9 * 128 / 130 / 8,
+    5: 32e9 * 128 / 130 / 8,
+}
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The names that `gpu` knows, in the order of the table."""
+    return tuple(_datasheets())
+
+
+def gpu(name: str, *, host_bytes: int = 64 * GiB) -> Hardware:
+    """One GPU as its datasheet describes it, beside a host with `host_bytes` of memory."""
+    if name not in _datasheets():
+        raise unknown_name("GPU", name, gpu_names())
+    if host_bytes <= 0:
+        raise InvalidInput(f"`host_bytes` is {host_bytes}, but a host has memory", hint="give its size in bytes")
+    sheet = _datasheets()[name]
+    flops = {dtype: float(peak) for dtype, peak in sheet["flops"].items()}
+    tfloat32 = flops.pop("tfloat32", None)  # not a dtype; PyTorch leaves it off unless asked, so float32 stays the full one
+    flops.setdefault("bfloat16", flops["float32"])  # before Ampere there are no units for it: it is computed as float32
+    rate = LINK_FACTOR * link_rate(sheet["link"])
+    return Hardware(
+        name=name,
+        device="cuda",
+        tiers=(
+            Tier(name="gpu", capacity=sheet["memory"], read=sheet["bandwidth"], write=sheet["bandwidth"]),
+            Tier(name="cpu", capacity=host_bytes, read=rate, write=rate, latency=LATENCY),
+        ),
+        flops=flops,
+        bandwidth=float(sheet["bandwidth"]),
+        duplex=DUPLEX,
+        efficiency=EFFICIENCY,
+        source=sheet["source"],
+        about={"link": sheet["link"], "tfloat32": tfloat32},
+    )
+
+
+def link_rate(link: Mapping[str, Any]) -> float:
+    """Bytes per second each way that the wire between host and GPU carries, before any loss.
+
+    NVLink-C2C states its rate outright; the factors above were measured on PCIe and are only assumed for it.
+    """
+    if link["kind"] == "nvlink-c2c":
+        return float(link["bytes_per_second"])
+    return _LANE[link["generation"]] * float(link["lanes"])
+
+
+@cache
+def _datasheets() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads((files("holdall") / "data" / "gpus.json").read_text(encoding="utf-8"))
+    return found

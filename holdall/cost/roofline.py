@@ -1,0 +1,127 @@
+"""Seconds for ops: an op takes its start, then the longer of its arithmetic and its bytes (Williams et al., 2009).
+
+Rates come from the points measured on this machine where there are any, else from the datasheet's peak and the share of it that
+large products reach. Ops fall into a few families, because a product, an attention kernel and a convolution of the same FLOPs
+do not reach the same rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from holdall.cost.table import Curves, build_curves, rate_at
+from holdall.types import Hardware, Op, Rate, Trace
+from holdall.types.trace import Seconds
+
+VIEW_SHARE = 0.5  # of the overhead, for an op that neither computes nor moves bytes: it starts no kernel
+
+families: dict[str, str] = {
+    "mm": "matmul",
+    "addmm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "addbmm": "matmul",
+    "matmul": "matmul",
+    "linear": "matmul",
+    "linear_backward": "matmul",
+    "mv": "matmul",
+    "addmv": "matmul",
+    "dot": "matmul",
+    "_addmm_activation": "matmul",
+    "_int_mm": "matmul",
+    "_scaled_mm": "matmul",
+    "_grouped_mm": "matmul",
+    "_scaled_grouped_mm": "matmul",
+    "mkldnn_rnn_layer": "matmul",
+    "mkldnn_rnn_layer_backward": "matmul",
+    "_cudnn_rnn": "matmul",
+    "_cudnn_rnn_backward": "matmul",
+    "flex_attention": "attention",
+    "flex_attention_backward": "attention",
+}
+"""Names of ops (of aten, without overload) -> family; names that are not here go by `_PREFIXES`, then count as memory."""
+
+_PREFIXES = {
+    "_scaled_dot_product_": "attention",
+    "scaled_dot_product_": "attention",
+    "_flash_attention_": "attention",
+    "_efficient_attention_": "attention",
+    "_cudnn_attention_": "attention",
+    "convolution": "conv",
+    "_convolution": "conv",
+    "cudnn_convolution": "conv",
+    "mkldnn_convolution": "conv",
+    "miopen_convolution": "conv",
+    "slow_conv": "conv",
+    "_slow_conv": "conv",
+    "_conv_depthwise": "conv",
+    "conv_depthwise": "conv",
+}
+
+
+@lru_cache(maxsize=4096)
+def family_of(name: str) -> str:
+    """The family of an op, from its name as traces write it: "aten.mm.default", "aten::mm" or "mm"."""
+    parts = name.rsplit("::", maxsplit=1)[-1].split(".")
+    base = parts[1] if len(parts) > 1 and parts[0] == "aten" else parts[0]
+    if base in families:
+        return families[base]
+    return next((family for prefix, family in _PREFIXES.items() if base.startswith(prefix)), "memory")
+
+
+def op_seconds(op: Op, hardware: Hardware) -> Seconds:
+    """What one op takes on this machine."""
+    if op.flops == 0 and op.moved == 0:
+        return hardware.overhead * VIEW_SHARE
+    arithmetic = op.flops / rate if op.flops and (rate := _flop_rate(op, hardware)) else 0.0
+    return hardware.overhead + max(arithmetic, op.moved / _byte_rate(op.moved, hardware))
+
+
+def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
+    """The trace with the seconds of every op filled in. Repeated layers repeat their ops, so each kind is priced once."""
+    known: dict[tuple[str, int, int, str], Seconds] = {}
+    ops = []
+    for op in trace.ops:
+        key = (op.site.op, op.flops, op.moved, op.dtype)
+        seconds = known.get(key)
+        if seconds is None:
+            seconds = known[key] = op_seconds(op, hardware)
+        ops.append(replace(op, seconds=seconds))
+    return replace(trace, ops=tuple(ops))
+
+
+@lru_cache(maxsize=16)
+def _curves(table: tuple[Rate, ...]) -> Curves:
+    return build_curves(table)
+
+
+def _flop_rate(op: Op, hardware: Hardware) -> float:
+    """FLOP/s for this op; 0: none is known for its dtype, so only its bytes count."""
+    curves = _curves(hardware.table)
+    family = family_of(op.site.op)
+    for dtype in _stand_ins(op.dtype):
+        for kind in (family, "matmul"):  # a family that was not measured goes by the products of its dtype
+            if kind != "memory" and (kind, dtype) in curves:
+                return rate_at(curves[kind, dtype], op.flops)
+        if dtype in hardware.flops:
+            return hardware.flops[dtype] * hardware.efficiency
+    return 0.0
+
+
+def _stand_ins(dtype: str) -> Iterator[str]:
+    """The dtypes whose rates may be used for one, best first. Integers have none: their ops are bound by bytes."""
+    dtype = dtype.removeprefix("torch.")
+    if dtype.startswith(("int", "uint", "bool", "quint", "qint", "bits")):
+        return
+    if dtype:
+        yield dtype
+    if dtype.startswith(("float8", "float16", "bfloat16", "half", "float4")):
+        yield from ("bfloat16", "float16")
+    yield "float32"
+
+
+def _byte_rate(moved: int, hardware: Hardware) -> float:
+    curve = _curves(hardware.table).get(("memory", ""))
+    return rate_at(curve, moved) if curve else hardware.bandwidth

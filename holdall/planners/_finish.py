@@ -1,0 +1,79 @@
+"""The end of every planner: lower, check, simulate, compare with the budget. No planner computes its own peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from holdall.errors import Infeasible
+from holdall.planners._rows import block_rows
+from holdall.simulator import simulate
+from holdall.types import Action, Outcome, Plan, Planner, Problem
+from holdall.units import format_bytes
+
+
+def finish(
+    planner: Planner, problem: Problem, actions: Sequence[Action], *, why: Sequence[str] = (), began: float | None = None
+) -> Plan:
+    """The plan of these actions; `Infeasible` if it does not fit. `began`: when planning started (`time.perf_counter`)."""
+    allocator = "caching" if problem.hardware.device == "cuda" else None
+    outcome = simulate(problem, actions, full=True, checked=True, allocator=allocator)
+    refuse_over_budget(problem, outcome, planner.name)
+    trace = problem.trace
+    return Plan(
+        planner=planner.name,
+        options=dataclasses.asdict(planner),  # type: ignore[call-overload]
+        actions=tuple(actions),
+        predicted=outcome,
+        trace=trace.fingerprint,
+        signature=str(trace.about.get("signature", "")),
+        budget={tier.name: problem.limit(tier.name) for tier in problem.hardware.tiers},
+        hardware=problem.hardware.name,
+        solve_seconds=time.perf_counter() - began if began is not None else 0.0,
+        why=tuple(why),
+        about={**_what_the_harness_needs(problem), "rows": block_rows(problem, actions)},
+    )
+
+
+def _what_the_harness_needs(problem: Problem) -> dict[str, Any]:
+    trace = problem.trace
+    return {
+        "model": trace.about.get("model"),
+        "device": trace.about.get("device"),
+        "batch": trace.about.get("batch"),
+        "blocks": [[b.name, [list(s) for s in b.shapes]] for b in trace.blocks],
+    }
+
+
+def over_budget(problem: Problem, outcome: Outcome) -> dict[str, int]:
+    """Tiers that are too small, with the bytes missing. Budgets are kept by what the allocator hands out."""
+    missing = {}
+    for tier in problem.hardware.tiers:
+        excess = outcome.peak.get(tier.name, 0) - problem.limit(tier.name)
+        if excess > 0:
+            missing[tier.name] = excess
+    return missing
+
+
+def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str, *, smallest: int | None = None) -> None:
+    """Raise `Infeasible`, naming what was found and what sits at the peak, if the outcome does not fit."""
+    missing = over_budget(problem, outcome)
+    if not missing:
+        return
+    tier = next(iter(missing))
+    least = min(outcome.peak[tier], smallest) if smallest is not None else outcome.peak[tier]
+    kinds = ", ".join(f"{k.value} {format_bytes(v)}" for k, v in outcome.peak_kinds.items() if v)
+    where = f"; at the peak ({outcome.peak_where}): {kinds}" if kinds and tier == problem.home else ""
+    options = "" if problem.allow >= {"recompute", "offload"} else "allow recompute and offload, or "
+    raise Infeasible(
+        f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; "
+        f"the smallest found needs {exact_bytes(least)}{where}",
+        hint=f"{options}use a budget of at least {least} bytes",
+        smallest=least,
+    )
+
+
+def exact_bytes(size: int) -> str:
+    return f"{format_bytes(size)} ({size:,} bytes)"

@@ -1,0 +1,63 @@
+"""What a plan does with each block, as rows for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from holdall.cost.link import copy_seconds
+from holdall.simulator.lower import lower
+from holdall.types import Action, Copy, Problem, Run
+
+
+def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, Any]]:
+    """One dictionary per block: decision, bytes held on the device for backward with and without the plan, seconds."""
+    trace = problem.trace
+    schedule = lower(problem, actions)
+    decided: dict[str, list[str]] = {}
+    for action in sorted(actions, key=lambda a: a.rank):
+        for name in getattr(action, "blocks", None) or [getattr(action, "block", "")]:
+            decided.setdefault(name, []).append(action.name)
+    moved = {x for steps in schedule.after.values() for s in steps if isinstance(s, Copy) for x in s.tensors}
+    again: dict[int, float] = {}
+    for steps in schedule.after.values():
+        for step in steps:
+            if isinstance(step, Run) and step.again:
+                again[step.op] = again.get(step.op, 0.0) + step.seconds
+    by_module: dict[str, float] = {}
+    for op in trace.ops:
+        by_module[op.site.module] = by_module.get(op.site.module, 0.0) + op.seconds
+    rows = []
+    for block in trace.blocks:
+        saved = {trace.saves[i].tensor for i in block.saves}
+        own = {x for x in saved | set(block.inputs) if trace.tensors[x].born >= 0 and x in saved}
+        forward = {x for x in own if block.first <= trace.tensors[x].born <= block.last} | {
+            x for x in own if x in block.inputs
+        }
+        replayed = block.id in schedule.replays
+        held = {x for x in forward if x not in moved and (not replayed or x in block.inputs or _kept(schedule, x))}
+        seconds = sum(
+            t for module, t in by_module.items() if module == block.module or module.startswith(f"{block.module}.")
+        )
+        extra = sum(again.get(op, 0.0) for op in range(block.first, block.last + 1))
+        if problem.hardware.far is not None and not problem.hardware.overlap:
+            size = sum(trace.tensors[x].nbytes for x in forward & moved)
+            extra += sum(copy_seconds(size, problem.hardware.far, problem.hardware, d) for d in ("out", "in") if size)
+        rows.append(
+            {
+                "module": block.name,
+                "decision": " + ".join(d for d in decided.get(block.name, []) if d != "keep") or "keep",
+                "nbytes_held": sum(trace.tensors[x].nbytes for x in held),
+                "nbytes_plain": sum(trace.tensors[x].nbytes for x in forward),
+                "seconds": seconds + extra,
+                "extra_seconds": extra,
+            }
+        )
+    return rows
+
+
+def _kept(schedule: Any, tensor: int) -> bool:
+    """A result that a recomputed block keeps: autograd's references to it were not taken away."""
+    return tensor not in schedule.holds or any(
+        (s.released, 0) in schedule.holds[tensor] for s in schedule.trace.saves_of(tensor)
+    )

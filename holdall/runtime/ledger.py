@@ -1,0 +1,89 @@
+"""Bytes in the accelerator's memory, counted on storages as they come and go; the ground truth where the device is a CPU."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from holdall.errors import OverBudget
+from holdall.units import format_bytes
+
+
+class Ledger(TorchDispatchMode):
+    """Counts every storage that an op makes or touches until its last reference goes.
+
+    `budget`: raise `OverBudget` at the op that passes it. Kernel workspaces inside an op are not seen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, seed: Iterable[torch.Tensor] = (), budget: int | None = None) -> None:
+        super().__init__()
+        self.budget = budget
+        self.live = self.peak = 0
+        self.peak_op = ""
+        self.curve: list[tuple[float, int]] = []  # (time, live bytes) after each op since the last `restart`
+        self._size: dict[int, int] = {}
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._paused = 0
+        for tensor in seed:
+            self.see(tensor.untyped_storage(), "there before")
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new peak and a new curve."""
+        self.peak, self.peak_op = self.live, "there before"
+        self.curve = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ops inside work on another tier's memory and are not counted."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def see(self, storage: torch.UntypedStorage, op: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        before = self._size.get(key)
+        if before == size:
+            return
+        self._size[key] = size
+        self.live += size - (before or 0)
+        if before is None:
+
+            def gone(_: object) -> None:
+                self._watch.pop(key, None)
+                self.live -= self._size.pop(key, 0)
+
+            self._watch[key] = weakref.ref(storage, gone)
+        if self.live > self.peak:
+            self.peak, self.peak_op = self.live, op
+        if self.budget is not None and self.live > self.budget:
+            raise OverBudget(
+                f"`{op}` took the memory to {format_bytes(self.live)}, over the budget of {format_bytes(self.budget)}",
+                hint="plan with a larger budget, or for the largest batch that the loop uses",
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._paused:
+            return out
+        name = str(func)
+        for t in tree_iter((args, kwargs)):
+            if isinstance(t, torch.Tensor):
+                self.see(t.untyped_storage(), name)
+        for t in tree_iter(out):
+            if isinstance(t, torch.Tensor):
+                self.see(t.untyped_storage(), name)
+        self.curve.append((time.perf_counter(), self.live))
+        return out

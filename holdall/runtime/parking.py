@@ -1,0 +1,187 @@
+"""Blocks whose saved tensors wait for backward in another tier.
+
+What a block saves is gathered by storage (several saved tensors may be views of one), copied out when the block's forward is
+over, and brought back together, either ahead of need or at the first tensor that backward asks for. Parameters, the block's outputs and
+inputs that others use too stay where they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_leaves
+
+from holdall.runtime.replaying import Call, Input
+
+Forward = Callable[..., Any]
+
+
+class Entry:
+    """One storage: here, away, or here again."""
+
+    __slots__ = ("__weakref__", "group", "storage", "ticket")
+
+    def __init__(self, storage: torch.UntypedStorage, group: Group) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.ticket: Any = None
+        self.group = group
+
+    def fetch(self) -> torch.UntypedStorage:
+        if self.storage is None or self.ticket is not None:
+            self.group.fetch()
+            self.group.arrive()
+        assert self.storage is not None
+        return self.storage
+
+    def __del__(self) -> None:
+        if self.ticket is not None:  # its backward never ran
+            self.group.store.free(self.ticket)
+
+
+class Group:
+    """Everything one block call parks. Entries are held by autograd alone, so that each goes when backward has released it."""
+
+    def __init__(self, store: Any, bank: Bank, lag: bool) -> None:
+        self.store = store
+        self.bank = bank
+        self.lag = lag
+        self.entries: list[weakref.ref[Entry]] = []
+        self.device: torch.device | None = None
+        self._arriving: list[weakref.ref[Entry]] = []
+
+    def leave(self, entries: Sequence[Entry]) -> None:
+        """Start copying out. Without `lag` the storages are let go at once; otherwise by `let_go`, later."""
+        for entry in entries:
+            assert entry.storage is not None
+            self.device = entry.storage.device
+            entry.ticket = self.bank.put(self.store, entry.storage)
+            self.entries.append(weakref.ref(entry))
+            if not self.lag:
+                entry.storage = None
+
+    def let_go(self) -> None:
+        """The copies have left (the device's stream waits for it); the storages are free from here on."""
+        for reference in self.entries:
+            entry = reference()
+            if entry is not None and entry.ticket is not None and entry.storage is not None:
+                self.store.wait(entry.ticket)
+                entry.storage = None
+
+    def fetch(self) -> None:
+        """Start bringing everything back that is still away."""
+        self.let_go()
+        for reference in self.entries:
+            entry = reference()
+            if entry is None or entry.ticket is None or entry.storage is not None:
+                continue
+            entry.storage = self.bank.get(self.store, entry.ticket, self.device)
+            self._arriving.append(reference)
+        self.entries = []
+
+    def arrive(self) -> None:
+        """Computation waits for what is on its way."""
+        for reference in self._arriving:
+            entry = reference()
+            if entry is not None and entry.ticket is not None:
+                self.store.wait_in(entry.ticket)
+                self.store.free(entry.ticket)
+                entry.ticket = None
+        self._arriving = []
+
+
+class Bank:
+    """Copies between the device and a tier, with the device's side counted by the ledger, if there is one."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger = ledger
+
+    def put(self, store: Any, storage: torch.UntypedStorage) -> Any:
+        if self._ledger is None:
+            return store.put(storage)
+        with self._ledger.paused():
+            return store.put(storage)
+
+    def get(self, store: Any, ticket: Any, device: torch.device | None) -> torch.UntypedStorage:
+        if self._ledger is None:
+            return store.get(ticket, device)  # type: ignore[no-any-return]
+        with self._ledger.paused():
+            storage: torch.UntypedStorage = store.get(ticket, device)
+        self._ledger.see(storage, "fetch")
+        return storage
+
+
+class _Parked:
+    """What autograd holds in the place of a saved tensor: a view of an entry."""
+
+    __slots__ = ("entry", "like")
+
+    def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
+        self.entry = entry
+        self.like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _unpack(held: Any) -> torch.Tensor:
+    if isinstance(held, torch.Tensor):
+        return held
+    dtype, shape, stride, offset = held.like
+    storage = held.entry.fetch()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+def park_saved(
+    group: Group, forward: Forward, args: Any, kwargs: Any, *, inputs: frozenset[int], stay: Callable[[int], bool]
+) -> Any:
+    """Run a block's forward and park what autograd saves in it.
+
+    `inputs`: which of its input tensors (counted by storage, in order) are its own; `stay`: storages that never leave.
+    """
+    shared = shared_inputs((args, kwargs), inputs)
+    entries: dict[int, Entry] = {}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if stay(key) or key in shared:
+            return tensor
+        if key not in entries:
+            entries[key] = Entry(storage, group)
+        return _Parked(entries[key], tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        out = forward(*args, **kwargs)
+    outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
+    group.leave([entry for key, entry in entries.items() if key not in outputs])
+    entries.clear()  # autograd holds `pack` as long as any saved tensor of the block
+    return out
+
+
+def park_inputs(group: Group, call: Call, inputs: frozenset[int]) -> None:
+    """Park the inputs that a recomputed call keeps for its replay."""
+    seen: dict[int, list[Input]] = {}
+    for item in call.inputs:
+        if isinstance(item, Input):
+            storage = item.storage()
+            if storage is not None:
+                seen.setdefault(storage._cdata, []).append(item)
+    entries = []
+    for position, items in enumerate(seen.values()):
+        if position in inputs:
+            storage = items[0].storage()
+            assert storage is not None
+            entry = Entry(storage, group)
+            entries.append(entry)
+            for item in items:
+                item.park(entry)
+    group.leave(entries)
+
+
+def shared_inputs(arguments: Any, own: frozenset[int]) -> set[int]:
+    """Storages of a block's inputs but for those at the positions in `own`."""
+    order: dict[int, None] = {}
+    for t in tree_leaves(arguments):
+        if isinstance(t, torch.Tensor):
+            order[t.untyped_storage()._cdata] = None
+    return {key for position, key in enumerate(order) if position not in own}

@@ -1,0 +1,101 @@
+"""What is to happen to one block call, as the installed actions have said it, and the forward that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from holdall.runtime.parking import Bank, Group, park_inputs, park_saved
+from holdall.runtime.replaying import Segment
+
+
+@dataclass
+class Policy:
+    """Filled in by actions when they install themselves; the default keeps everything."""
+
+    recompute: bool = False
+    opens: bool = True  # begins a new segment, rather than joining the one before
+    closes: bool = True  # ends its segment
+    keep: frozenset[str] = frozenset()  # ops whose results stay, as `aten.mm.default#3`
+    state: tuple[str, ...] = ()  # buffers that the block changes, relative to the model
+    park: bool = False
+    inputs: frozenset[int] = frozenset()  # its own inputs, by position
+    lag: bool = False  # let parked storages go when the next block is over
+    fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
+
+
+class Blocks:
+    """Runs every block call by its policy. Holds nothing of a step beyond what the policies ask for."""
+
+    def __init__(self, policies: dict[str, Policy], store: Any, bank: Bank, stay: Callable[[int], bool]) -> None:
+        self._policies = policies
+        self._store = store
+        self._bank = bank
+        self._stay = stay
+        self._open: Segment | None = None
+        self._leaving: list[Group] = []
+        self._awaited: dict[str, list[Group]] = {}  # block -> groups to fetch when its backward begins
+        self._triggers = {p.fetch for p in policies.values() if p.fetch}
+
+    def restart(self) -> None:
+        """A new step: forget what an abandoned one left open."""
+        self._open = None
+        self._leaving = []
+        self._awaited = {}
+
+    def run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
+        """The block's forward under its policy."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        policy = self._policies.get(name)
+        if policy is None:
+            out = forward(*args, **kwargs)
+        elif policy.recompute:
+            segment = Segment() if policy.opens or self._open is None else self._open
+            self._open = None if policy.closes else segment
+            out, call = segment.run(
+                module, forward, args, kwargs, state=[buffers[b] for b in policy.state], keep=policy.keep
+            )
+            if policy.park:
+                group = self._group(policy)
+                park_inputs(group, call, policy.inputs)
+        elif policy.park:
+            group = self._group(policy)
+            out = park_saved(group, forward, args, kwargs, inputs=policy.inputs, stay=self._stay)
+        else:
+            out = forward(*args, **kwargs)
+        if self._leaving:
+            arrived, self._leaving = self._leaving, []
+            for earlier in arrived:
+                earlier.let_go()
+        if policy is not None and policy.park and policy.lag:
+            self._leaving = [group]
+        if name in self._triggers:
+            self._fetch_at(name, out)
+        return out
+
+    def _group(self, policy: Policy) -> Group:
+        group = Group(self._store, self._bank, policy.lag)
+        if policy.fetch:
+            self._awaited.setdefault(policy.fetch, []).append(group)
+        return group
+
+    def _fetch_at(self, name: str, out: Any) -> None:
+        """When the backward of this block begins, fetch the groups that wait for it."""
+        groups = self._awaited.pop(name, [])
+        done = False
+
+        def begins(_: object) -> None:
+            nonlocal done
+            if not done:
+                done = True
+                for group in groups:
+                    group.fetch()
+
+        for t in tree_iter(out):
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.grad_fn.register_prehook(begins)

@@ -1,0 +1,264 @@
+"""Allocators as programs over numbers: what a device's allocator would take and hold, given the order of allocations and frees.
+
+Live bytes are a lower bound; what a device really gives up also holds rounding, slack and holes. `Ideal` counts live bytes.
+`Caching` follows the native CUDA caching allocator of PyTorch rule by rule:
+
+    request  -> rounded to 512 B -> small pool (<= 1 MiB) or large pool
+    search   -> best fit among free blocks of the same stream; lowest address among equals
+    miss     -> a new segment from the device: 2 MiB | 20 MiB (under 10 MiB) | rounded up to 2 MiB
+    hit      -> the low part serves, the rest returns to the pool if it is worth keeping, else it is slack
+    free     -> merged with free neighbours of its segment; a segment goes back only when the device runs out
+
+Two things of the real one are left out: blocks parked by `record_stream` (holdall owns its buffers instead), and the addresses
+that the driver picks. Here they only grow, so ties between equal blocks of different segments may fall otherwise on a device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from holdall.errors import OverBudget, unknown_name
+from holdall.types.trace import Bytes
+from holdall.units import MiB, format_bytes
+
+MIN_BLOCK = 512
+SMALL_REQUEST = 1 * MiB  # up to here a request is served from the small pool
+SMALL_SEGMENT = 2 * MiB
+LARGE_SEGMENT = 20 * MiB  # for requests of the large pool under MIN_OWN_SEGMENT
+MIN_OWN_SEGMENT = 10 * MiB  # from here a request gets a segment of its own size
+ROUND_SEGMENT = 2 * MiB
+
+
+class Allocator(Protocol):
+    """Fed in program order; keys are the caller's and are free for reuse after `free`."""
+
+    def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None: ...
+
+    def free(self, key: int) -> None: ...
+
+    @property
+    def allocated(self) -> Bytes:
+        """Bytes handed out, rounding and slack included."""
+
+    @property
+    def reserved(self) -> Bytes:
+        """Bytes taken from the device."""
+
+    @property
+    def peak_allocated(self) -> Bytes: ...
+
+    @property
+    def peak_reserved(self) -> Bytes: ...
+
+
+class Ideal:
+    """No holes: reserved is what is live, each request rounded up to `align`."""
+
+    def __init__(self, align: int = 1, *, limit: Bytes | None = None) -> None:
+        self.align = align
+        self.limit = limit
+        self.allocated = 0
+        self.peak_allocated = 0
+        self._live: dict[int, Bytes] = {}
+
+    def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:  # noqa: ARG002 - streams share everything here
+        assert key not in self._live, f"{key} is allocated already"
+        size = -(-nbytes // self.align) * self.align
+        if self.limit is not None and self.allocated + size > self.limit:
+            raise _over(size, self.allocated, self.allocated, self.limit)
+        self._live[key] = size
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, key: int) -> None:
+        self.allocated -= self._live.pop(key)
+
+    @property
+    def reserved(self) -> Bytes:
+        return self.allocated
+
+    @property
+    def peak_reserved(self) -> Bytes:
+        return self.peak_allocated
+
+
+class Block:
+    """A run of bytes of one segment; its neighbours there are `before` and `after`."""
+
+    __slots__ = ("address", "after", "before", "is_free", "pool", "size")
+
+    def __init__(self, address: int, size: Bytes, pool: Pool) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.is_free = True
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+class Pool:
+    """The free blocks of one stream and one size class, ordered by (size, address) for best fit."""
+
+    __slots__ = ("is_small", "listed")
+
+    def __init__(self, is_small: bool) -> None:
+        self.is_small = is_small
+        self.listed: list[tuple[Bytes, int, Block]] = []  # addresses differ, so blocks are never compared
+
+    def add(self, block: Block) -> None:
+        block.is_free = True
+        insort(self.listed, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        block.is_free = False
+        del self.listed[bisect_left(self.listed, (block.size, block.address))]
+
+    def take(self, size: Bytes) -> Block | None:
+        """The smallest free block that holds `size`; None: none does."""
+        at = bisect_left(self.listed, (size,))
+        if at == len(self.listed):
+            return None
+        block = self.listed.pop(at)[2]
+        block.is_free = False
+        return block
+
+    def keeps_rest(self, rest: Bytes) -> bool:
+        """Whether what is left of a block after serving a request becomes a block of its own."""
+        return rest >= MIN_BLOCK if self.is_small else rest > SMALL_REQUEST
+
+
+class Caching:
+    """PyTorch's CUDA caching allocator with its default settings; `limit` is the most it may reserve."""
+
+    def __init__(self, *, limit: Bytes | None = None) -> None:
+        self.limit = limit
+        self.allocated = 0
+        self.reserved = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
+        self.retries = 0  # times the cache was flushed to make room; each stalls a real device
+        self._live: dict[int, Block | None] = {}  # None: a request of zero bytes, which owns no block
+        self._pools: dict[tuple[bool, int], Pool] = {}
+        self._segments: dict[int, Block] = {}  # address -> first block; merging keeps the lower block, so it stays the first
+        self._next_address = 0
+
+    def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:
+        assert key not in self._live, f"{key} is allocated already"
+        if nbytes == 0:
+            self._live[key] = None
+            return
+        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+        pool = self._pool(size <= SMALL_REQUEST, stream)
+        block = pool.take(size) or self._new_segment(size, pool)
+        rest = block.size - size
+        if pool.keeps_rest(rest):
+            self._split(block, size)
+        self._live[key] = block
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, key: int) -> None:
+        block = self._live.pop(key)
+        if block is None:
+            return
+        self.allocated -= block.size
+        pool = block.pool
+        if block.before is not None and block.before.is_free:
+            pool.remove(block.before)
+            block = _merge(block.before, block)
+        if block.after is not None and block.after.is_free:
+            pool.remove(block.after)
+            block = _merge(block, block.after)
+        pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Give back every segment that is free as a whole."""
+        for pool in self._pools.values():
+            kept = []
+            for entry in pool.listed:
+                size, address, block = entry
+                if block.before is None and block.after is None:
+                    del self._segments[address]
+                    self.reserved -= size
+                else:
+                    kept.append(entry)
+            pool.listed = kept
+
+    def segments(self) -> Iterator[list[Block]]:
+        """The blocks of each segment in order of address."""
+        for first in self._segments.values():
+            blocks, block = [first], first
+            while block.after is not None:
+                block = block.after
+                blocks.append(block)
+            yield blocks
+
+    def _pool(self, is_small: bool, stream: int) -> Pool:
+        pool = self._pools.get((is_small, stream))
+        if pool is None:
+            pool = self._pools[is_small, stream] = Pool(is_small)
+        return pool
+
+    def _new_segment(self, size: Bytes, pool: Pool) -> Block:
+        taken = segment_size(size)
+        if self.limit is not None and self.reserved + taken > self.limit:
+            self.retries += 1
+            self.empty_cache()
+            if self.reserved + taken > self.limit:
+                raise _over(taken, self.allocated, self.reserved, self.limit)
+        block = Block(self._next_address, taken, pool)
+        block.is_free = False
+        self._segments[block.address] = block
+        self._next_address += taken
+        self.reserved += taken
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block
+
+    def _split(self, block: Block, size: Bytes) -> None:
+        rest = Block(block.address + size, block.size - size, block.pool)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after, block.size = rest, size
+        block.pool.add(rest)
+
+
+def _merge(low: Block, high: Block) -> Block:
+    """Two neighbours as one, in the object of the lower."""
+    low.size += high.size
+    low.after = high.after
+    if low.after is not None:
+        low.after.before = low
+    return low
+
+
+def segment_size(size: Bytes) -> Bytes:
+    """What is taken from the device when no cached block serves a rounded request."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < MIN_OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+
+
+def _over(asked: Bytes, allocated: Bytes, reserved: Bytes, limit: Bytes) -> OverBudget:
+    return OverBudget(
+        f"{format_bytes(asked)} more cannot be taken: {format_bytes(allocated)} are in use, "
+        f"{format_bytes(reserved)} are reserved and the limit is {format_bytes(limit)}",
+        hint="raise the limit, or keep less in this memory",
+    )
+
+
+_ALLOCATORS: dict[str, Callable[[Bytes | None], Allocator]] = {
+    "ideal": lambda limit: Ideal(limit=limit),
+    "caching": lambda limit: Caching(limit=limit),
+}
+
+
+def make_allocator(name: str, *, limit: Bytes | None = None) -> Allocator:
+    """A fresh allocator by name; `limit` is the most it may take, None: no end."""
+    if name not in _ALLOCATORS:
+        raise unknown_name("allocator", name, _ALLOCATORS)
+    return _ALLOCATORS[name](limit)

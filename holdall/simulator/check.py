@@ -1,0 +1,63 @@
+"""Is a list of steps legal, and what is its peak? Naive on purpose: it shares nothing with what it checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdall.types import Copy, Drop, Run, Step, TensorInfo, Wait
+
+
+class Illegal(AssertionError):
+    """A schedule that no machine could run; a fault of an action or a planner, never of the user."""
+
+
+def check(steps: Iterable[Step], tensors: Mapping[int, TensorInfo], home: str) -> dict[str, int]:
+    """Walk the steps; raise `Illegal` at the first that cannot run. Returns the peak of every tier in bytes."""
+    present: dict[str, set[int]] = {home: {x for x, t in tensors.items() if t.born < 0}}
+    flying: dict[int, str] = {}  # tensor -> the tier it is being copied to
+    peak: dict[str, int] = {}
+
+    total: dict[str, int] = {home: sum(tensors[x].nbytes for x in present[home])}
+
+    def measure(workspace: int = 0) -> None:
+        for tier, size in total.items():
+            peak[tier] = max(peak.get(tier, 0), size + (workspace if tier == home else 0))
+
+    measure()
+    for number, step in enumerate(steps):
+        if isinstance(step, Run):
+            what = f"step {number}, {step.name} (op {step.op}, run {step.again})"
+            for x in (*step.reads, *step.mutates):
+                if x not in present[home]:
+                    raise Illegal(f"{what} reads {tensors[x].name} (tensor {x}), which is not there")
+                if flying.get(x) == home:
+                    raise Illegal(f"{what} reads {tensors[x].name} (tensor {x}) before its copy has arrived")
+            for x in step.writes:
+                if x in present[home]:
+                    raise Illegal(f"{what} makes {tensors[x].name} (tensor {x}), which is there already")
+                present[home].add(x)
+                total[home] += tensors[x].nbytes
+            measure(step.workspace)
+        elif isinstance(step, Copy):
+            for x in step.tensors:
+                if x not in present.get(step.src, ()):
+                    raise Illegal(f"step {number} copies tensor {x} from {step.src}, where it is not")
+                if x in present.setdefault(step.dst, set()):
+                    raise Illegal(f"step {number} copies tensor {x} to {step.dst}, where it is already")
+                if x in flying:
+                    raise Illegal(f"step {number} copies tensor {x} while it is being copied")
+                present[step.dst].add(x)
+                total[step.dst] = total.get(step.dst, 0) + tensors[x].nbytes
+                flying[x] = step.dst
+            measure()
+        elif isinstance(step, Wait):
+            for x in step.tensors:
+                flying.pop(x, None)
+        elif isinstance(step, Drop):
+            if step.tensor not in present.get(step.tier, ()):
+                raise Illegal(f"step {number} drops tensor {step.tensor} from {step.tier}, where it is not")
+            if step.tensor in flying:
+                raise Illegal(f"step {number} drops tensor {step.tensor} while it is being copied")
+            present[step.tier].remove(step.tensor)
+            total[step.tier] -= tensors[step.tensor].nbytes
+    return peak

@@ -1,0 +1,68 @@
+"""Actions -> schedule -> the full list of steps, with every free derived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdall.types import Action, Copy, Drop, Problem, Run, Schedule, Step, Wait
+from holdall.types.trace import TensorId
+
+
+def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
+    """The trace's schedule rewritten by the actions, each in its rank's turn."""
+    schedule = Schedule(trace=problem.trace, home=problem.home)
+    for action in sorted(actions, key=lambda a: a.rank):
+        schedule = action.rewrite(schedule, problem)
+    return schedule
+
+
+def close(schedule: Schedule) -> list[Step]:
+    """Add a Drop at the end of every stay of every tensor in every tier.
+
+    A stay begins when the tensor is made or copied in, and ends after the last of: its uses, the waits for its copies, and the
+    moments until which something holds it. Frees are only ever derived here.
+    """
+    steps = list(schedule.steps())
+    never = len(steps)
+    at: dict[tuple[int, int], int] = {(-1, 0): -1, (len(schedule.trace.ops), 0): never}
+    begins: dict[tuple[TensorId, str], list[int]] = {}
+    touched: dict[tuple[TensorId, str], list[int]] = {}
+    home = schedule.home
+    for x, info in schedule.trace.tensors.items():
+        if info.born < 0:
+            begins[(x, home)] = [-1]
+    for i, step in enumerate(steps):
+        if isinstance(step, Run):
+            if step.op >= 0:
+                at[(step.op, step.again)] = i
+            for x in step.writes:
+                begins.setdefault((x, home), []).append(i)
+            for x in (*step.reads, *step.mutates):
+                touched.setdefault((x, home), []).append(i)
+        elif isinstance(step, Copy):
+            for x in step.tensors:
+                touched.setdefault((x, step.src), []).append(i)
+                begins.setdefault((x, step.dst), []).append(i)
+        elif isinstance(step, Wait):
+            for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
+                for key in [k for k in ((x, home), *_far_keys(x, begins, home)) if k in begins]:
+                    touched.setdefault(key, []).append(i)
+    drops: dict[int, list[Drop]] = {}
+    for (x, tier), starts in begins.items():
+        marks = touched.get((x, tier), [])
+        if tier == home:
+            marks = [*marks, *(at.get(mark, -1) for mark in schedule.held(x))]
+        bounds = [*starts[1:], never + 1]
+        for start, bound in zip(starts, bounds, strict=True):
+            end = max((m for m in marks if start <= m < bound), default=start)
+            if end < never:
+                drops.setdefault(end, []).append(Drop(tensor=x, tier=tier))
+    closed: list[Step] = list(drops.get(-1, ()))
+    for i, step in enumerate(steps):
+        closed.append(step)
+        closed.extend(drops.get(i, ()))
+    return closed
+
+
+def _far_keys(x: TensorId, begins: dict[tuple[TensorId, str], list[int]], home: str) -> list[tuple[TensorId, str]]:
+    return [(x, tier) for tier in ("cpu", "far", "nvme") if tier != home and (x, tier) in begins]

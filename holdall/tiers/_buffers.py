@@ -1,0 +1,142 @@
+"""Host memory in buffers of exact size, kept for reuse by size, and counted to the byte.
+
+The buffers are anonymous mappings: PyTorch's allocators never see them, none is rounded up to a power of two as its pinned
+allocator does, and one that is let go returns to the system. A training step asks for the same sizes every time, so that after
+the first step every request is served from those kept; touching fresh pages costs more than the copy itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.errors import OverBudget
+from holdall.units import MiB, format_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    nbytes: int
+    storage: torch.UntypedStorage
+    busy: Any = None  # event after which it may be overwritten; None: now
+    is_pinned: bool = False
+
+
+def _nothing(buffer: Buffer) -> None:
+    """A buffer needs no care."""
+
+
+class Buffers:
+    """Takes buffers and gives them back; never holds more than `capacity` bytes (None: no end)."""
+
+    def __init__(
+        self,
+        tier: str,
+        capacity: int | None,
+        *,
+        prepare: Callable[[Buffer], None] = _nothing,
+        dispose: Callable[[Buffer], None] = _nothing,
+    ) -> None:
+        self.tier = tier
+        self.capacity = capacity
+        self.used = 0
+        self.peak = 0
+        self.held = 0
+        self._prepare = prepare  # after a buffer is made
+        self._dispose = dispose  # before its memory goes
+        self._kept: dict[int, deque[Buffer]] = {}  # by size; oldest first, for its copies are the most likely to be over
+        self._out: set[Buffer] = set()  # so that memory in use by a copy outlives a caller that lost its ticket
+
+    def take(self, nbytes: int) -> Buffer:
+        kept = self._kept.get(nbytes)
+        buffer = kept.popleft() if kept else self._make(nbytes)
+        self._out.add(buffer)
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        if buffer not in self._out:
+            return  # void since `clear`
+        self._out.remove(buffer)
+        self.used -= buffer.nbytes
+        self._kept.setdefault(buffer.nbytes, deque()).append(buffer)
+
+    def clear(self) -> None:
+        """Let go of everything, what is out included."""
+        for buffer in self._out:
+            self._drop(buffer)
+        self._out.clear()
+        self.used = 0
+        self.trim(0)
+
+    def trim(self, most: int) -> None:
+        """Let go of kept buffers, largest first, until at most `most` bytes are held."""
+        for size in sorted(self._kept, reverse=True):
+            kept = self._kept[size]
+            while kept and self.held > most:
+                self._drop(kept.popleft())
+            if not kept:
+                del self._kept[size]
+
+    def _make(self, nbytes: int) -> Buffer:
+        if self.capacity is not None and self.held + nbytes > self.capacity:
+            self.trim(self.capacity - nbytes)
+            if self.held + nbytes > self.capacity:
+                raise self._over(nbytes, f"its capacity is {format_bytes(self.capacity)}")
+        try:
+            mapping = _map(nbytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise self._over(nbytes, f"the system refuses ({error})") from error
+        buffer = Buffer(nbytes, torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage())  # which owns the mapping
+        self._prepare(buffer)
+        self.held += nbytes
+        return buffer
+
+    def _drop(self, buffer: Buffer) -> None:
+        self._dispose(buffer)
+        self.held -= buffer.nbytes
+
+    def _over(self, nbytes: int, why: str) -> OverBudget:
+        return OverBudget(
+            f"the memory `{self.tier}` holds {format_bytes(self.used)} and cannot take {format_bytes(nbytes)} more: {why}",
+            hint=f"give `{self.tier}` a larger budget, or let less leave for it",
+        )
+
+
+class Counted:
+    """The counts of a store that keeps its bytes in buffers."""
+
+    _buffers: Buffers
+
+    @property
+    def used(self) -> int:
+        return self._buffers.used
+
+    @property
+    def peak(self) -> int:
+        return self._buffers.peak
+
+    @property
+    def held(self) -> int:
+        return self._buffers.held
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= 2 * MiB and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # first touch by 2 MiB pages: half the time or less
+    return mapping
+
+
+def copy_bytes(target: torch.UntypedStorage, source: torch.UntypedStorage, *, non_blocking: bool = False) -> None:
+    """Copy a storage without any dispatch mode seeing it."""
+    with torch._C._DisableTorchDispatch():
+        target.copy_(source, non_blocking=non_blocking)

@@ -1,0 +1,140 @@
+"""The host's memory as seen from a GPU: pinned buffers of exact size, one stream out, one stream in.
+
+What waits for what, and why no memory is reused too early (the compute stream is the one that is current when a call is made):
+
+    put      compute: writes source ----+                              the source is referenced by the ticket until `wait`,
+             out:                       +-- copy to buffer -- OUT      so the allocator cannot hand its memory on
+    wait     compute: ................................ waits OUT       from here the source's memory is compute's again
+    get      compute: takes target -----+                              memory of the compute stream's own pool, whose former
+             in:      waits OUT         +-- copy to target -- BACK     user on that stream is over before the copy begins
+    wait_in  compute: ................................ waits BACK      the target is referenced by the ticket until here
+    free     the buffer remembers BACK (or OUT); the next copy into it, on the out stream, waits for that
+
+So `record_stream` is never needed: it frees late, and drove reserved memory to its cap when it was tried. Every wait is between
+streams; the host goes on, except in `close` and where a kept buffer must make room.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import suppress
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from holdall.errors import Unsupported
+from holdall.tiers import Ticket
+from holdall.tiers._buffers import Buffer, Buffers, Counted, copy_bytes
+from holdall.units import format_bytes
+
+logger = logging.getLogger("holdall")
+
+
+class Cpu(Counted):
+    name: ClassVar[str] = "cpu"
+
+    def __init__(self, *, capacity: int | None = None, device: torch.device | str = "cuda") -> None:
+        if not torch.cuda.is_available():
+            raise Unsupported(
+                "the memory `cpu` serves a CUDA device, and there is none", hint="use `far` to compute on the CPU"
+            )
+        index = torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.notes: list[str] = []
+        self._out = torch.cuda.Stream(self.device)
+        self._in = torch.cuda.Stream(self.device)
+        self._buffers = Buffers(self.name, capacity, prepare=partial(_pin, self.notes), dispose=_unpin)
+        # Pinned memory must be unpinned before it is unmapped, also when nobody calls `close`; at exit the system does both.
+        self._shut = weakref.finalize(self, _shut, self._out, self._in, self._buffers)
+        self._shut.atexit = False
+
+    def put(self, source: torch.UntypedStorage) -> Ticket:
+        ticket = Ticket(source.nbytes())
+        if ticket.nbytes == 0:
+            return ticket
+        buffer = self._buffers.take(ticket.nbytes)
+        self._out.wait_stream(self._compute())
+        if buffer.busy is not None:
+            self._out.wait_event(buffer.busy)
+            buffer.busy = None
+        with torch.cuda.stream(self._out):
+            copy_bytes(buffer.storage, source, non_blocking=True)
+        ticket.out = self._out.record_event()
+        ticket.buffer, ticket.source = buffer, source
+        return ticket
+
+    def landed(self, ticket: Ticket) -> bool:
+        if ticket.out is not None and not ticket.out.query():
+            return False
+        ticket.source = None
+        return True
+
+    def wait(self, ticket: Ticket) -> None:
+        if ticket.source is not None:
+            self._compute().wait_event(ticket.out)
+            ticket.source = None
+
+    def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
+        assert ticket.is_live, "this ticket was freed"
+        if ticket.nbytes == 0:
+            return torch.UntypedStorage(0, device=device)
+        self.wait_in(ticket)  # an earlier fetch of the same bytes
+        target = torch.UntypedStorage(ticket.nbytes, device=device)
+        self._in.wait_stream(self._compute())
+        self._in.wait_event(ticket.out)
+        with torch.cuda.stream(self._in):
+            copy_bytes(target, ticket.buffer.storage, non_blocking=True)
+        ticket.back = self._in.record_event()
+        ticket.target = target
+        return target
+
+    def wait_in(self, ticket: Ticket) -> None:
+        if ticket.target is not None:
+            self._compute().wait_event(ticket.back)
+            ticket.target = None
+
+    def free(self, ticket: Ticket) -> None:
+        assert ticket.is_live, "this ticket was freed already"
+        ticket.is_live = False
+        self.wait(ticket)
+        self.wait_in(ticket)
+        if ticket.buffer is not None:
+            ticket.buffer.busy = ticket.out if ticket.back is None else ticket.back
+            self._buffers.give(ticket.buffer)
+            ticket.buffer = None
+
+    def close(self) -> None:
+        self._shut()
+
+    def _compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+
+def _pin(notes: list[str], buffer: Buffer) -> None:
+    """Register a buffer with CUDA; where that fails it stays pageable, which is right but slow, and a note says so."""
+    error = int(torch.cuda.cudart().cudaHostRegister(buffer.storage.data_ptr(), buffer.nbytes, 0))
+    buffer.is_pinned = error == 0
+    if buffer.is_pinned:
+        return
+    note = f"{format_bytes(buffer.nbytes)} of host memory could not be pinned (CUDA error {error}); copies to it are slow"
+    if not notes:
+        logger.warning(note)
+    notes.append(note)
+    with suppress(RuntimeError), torch._C._DisableTorchDispatch():
+        torch.zeros(1, device="cuda")  # the next launch reports the error as its own; let it be this one
+
+
+def _unpin(buffer: Buffer) -> None:
+    if buffer.busy is not None:
+        buffer.busy.synchronize()
+    if buffer.is_pinned:
+        torch.cuda.cudart().cudaHostUnregister(buffer.storage.data_ptr())
+        buffer.is_pinned = False
+
+
+def _shut(out: torch.cuda.Stream, back: torch.cuda.Stream, buffers: Buffers) -> None:
+    out.synchronize()
+    back.synchronize()
+    buffers.clear()

@@ -1,0 +1,56 @@
+"""The memory beyond, for a machine that computes on its CPU: other bytes of the same RAM, out of PyTorch's sight.
+
+It gives the CPU what a host gives a GPU, a place that tensors leave to, so that every plan can be run, and its peaks counted,
+where there is no accelerator. Copies are synchronous: the processor that would compute is the one that copies.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from holdall.tiers import Ticket
+from holdall.tiers._buffers import Buffers, Counted, copy_bytes
+
+
+class Far(Counted):
+    name: ClassVar[str] = "far"
+
+    def __init__(self, *, capacity: int | None = None, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.notes: list[str] = []
+        self._buffers = Buffers(self.name, capacity)
+
+    def put(self, source: torch.UntypedStorage) -> Ticket:
+        ticket = Ticket(source.nbytes())
+        if ticket.nbytes:
+            ticket.buffer = self._buffers.take(ticket.nbytes)
+            copy_bytes(ticket.buffer.storage, source)
+        return ticket
+
+    def landed(self, ticket: Ticket) -> bool:  # noqa: ARG002 - the copy is over when `put` returns
+        return True
+
+    def wait(self, ticket: Ticket) -> None:
+        """Nothing to wait for."""
+
+    def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
+        assert ticket.is_live, "this ticket was freed"
+        target = torch.UntypedStorage(ticket.nbytes, device=device)
+        if ticket.nbytes:
+            copy_bytes(target, ticket.buffer.storage)
+        return target
+
+    def wait_in(self, ticket: Ticket) -> None:
+        """Nothing to wait for."""
+
+    def free(self, ticket: Ticket) -> None:
+        assert ticket.is_live, "this ticket was freed already"
+        ticket.is_live = False
+        if ticket.buffer is not None:
+            self._buffers.give(ticket.buffer)
+            ticket.buffer = None
+
+    def close(self) -> None:
+        self._buffers.clear()

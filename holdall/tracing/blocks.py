@@ -1,0 +1,77 @@
+"""Which module calls become the blocks of a plan.
+
+Models are stacks: numbered siblings of one class (`layers.0`, `layers.1`, ...). From the root downwards, the members of a stack are
+blocks, what contains a stack is opened, containers such as Sequential are looked through, and anything else is a block as it is. So a
+decoder falls apart into embedding, layers, norm and head, and a convnet into its residual blocks, without knowing any model by name.
+A member that holds more than a third of everything (a stage of a hierarchical model) is opened too, if there is a stack inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holdall.tracing.recorder import Call
+from holdall.types import Block, Op, Save
+
+
+def find_blocks(calls: Sequence[Call], ops: Sequence[Op], saves: Sequence[Save]) -> tuple[Block, ...]:
+    stacked = _stacked(calls)
+    large = len(saves) / 3
+    chosen = [c for root in calls for c in _choose(root, stacked, large) if c.last >= c.first]
+    seen: dict[tuple[object, ...], int] = {}
+    blocks: list[Block] = []
+    for call in sorted(chosen, key=lambda c: c.first):
+        shape = _shape(call, ops, saves)
+        blocks.append(
+            Block(
+                id=len(blocks),
+                module=call.path,
+                nth=call.nth,
+                first=call.first,
+                last=call.last,
+                backward=call.backward,
+                inputs=call.inputs,
+                outputs=call.outputs,
+                shapes=call.shapes,
+                saves=tuple(range(call.first_save, call.last_save)),
+                same_as=seen.get(shape),
+                kind=call.kind,
+            )
+        )
+        seen.setdefault(shape, len(blocks) - 1)
+    return tuple(blocks)
+
+
+def _walk(calls: Sequence[Call]) -> Iterator[Call]:
+    for call in calls:
+        yield call
+        yield from _walk(call.children)
+
+
+def _stacked(calls: Sequence[Call]) -> set[str]:
+    """Paths of modules that are numbered siblings of one class."""
+    groups: dict[tuple[str, str], set[str]] = {}
+    for call in _walk(calls):
+        parent, _, last = call.path.rpartition(".")
+        if last.isdigit():
+            groups.setdefault((parent, call.kind), set()).add(call.path)
+    return {path for paths in groups.values() if len(paths) > 1 for path in paths}
+
+
+def _choose(call: Call, stacked: set[str], large: float) -> list[Call]:
+    opens = any(c.path in stacked for c in _walk(call.children))
+    if call.path in stacked:
+        opens = opens and call.last_save - call.first_save > large
+    if call.children and (opens or call.transparent or call.depth == 0):
+        return [c for child in call.children for c in _choose(child, stacked, large)] or [call]
+    return [call]
+
+
+def _shape(call: Call, ops: Sequence[Op], saves: Sequence[Save]) -> tuple[object, ...]:
+    """What a block does, without where: equal for two blocks that can share one decision."""
+    inside = ops[call.first : call.last + 1]
+    return (
+        call.kind,
+        tuple((op.site.op, op.flops, op.moved) for op in inside),
+        tuple(saves[i].packed - call.first for i in range(call.first_save, call.last_save)),
+    )

@@ -1,0 +1,94 @@
+"""One real step, watched; the fallback for models that decide by their values. The model is left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from holdall.tracing.modules import watch_modules
+from holdall.tracing.recorder import Recorder
+from holdall.tracing.step import Loss, Step, clone_optimizer, materialise_state, record_optimizer
+from holdall.tracing.values import KnownValues
+from holdall.types import Kind
+
+
+def record_real_step(
+    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss
+) -> Recorder:
+    """Forward and backward run for real; the optimizer's step runs on fakes, so that no weight changes."""
+    recorder = Recorder(values=KnownValues(None), real=True)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with _left_as_found(model), contextlib.ExitStack() as stack:
+        recorder.seed(parameters.items(), Kind.PARAM)
+        recorder.seed(model.named_buffers(), Kind.BUFFER)
+        recorder.seed(
+            (("batch", t) for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), Kind.INPUT
+        )
+        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in parameters.items()})
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = {}
+        clone = None
+        if optimizer is not None:
+            recorder.values = KnownValues(mode)
+            with mode, recorder:
+                made: dict[int, torch.nn.Parameter] = {}
+                for p in parameters.values():
+                    if id(p) not in made:
+                        made[id(p)] = torch.nn.Parameter(torch.empty_like(p), requires_grad=p.requires_grad)
+                fakes = {name: made[id(p)] for name, p in parameters.items()}
+                clone = clone_optimizer(optimizer, dict(made), foreach=False)
+                materialise_state(recorder, clone, {id(f): name for name, f in fakes.items()})
+            recorder.values = KnownValues(None)
+        step = Step(model, recorder, loss)
+        stack.enter_context(recorder)
+        with watch_modules(model, recorder):
+            step(batch)
+        recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
+        if clone is not None:
+            recorder.values = KnownValues(mode)
+            with mode, recorder.quiet():
+                for name, p in parameters.items():
+                    if p.grad is not None:
+                        fakes[name].grad = torch.empty_like(fakes[name])
+            _alias(recorder, parameters, fakes)
+            with mode:
+                record_optimizer(recorder, clone, {})
+            recorder.values = KnownValues(None)
+        with recorder.quiet():
+            for p in parameters.values():
+                p.grad = None
+    return recorder
+
+
+def _alias(
+    recorder: Recorder, parameters: dict[str, torch.nn.Parameter], fakes: dict[str, torch.nn.Parameter]
+) -> None:
+    """The fakes that the optimizer steps over count as the real parameters and gradients that they stand for."""
+    for name, p in parameters.items():
+        recorder.same(fakes[name], p)
+        if p.grad is not None and fakes[name].grad is not None:
+            recorder.same(fakes[name].grad, p.grad)
+
+
+@contextmanager
+def _left_as_found(model: torch.nn.Module) -> Iterator[None]:
+    """Gradients, buffers and random state are put back."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=[d.index or 0 for d in devices]):
+            for p, _ in grads:
+                p.grad = None
+            yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,155 @@
+"""One step under fake tensors: no memory, no GPU, an unmodified model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from holdall.tracing.modules import watch_modules
+from holdall.tracing.recorder import Recorder
+from holdall.tracing.step import Loss, Step, clone_optimizer, materialise_state, record_optimizer
+from holdall.tracing.values import KnownValues
+from holdall.types import Kind
+
+
+def record_fake_step(
+    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss, device: torch.device
+) -> Recorder:
+    """Run one step of `model` on fakes of its parameters; the model itself is left as it was."""
+    stand_in_for_cuda = device.type == "cuda" and not torch.cuda.is_available()
+    on = torch.device("cpu") if stand_in_for_cuda else device
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = KnownValues(mode)
+    recorder = Recorder(values=values, real=False)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_no_tracing_branch())
+        stack.enter_context(mode)
+        parameters, swapped = _fake_parameters(model, on)
+        buffers = {name: _fake_like(b, on) for name, b in model.named_buffers(remove_duplicate=False)}
+        fake_batch = tree_map_only(torch.Tensor, lambda t: _fake_input(t, on, values), batch)
+        recorder.seed(parameters.items(), Kind.PARAM)
+        recorder.seed(buffers.items(), Kind.BUFFER)
+        recorder.seed(_named_inputs(fake_batch), Kind.INPUT)
+        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in parameters.items()})
+        stack.enter_context(recorder)
+        clone = None
+        if optimizer is not None:
+            names = {id(p): name for name, p in parameters.items()}
+            clone = clone_optimizer(optimizer, swapped, foreach=device.type == "cuda")
+            materialise_state(recorder, clone, names)
+        step = Step(model, recorder, loss)
+        swap = {f"model.{name}": t for name, t in [*parameters.items(), *buffers.items()]}
+        if stand_in_for_cuda:
+            stack.enter_context(_CudaAttention())
+        with watch_modules(model, recorder):
+            torch.func.functional_call(step, swap, (fake_batch,))
+        if clone is not None:
+            record_optimizer(recorder, clone, parameters)
+        else:
+            recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
+    return recorder
+
+
+def _fake_parameters(
+    model: torch.nn.Module, device: torch.device
+) -> tuple[dict[str, torch.nn.Parameter], dict[int, torch.Tensor]]:
+    """Fakes by name (a tied parameter appears under each of its names, the same object) and by the original's id."""
+    by_id: dict[int, torch.nn.Parameter] = {}
+    by_name: dict[str, torch.nn.Parameter] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) not in by_id:
+            by_id[id(p)] = torch.nn.Parameter(_fake_like(p, device), requires_grad=p.requires_grad)
+        by_name[name] = by_id[id(p)]
+    return by_name, dict(by_id)
+
+
+def _fake_like(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+
+def _fake_input(t: torch.Tensor, device: torch.device, values: KnownValues) -> torch.Tensor:
+    fake = _fake_like(t, device)
+    fake.requires_grad_(t.requires_grad)
+    if t.device.type != "meta":
+        values.tell(fake, t)
+    return fake
+
+
+def _named_inputs(batch: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(batch, Mapping):
+        items: Any = batch.items()
+    elif isinstance(batch, (list, tuple)):
+        items = enumerate(batch)
+    else:
+        items = [("input", batch)]
+    named = []
+    for name, value in items:
+        for t in torch.utils._pytree.tree_leaves(value):
+            if isinstance(t, torch.Tensor):
+                named.append((f"batch.{name}", t))
+    return named
+
+
+@contextmanager
+def _no_tracing_branch() -> Iterator[None]:
+    """Let Hugging Face models take the branch of a real run: values they ask for are known (see `values.py`)."""
+    try:
+        from transformers.utils import import_utils
+    except ImportError:
+        yield
+        return
+    original = getattr(import_utils, "is_fake_tensor", None)
+    if original is None:  # a version that does not look
+        yield
+        return
+    import_utils.is_fake_tensor = lambda x: False  # noqa: ARG005
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = original
+
+
+class _CudaAttention(TorchFunctionMode):
+    """Attention as a GPU would run it, on a machine without one: the CUDA kernels' own outputs, by name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _cuda_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    aten = torch.ops.aten
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if query.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
+        flash: torch.Tensor = aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return flash
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    efficient: torch.Tensor = aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return efficient

@@ -1,0 +1,401 @@
+"""Write down what a step does, op by op, on fake or on real tensors.
+
+Memory is counted on storages: a view costs nothing, and a storage lives until its last reference goes. Two kinds of reference
+matter to a planner and are told apart here. *Locals* (Python frames, temporaries) end by themselves; *saves* are autograd's, and
+an action can end them early. To see both, whatever autograd saves is handed over as a description instead of the tensor, and a
+stand-in is made when backward asks for it: the storage then dies when the locals let go, and that moment is noted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from holdall.tracing.flops import count_flops
+from holdall.tracing.values import KnownValues
+from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
+
+StandIn = Callable[[torch.Tensor, "torch.UntypedStorage | None"], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A storage while it is being recorded."""
+
+    id: int
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    born: int
+    freed: int | None = None
+    saved: bool = False
+
+
+@dataclass(slots=True)
+class _Save:
+    tensor: int
+    packed: int
+    unpacked: int | None = None
+    released: int | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one module while it is being recorded."""
+
+    path: str
+    nth: int
+    kind: str
+    composite: bool
+    transparent: bool
+    depth: int
+    first: int
+    first_save: int
+    inputs: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[int, ...] = ()
+    last: int = -1
+    last_save: int = 0
+    backward: int | None = None
+    children: list[Call] = field(default_factory=list)
+
+
+class _Packed:
+    """What autograd holds in the place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "index", "kept", "like", "payload")
+
+    def __init__(
+        self, index: int, kept: torch.Tensor | None, like: Any, payload: torch.UntypedStorage | None
+    ) -> None:
+        self.index = index
+        self.kept = kept
+        self.like = like
+        self.payload = payload
+
+
+class Recorder(TorchDispatchMode):
+    """The mode under which one step runs. `finish` returns what was seen."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, values: KnownValues, real: bool) -> None:
+        super().__init__()
+        self.values = values
+        self.real = real  # real tensors: saved bytes must survive in a copy
+        self.phase = Phase.FORWARD
+        self.ops: list[Op] = []
+        self.tensors: list[_Tensor] = []
+        self.saves: list[_Save] = []
+        self.calls: list[Call] = []
+        self._stack: list[Call] = []
+        self._ids: dict[int, int] = {}  # storage address -> tensor
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._stand_ins: dict[int, tuple[int, int]] = {}  # storage address -> (tensor, save)
+        self._nth: dict[tuple[Phase, str, str], int] = {}
+        self._module_of_seq: dict[int, str] = {}
+        self._seq = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._module_of_param: dict[int, str] = {}
+        self._quiet = 0
+        self._written: dict[Any, tuple[int, ...]] = {}
+
+    # moments
+
+    @property
+    def now(self) -> int:
+        """The last op that is done; -1 before the first."""
+        return len(self.ops) - 1
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Ops inside are the recorder's own and are not written down."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    # tensors
+
+    def seed(self, named: Iterable[tuple[str, torch.Tensor]], kind: Kind) -> None:
+        """Tensors that are there before the step."""
+        for name, tensor in named:
+            self._see(tensor, name, kind, born=-1)
+
+    def name_parameters(self, modules: dict[int, str]) -> None:
+        """Which module each parameter (by `id`) belongs to, for the ops that accumulate its gradient."""
+        self._module_of_param = modules
+
+    def mark(self, tensors: Iterable[tuple[str, torch.Tensor]], kind: Kind) -> None:
+        """Give tensors made during the step their real kind and name (gradients)."""
+        for name, tensor in tensors:
+            found = self._ids.get(tensor.untyped_storage()._cdata)
+            if found is not None and self.tensors[found].born >= 0:
+                self.tensors[found].kind = kind
+                self.tensors[found].name = name
+
+    def same(self, stand_in: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        """From here on `stand_in` counts as `tensor`."""
+        if stand_in is not None:
+            index = self._see(tensor, "", Kind.TEMP, born=self.now)
+            self._stand_ins[stand_in.untyped_storage()._cdata] = (index, -1)
+
+    def _see(self, tensor: torch.Tensor, name: str, kind: Kind, born: int) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._stand_ins:
+            return self._stand_ins[key][0]
+        known = self._ids.get(key)
+        if known is not None:
+            info = self.tensors[known]
+            info.nbytes = max(info.nbytes, storage.nbytes())
+            return known
+        index = len(self.tensors)
+        self.tensors.append(
+            _Tensor(
+                id=index,
+                name=name,
+                kind=kind,
+                shape=tuple(int(n) for n in tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                nbytes=int(storage.nbytes()),
+                born=born,
+            )
+        )
+        self._ids[key] = index
+
+        def gone(_: object) -> None:
+            self._ids.pop(key, None)
+            self._watch.pop(key, None)
+            self.tensors[index].freed = self.now
+
+        self._watch[key] = weakref.ref(storage, gone)
+        return index
+
+    def ids(self, value: Any) -> tuple[int, ...]:
+        """Tensors inside an argument or a result, each once."""
+        found: dict[int, None] = {}
+        for t in tree_iter(value):
+            if isinstance(t, torch.Tensor):
+                found[self._see(t, "constant", Kind.BUFFER, born=-1)] = None
+        return tuple(found)
+
+    # autograd
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Autograd's saves pass through the recorder while this is open."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        with self.quiet():
+            index = self._see(tensor, "constant", Kind.BUFFER, born=-1)
+            info = self.tensors[index]
+            info.saved = True
+            save = len(self.saves)
+            self.saves.append(_Save(tensor=index, packed=self.now))
+            stays = info.born < 0
+            like = None if stays else (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+            payload = None
+            if not stays and self.real:
+                payload = tensor.detach().untyped_storage().clone()
+            packed = _Packed(save, tensor.detach() if stays else None, like, payload)
+            if not stays:
+                self.values.carry(tensor, save)
+
+        def released(_: object) -> None:
+            self._watch.pop(-1 - save, None)
+            self.values.forget(save)
+            self.saves[save].released = max(self.now, self.saves[save].released or -1)
+
+        self._watch[-1 - save] = weakref.ref(packed, released)
+        return packed
+
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        save = self.saves[packed.index]
+        if save.unpacked is None:
+            save.unpacked = self.now
+        if packed.kept is not None:
+            return packed.kept
+        with self.quiet():
+            shape, stride, offset, dtype, device = packed.like
+            if packed.payload is None:
+                # same strides from offset 0: a stand-in is never counted, so its own size does not matter
+                stand_in = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            else:
+                stand_in = torch.empty(0, dtype=dtype, device=device).set_(packed.payload, offset, shape, stride)
+            self.values.restore(packed.index, stand_in)
+            storage = stand_in.untyped_storage()
+            key = storage._cdata
+            self._stand_ins[key] = (save.tensor, packed.index)
+
+            def gone(_: object) -> None:
+                # a stand-in that escapes into a gradient holds the tensor as long as it lives
+                self._stand_ins.pop(key, None)
+                self._watch.pop(key, None)
+                save.released = max(self.now, save.released or -1)
+
+            self._watch[key] = weakref.ref(storage, gone)
+        return stand_in
+
+    # modules
+
+    def enter(self, path: str, module: torch.nn.Module, args: Any) -> None:
+        self._attribute_nodes()
+        nth = self._nth.setdefault((Phase.FORWARD, path, "<call>"), 0)
+        self._nth[(Phase.FORWARD, path, "<call>")] = nth + 1
+        call = Call(
+            path=path,
+            nth=nth,
+            kind=type(module).__name__,
+            composite=next(module.children(), None) is not None,
+            transparent=isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)),
+            depth=len(self._stack),
+            first=self.now + 1,
+            first_save=len(self.saves),
+            inputs=self.ids(args),
+            shapes=tuple(tuple(int(n) for n in t.shape) for t in tree_iter(args) if isinstance(t, torch.Tensor)),
+        )
+        (self._stack[-1].children if self._stack else self.calls).append(call)
+        self._stack.append(call)
+
+    def leave(self, output: Any) -> None:
+        self._attribute_nodes()
+        call = self._stack.pop()
+        call.last, call.last_save = self.now, len(self.saves)
+        call.outputs = self.ids(output)
+
+        def begins(_: object) -> None:
+            if call.backward is None:
+                call.backward = self.now
+
+        for t in tree_iter(output):
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.grad_fn.register_prehook(begins)
+
+    def _attribute_nodes(self) -> None:
+        """Autograd nodes made since the last look belong to the module that is running."""
+        seq = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if self.phase is Phase.FORWARD:
+            path = self._stack[-1].path if self._stack else ""
+            for n in range(self._seq, seq):
+                self._module_of_seq[n] = path
+        self._seq = seq
+
+    def _module(self) -> str:
+        if self.phase is Phase.FORWARD:
+            return self._stack[-1].path if self._stack else ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._module_of_param.get(id(variable), "")
+        return self._module_of_seq.get(node._sequence_nr(), "")
+
+    # ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        with self.quiet():
+            if self.phase is Phase.FORWARD:
+                self._attribute_nodes()
+            reads = self.ids((args, kwargs))
+            mutates = self._mutated(func, args, kwargs)
+        out = self.values.run(func, args, kwargs)
+        with self.quiet():
+            self._record(func, args, kwargs, out, reads, mutates)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, reads: tuple[int, ...], mutates: tuple[int, ...]) -> None:
+        outs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        before = len(self.tensors)
+        here = len(self.ops)
+        module = self._module()
+        name = str(func)
+        label = f"{module}.{name.split('.')[1]}" if "." in name and module else name
+        made = tuple(dict.fromkeys(i for i in (self._see(t, label, Kind.TEMP, born=here) for t in outs) if i >= before))
+        if not made and not mutates:
+            return  # a view: it costs nothing and holds nothing of its own
+        key = (self.phase, module, name)
+        nth = self._nth.get(key, 0)
+        self._nth[key] = nth + 1
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)] + outs
+        floats = [t.dtype for t in tensors if t.is_floating_point() and t.numel() > 1]
+        dtype = max(floats, key=lambda d: floats.count(d), default=torch.int64)
+        self.ops.append(
+            Op(
+                id=here,
+                site=Site(phase=self.phase, module=module, op=name, nth=nth),
+                reads=tuple(i for i in reads if i not in made),
+                writes=made,
+                mutates=mutates,
+                flops=count_flops(func, args, kwargs, out),
+                moved=sum(t.numel() * t.element_size() for t in tensors),
+                random=_is_random(func, args, kwargs),
+                dtype=str(dtype).removeprefix("torch."),
+            )
+        )
+
+    def _mutated(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return ()
+        found: dict[int, None] = {}
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                found.update(dict.fromkeys(self.ids(value)))
+        return tuple(found)
+
+    # result
+
+    def finish(self, *, align: int = 1) -> tuple[tuple[Op, ...], dict[int, TensorInfo], tuple[Save, ...]]:
+        """What was seen; sizes are rounded up to `align`, as the device's allocator does."""
+        self._watch.clear()  # what dies from here on is not part of the step
+        tensors = {}
+        for t in self.tensors:
+            kind = t.kind
+            if kind is Kind.TEMP and t.saved:
+                kind = Kind.ACTIVATION
+            tensors[t.id] = TensorInfo(
+                id=t.id,
+                name=t.name,
+                kind=kind,
+                shape=t.shape,
+                dtype=t.dtype,
+                nbytes=-(-t.nbytes // align) * align,
+                born=t.born,
+                freed=t.freed,
+                saved=t.saved,
+            )
+        saves = tuple(
+            Save(tensor=s.tensor, packed=s.packed, unpacked=s.unpacked, released=s.released) for s in self.saves
+        )
+        return tuple(self.ops), tensors, saves
+
+
+def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    tags = getattr(func, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    if "scaled_dot_product" in str(func):
+        schema = func._schema.arguments
+        at = next((i for i, a in enumerate(schema) if a.name == "dropout_p"), None)
+        if at is None:
+            return False
+        p = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
+        return bool(p)
+    return True

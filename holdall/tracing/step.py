@@ -1,0 +1,128 @@
+"""One training step, as the recorder sees it: forward, loss, backward, optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from holdall.errors import InvalidInput
+from holdall.tracing.recorder import Recorder
+from holdall.types import Kind, Phase
+
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """`model(**batch).loss`, the Hugging Face habit; for tuples `model(*batch)`; the output is let go at once."""
+    output = call_model(model, batch)
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
+        loss = output[0]
+    if loss is None:
+        raise InvalidInput(
+            f"the model returned {type(output).__name__} without a `loss`",
+            hint="put labels into the batch, or pass `loss=lambda model, batch: ...` that returns a scalar",
+        )
+    return loss
+
+
+def call_model(model: torch.nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise InvalidInput(
+            f"the loss is {type(loss).__name__}, not a tensor", hint="return a scalar tensor from `loss=`"
+        )
+    if loss.numel() != 1:
+        raise InvalidInput(
+            f"the loss has shape {list(loss.shape)}, but backward needs a scalar",
+            hint="pass `loss=lambda model, batch: ...` that returns a scalar, for example a mean",
+        )
+    if not loss.requires_grad:
+        raise InvalidInput("the loss does not require a gradient", hint="is every parameter frozen, or grad mode off?")
+    return loss
+
+
+class Step(torch.nn.Module):
+    """The whole step as one module, so that parameters swapped in for its call stay swapped in during backward."""
+
+    def __init__(self, model: torch.nn.Module, recorder: Recorder, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._recorder = recorder
+        self._loss = loss
+
+    def forward(self, batch: Any) -> None:
+        recorder = self._recorder
+        with recorder.saving():
+            loss = self._loss(self.model, batch)
+        check_loss(loss)
+        recorder.phase = Phase.BACKWARD
+        loss.backward()
+
+
+def clone_optimizer(
+    optimizer: torch.optim.Optimizer, replace: Mapping[int, torch.Tensor], *, foreach: bool
+) -> torch.optim.Optimizer:
+    """The same optimizer over other parameters, with no state and none of the user's hooks.
+
+    `foreach`: choose the multi-tensor form where the user left the choice open, as torch does on a GPU.
+    """
+    clone = copy.copy(optimizer)
+    clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+    for name, value in list(clone.__dict__.items()):
+        if name.endswith("_hooks") and isinstance(value, OrderedDict):
+            clone.__dict__[name] = OrderedDict()
+    clone.state = defaultdict(dict)
+    clone.param_groups = [
+        {**group, "params": [replace[id(p)] for p in group["params"] if id(p) in replace]} for group in optimizer.param_groups
+    ]
+    if foreach:
+        for group in clone.param_groups:
+            if group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True
+    return clone
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor of an optimizer's state with a name."""
+    found = []
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found.append((f"{names.get(id(parameter), 'parameter')}.{key}", value))
+    return found
+
+
+def record_optimizer(
+    recorder: Recorder, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """The optimizer's step; its state is there already, as from the second step on."""
+    recorder.phase = Phase.STEP
+    recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def materialise_state(recorder: Recorder, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Make the optimizer's state by one unrecorded update, and let the recorder know it."""
+    with recorder.quiet():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recorder.seed(state_tensors(optimizer, names), Kind.STATE)

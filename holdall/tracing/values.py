@@ -1,0 +1,122 @@
+"""Small values that are known although the tensors are fake.
+
+Models look at their inputs: is this mask all ones, are these positions packed, has the step counter moved. Under fake tensors such
+a question has no answer, and frameworks take another branch than they would in a real run, so that the plan would be for another
+program. Batches, counters and what is derived from them are small, so their real values travel beside the fakes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from holdall.errors import HoldallError
+
+_LARGEST = 2**21  # elements; enough for masks of a sample batch, small beside the model
+_LARGEST_FLOAT = 2**12  # floats are activations more often than they are answers
+
+
+class UnknownValue(HoldallError):
+    """The step asks for a value that depends on the weights: it cannot be traced without running it."""
+
+
+class KnownValues:
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        self._mode = mode
+        self._known: Any = WeakIdKeyDictionary()
+        self._carried: dict[int, torch.Tensor] = {}
+
+    def tell(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        """`fake` stands for `value`."""
+        if _small(value):
+            with _disable_current_modes():
+                self._known[fake] = value.detach().cpu()
+
+    def carry(self, fake: torch.Tensor, key: int) -> None:
+        """Remember the value of a tensor that autograd saves, under the save's number."""
+        if self._mode is not None and fake in self._known:
+            self._carried[key] = self._known[fake]
+
+    def restore(self, key: int, fake: torch.Tensor) -> None:
+        if key in self._carried:
+            self._known[fake] = self._carried[key]
+
+    def forget(self, key: int) -> None:
+        self._carried.pop(key, None)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op; where its inputs are known, know its outputs too."""
+        if self._mode is None:
+            return func(*args, **kwargs)
+        leaves, _ = tree_flatten((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        known = all(not isinstance(t, FakeTensor) or t in self._known for t in tensors)
+        if known and (tensors or _is_factory(func)) and torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return self._run_known(func, args, kwargs, factory=not tensors)
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            for t in tensors:  # a known value was changed by an unknown one: which, does not matter
+                self._known.pop(t, None)
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+
+    def _run_known(self, func: Any, args: Any, kwargs: Any, *, factory: bool) -> Any:
+        if factory and not _small_request(args, kwargs):
+            return func(*args, **kwargs)
+        real_args, real_kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        if "device" in real_kwargs:
+            real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+        value: Any = None
+        try:
+            with _disable_current_modes():
+                value = func(*real_args, **real_kwargs)
+            have = True
+        except (RuntimeError, NotImplementedError):
+            have = False
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not have:
+                raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+            assert self._mode is not None
+            mode = self._mode
+            out = tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), value)
+        if have:
+            for fake, real in zip(tree_iter(out), tree_iter(value), strict=False):
+                if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor) and _small(real):
+                    self._known[fake] = real
+        return out
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._known[tensor] if isinstance(tensor, FakeTensor) else tensor
+
+
+def _small(value: torch.Tensor) -> bool:
+    return value.numel() <= (_LARGEST_FLOAT if value.is_floating_point() else _LARGEST)
+
+
+_FACTORIES = ("arange", "full", "zeros", "ones", "scalar_tensor", "eye")
+
+
+def _is_factory(func: Any) -> bool:
+    return str(func).split(".")[1] in _FACTORIES if "." in str(func) else False
+
+
+def _small_request(args: Any, kwargs: Any) -> bool:
+    """Whether a factory call makes something small: no sum of its integers can say more than the result's size."""
+    sizes = [n for n in tree_iter((args, kwargs)) if isinstance(n, int) and not isinstance(n, bool)]
+    product = 1
+    for n in sizes:
+        product *= max(1, abs(n))
+    return product <= _LARGEST

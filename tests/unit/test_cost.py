@@ -1,0 +1,266 @@
+"""Seconds for copies and ops: hand-made numbers, a clock that ticks in tiny steps, and properties."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdall.cost.link import Links, copy_seconds
+from holdall.cost.roofline import cost_trace, families, family_of, op_seconds
+from holdall.cost.table import build_curves, measured_rate, merge_tables, rate_at
+from holdall.errors import InvalidInput
+from holdall.types import Hardware, Op, Phase, Rate, Site, Tier, Trace
+
+
+def machine(**changes):
+    """A round-number accelerator: 100 FLOP/s, 10 B/s, a link of 4 B/s out and 8 B/s in."""
+    tiers = (
+        Tier(name="gpu", capacity=1000, read=10.0, write=10.0),
+        Tier(name="cpu", capacity=9000, read=8.0, write=4.0, latency=0.5),
+        Tier(name="nvme", capacity=90000, read=2.0, write=1.0, latency=0.25),
+    )
+    known = {
+        "name": "toy",
+        "device": "cuda",
+        "tiers": tiers,
+        "flops": {"float32": 100.0},
+        "bandwidth": 10.0,
+        "overhead": 1.0,
+        "duplex": 0.5,
+        "efficiency": 0.5,
+    }
+    return Hardware(**{**known, **changes})
+
+
+def op(name="aten.mm.default", flops=0, moved=0, dtype="float32", number=0):
+    site = Site(phase=Phase.FORWARD, module="", op=name, nth=0)
+    return Op(id=number, site=site, reads=(), writes=(), flops=flops, moved=moved, dtype=dtype)
+
+
+# copies
+
+
+def test_a_copy_takes_its_latency_and_its_bytes_at_the_rate_of_its_direction():
+    hardware = machine()
+    cpu = hardware.tier("cpu")
+    assert copy_seconds(16, cpu, hardware, "out") == 0.5 + 4.0
+    assert copy_seconds(16, cpu, hardware, "in") == 0.5 + 2.0
+    assert copy_seconds(16, cpu, hardware, "in", both_busy=True) == 0.5 + 4.0
+
+
+def test_a_direction_or_rate_that_does_not_exist_is_refused():
+    hardware = machine()
+    with pytest.raises(InvalidInput, match="unknown direction"):
+        copy_seconds(1, hardware.tier("cpu"), hardware, "up")
+    with pytest.raises(InvalidInput, match="no rate"):
+        copy_seconds(1, Tier(name="dead", capacity=1, read=0.0, write=1.0), hardware, "in")
+
+
+def test_a_lone_copy_on_the_link_takes_what_copy_seconds_says():
+    hardware = machine()
+    links = Links(hardware)
+    assert links.finish(links.start(3.0, "cpu", "out", 16)) == 3.0 + copy_seconds(16, hardware.tier("cpu"), hardware, "out")
+
+
+def test_copies_of_one_direction_queue_in_order():
+    links = Links(machine())
+    first, second = links.start(0.0, "cpu", "out", 16), links.start(1.0, "cpu", "out", 4)
+    assert links.span(first) == (0.0, 4.5)
+    assert links.span(second) == (4.5, 6.0)
+
+
+def test_a_later_copy_the_other_way_delays_the_one_under_way():
+    links = Links(machine())
+    out = links.start(0.0, "cpu", "out", 16)
+    assert links.finish(out) == 4.5
+    back = links.start(2.0, "cpu", "in", 8)
+    # out: latency to 0.5, 8 of 16 bytes by 2.5; then both at half to 4.5, when `in` is done; the last 4 bytes at full rate
+    assert links.finish(back) == 4.5
+    assert links.finish(out) == 5.5
+
+
+def test_a_copy_that_is_over_is_not_changed_by_later_ones():
+    links = Links(machine())
+    out = links.start(0.0, "cpu", "out", 16)
+    links.start(4.5, "cpu", "in", 800)
+    assert links.finish(out) == 4.5
+
+
+def ticking(copies, hardware, step):
+    """The same link, advanced in tiny steps of time; finish per copy."""
+    queues = {d: [i for i, c in enumerate(copies) if c[2] == d] for d in ("out", "in")}
+    left = [[hardware.tier(c[1]).latency, c[3]] for c in copies]
+    done, now = {}, 0.0
+    while len(done) < len(copies):
+        heads = {}
+        for d, queue in queues.items():
+            queue[:] = [i for i in queue if i not in done]
+            if queue and copies[queue[0]][0] <= now + step / 2:
+                heads[d] = queue[0]
+        both = len(heads) == 2 and all(left[i][0] <= 1e-9 for i in heads.values())
+        for d, i in heads.items():
+            tier = hardware.tier(copies[i][1])
+            if left[i][0] > 1e-9:
+                left[i][0] -= step
+            else:
+                left[i][1] -= step * (tier.write if d == "out" else tier.read) * (hardware.duplex if both else 1.0)
+            if left[i][0] <= 1e-9 and left[i][1] <= 1e-9:
+                done[i] = now + step
+        now += step
+    return [done[i] for i in range(len(copies))]
+
+
+COPIES = st.lists(
+    st.tuples(st.integers(0, 12), st.sampled_from(["cpu", "nvme"]), st.sampled_from(["out", "in"]), st.integers(1, 12)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(COPIES, st.sampled_from([0.5, 0.75, 1.0]))
+def test_the_link_equals_a_clock_that_ticks_in_tiny_steps(copies, duplex):
+    copies.sort(key=lambda c: c[0])
+    hardware, links = machine(duplex=duplex), Links(machine(duplex=duplex))
+    tickets = []
+    for now, tier, direction, nbytes in copies:
+        tickets.append(links.start(float(now), tier, direction, nbytes))
+        links.finish(tickets[0])  # asking in between must not change the answer
+    step = 1 / 512
+    for ticket, expected in zip(tickets, ticking(copies, hardware, step), strict=True):
+        assert links.finish(ticket) == pytest.approx(expected, abs=4 * len(copies) * step)
+
+
+@settings(max_examples=40, deadline=None)
+@given(COPIES)
+def test_without_contention_both_directions_are_plain_queues(copies):
+    copies.sort(key=lambda c: c[0])
+    hardware, ends = machine(duplex=1.0), {"out": 0.0, "in": 0.0}
+    links = Links(hardware)
+    for now, tier, direction, nbytes in copies:
+        ticket = links.start(float(now), tier, direction, nbytes)
+        ends[direction] = max(ends[direction], now) + copy_seconds(nbytes, hardware.tier(tier), hardware, direction)
+        assert links.finish(ticket) == pytest.approx(ends[direction], rel=1e-12)
+
+
+def test_ten_thousand_copies_are_served_in_a_moment():
+    links, begun, now = Links(machine()), time.perf_counter(), 0.0
+    for i in range(10_000):
+        ticket = links.start(now, "cpu", "out" if i % 2 else "in", 1)
+        now = max(now, links.finish(ticket) - 2.0)
+    assert time.perf_counter() - begun < 2.0
+
+
+# measured tables
+
+
+def test_between_two_points_the_rate_is_read_on_logarithmic_axes():
+    curve = build_curves([Rate(family="matmul", dtype="float32", work=10.0, rate=4.0)])["matmul", "float32"]
+    assert rate_at(curve, 1.0) == rate_at(curve, 1e9) == pytest.approx(4.0)
+    points = [Rate(family="matmul", dtype="float32", work=w, rate=r) for w, r in ((1000.0, 16.0), (10.0, 4.0))]
+    curve = build_curves(points)["matmul", "float32"]
+    assert rate_at(curve, 100.0) == pytest.approx(8.0)
+    assert (rate_at(curve, 10.0), rate_at(curve, 1000.0)) == (pytest.approx(4.0), pytest.approx(16.0))
+    assert (rate_at(curve, 0.0), rate_at(curve, 1e12)) == (pytest.approx(4.0), pytest.approx(16.0))
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e15), st.floats(1, 1e15)), min_size=1, max_size=8), st.floats(1, 1e15), st.floats(1, 2))
+def test_more_work_never_takes_less_time(points, work, factor):
+    table = [Rate(family="f", dtype="d", work=w, rate=r) for w, r in points]
+    curve = build_curves(table)["f", "d"]
+    assert work / rate_at(curve, work) <= work * factor / rate_at(curve, work * factor) * (1 + 1e-9)
+
+
+def test_a_later_table_replaces_the_points_it_measured_again():
+    old = [Rate(family="matmul", dtype="float32", work=w, rate=1.0) for w in (1.0, 2.0)]
+    new = [Rate(family="matmul", dtype="float32", work=2.0, rate=5.0)]
+    assert [(p.work, p.rate) for p in merge_tables(old, new)] == [(1.0, 1.0), (2.0, 5.0)]
+
+
+def test_the_overhead_comes_off_a_timing_but_never_more_than_half_of_it():
+    assert measured_rate("matmul", "float32", 90, 10.0, overhead=1.0).rate == 10.0
+    assert measured_rate("matmul", "float32", 90, 10.0, overhead=9.0).rate == 18.0
+
+
+# ops
+
+
+def test_an_op_takes_its_overhead_and_the_longer_of_arithmetic_and_bytes():
+    hardware = machine()
+    assert op_seconds(op(flops=100, moved=10), hardware) == 1.0 + 2.0  # 100 / (100 * 0.5)
+    assert op_seconds(op(flops=100, moved=50), hardware) == 1.0 + 5.0
+    assert op_seconds(op("aten.add.Tensor", moved=50), hardware) == 1.0 + 5.0
+
+
+def test_a_view_takes_at_most_half_of_an_overhead():
+    assert op_seconds(op("aten.view.default"), machine()) <= 0.5
+
+
+def test_measured_points_come_before_the_datasheet():
+    table = tuple(Rate(family="matmul", dtype="float32", work=w, rate=r) for w, r in ((10.0, 4.0), (1000.0, 16.0)))
+    assert op_seconds(op(flops=100), machine(table=table)) == pytest.approx(1.0 + 100 / 8.0)
+    table = (Rate(family="memory", dtype="", work=1.0, rate=25.0),)
+    assert op_seconds(op("aten.add.Tensor", moved=50), machine(table=table)) == pytest.approx(1.0 + 2.0)
+
+
+def test_an_unmeasured_family_goes_by_the_products_of_its_dtype():
+    table = (
+        Rate(family="matmul", dtype="float32", work=1.0, rate=10.0),
+        Rate(family="attention", dtype="float32", work=1.0, rate=5.0),
+    )
+    hardware = machine(table=table)
+    assert op_seconds(op("aten.convolution.default", flops=100), hardware) == pytest.approx(1.0 + 10.0)
+    assert op_seconds(op("aten._scaled_dot_product_flash_attention.default", flops=100), hardware) == pytest.approx(1.0 + 20.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [
+        ("float16", 400.0),  # its sibling of the same width
+        ("bfloat16", 400.0),
+        ("float8_e4m3fn", 400.0),
+        ("float64", 100.0),
+        ("torch.float32", 100.0),
+        ("", 100.0),
+        ("int8", math.inf),  # only its bytes count
+        ("bool", math.inf),
+    ],
+)
+def test_a_dtype_without_a_rate_borrows_the_nearest(dtype, rate):
+    hardware = machine(flops={"float32": 100.0, "bfloat16": 400.0}, efficiency=1.0)
+    assert op_seconds(op(flops=800, moved=10, dtype=dtype), hardware) == pytest.approx(1.0 + max(800 / rate, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("aten.mm.default", "matmul"),
+        ("aten::addmm", "matmul"),
+        ("bmm", "matmul"),
+        ("aten._grouped_mm.default", "matmul"),
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", "attention"),
+        ("aten._scaled_dot_product_efficient_attention_backward.default", "attention"),
+        ("aten.convolution_backward.default", "conv"),
+        ("aten.mul.Tensor", "memory"),
+    ],
+)
+def test_names_of_ops_fall_into_families(name, family):
+    assert family_of(name) == family
+
+
+def test_every_family_in_the_mapping_is_one_that_tables_use():
+    assert set(families.values()) <= {"matmul", "attention", "conv"}
+
+
+def test_costing_fills_in_every_op_and_changes_nothing_else():
+    ops = tuple(op(flops=i % 7 * 100, moved=i % 5 * 10, number=i) for i in range(30_000))
+    trace = Trace(ops=ops, tensors={}, blocks=(), saves=())
+    begun = time.perf_counter()
+    costed = cost_trace(trace, machine())
+    assert time.perf_counter() - begun < 2.0
+    assert [replace(o, seconds=0.0) for o in costed.ops[:50]] == list(ops[:50])
+    assert all(o.seconds == op_seconds(o, machine()) for o in costed.ops[:50])
+    assert costed.fingerprint == trace.fingerprint
