@@ -6,6 +6,7 @@ keeps for its replay, since those are then all it holds.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ class Offload:
         if far is None:
             raise Unsupported("there is no tier to offload to", hint="plan for hardware with a second tier")
         moved = self._moved(schedule, trace, block)
-        needed = schedule.replays.get(block.id, first_needed(trace, block))
+        needed = schedule.replays.get(block.id, first_needed(trace, block, moved))
         if not moved or needed is None:
             return schedule
         schedule = schedule.copy()
@@ -77,9 +78,10 @@ class Offload:
         policy.fetch = self.fetch
 
 
-def first_needed(trace: Trace, block: Block) -> int | None:
-    """The op after which backward first asks for something this block saved; None: never."""
-    asked = [trace.saves[i].unpacked for i in block.saves]
+def first_needed(trace: Trace, block: Block, tensors: Collection[int] | None = None) -> int | None:
+    """The op after which backward first asks for something (or one of `tensors`) this block saved; None: never."""
+    saves = [trace.saves[i] for i in block.saves]
+    asked = [s.unpacked for s in saves if tensors is None or s.tensor in tensors]
     return min((k for k in asked if k is not None), default=None)
 
 
@@ -93,10 +95,12 @@ def own_inputs(trace: Trace, block: Block) -> tuple[int, ...]:
     for i, save in enumerate(trace.saves):
         if save.tensor in saved_by:
             saved_by[save.tensor].add(i)
+    elsewhere = {x for other in trace.blocks if other.id != block.id for x in other.inputs}
     return tuple(
         position
         for position, x in enumerate(block.inputs)
         if trace.tensors[x].born >= 0
+        and x not in elsewhere
         and trace.tensors[x].freed is not None
         and (trace.tensors[x].freed or 0) < needed
         and saved_by[x] <= numbers

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from holdall.errors import Unsupported
 from holdall.types import Block, Kind, Op, Problem, Run, Schedule, Trace
+from holdall.types.schedule import Mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +88,10 @@ def labels(ops: Iterable[Op]) -> dict[str, Op]:
 
 
 def keepable(trace: Trace, block: Block) -> dict[str, Op]:
-    """Ops whose results may be kept: they make something, and nothing in the block changes it later."""
+    """Ops whose results may be kept: they make something that nothing in the block changes later and that stays inside it."""
     inside = trace.ops[block.first : block.last + 1]
-    changed = {x for op in inside for x in op.mutates}
-    return {label: op for label, op in labels(inside).items() if op.writes and not changed & set(op.writes)}
+    barred = {x for op in inside for x in op.mutates} | set(block.outputs)
+    return {label: op for label, op in labels(inside).items() if op.writes and not barred & set(op.writes)}
 
 
 class _Rewrite:
@@ -116,17 +117,24 @@ class _Rewrite:
         ]
         for block in self.blocks:
             self.schedule.replays[block.id] = after
-        if not again:
+        if not again:  # all that backward needs was kept; what the segment holds goes when backward asks
+            for x in self.kept:
+                self.schedule.hold(x, (after, 0))
+            self._hold_inputs([], (after, 0))
             return self.schedule
         order = [op.id for op in again]
-        copies = self._copies(again, order)
-        runs: list[Run] = [*self._remember(order), *(self._run(op, copies) for op in again)]
+        copies = self._copies(again, order, until)
+        runs: list[Run] = []
+        for block in self.blocks:
+            mine = [op for op in again if block.first <= op.id <= block.last]
+            if mine:
+                runs += [*self._remember(block, mine[-1].id, order[-1]), *(self._run(op, copies) for op in mine)]
         self.schedule.insert(after, runs)
-        self._hold_inputs(again, order[-1])
+        self._hold_inputs(again, (order[-1], 1))
         self._redirect(copies)
         return self.schedule
 
-    def _copies(self, again: Sequence[Op], order: list[int]) -> dict[int, int]:
+    def _copies(self, again: Sequence[Op], order: list[int], until: int) -> dict[int, int]:
         """A second tensor for everything made again, held as the first was while it was made, then by autograd."""
         end = len(self.trace.ops)
         mine: dict[int, list[Any]] = {}
@@ -145,8 +153,9 @@ class _Rewrite:
                     *((end if s.released is None else s.released, 0) for s in saves),
                 )
                 self.schedule.unhold(x, saves)
-        for x in self.kept:
-            self.schedule.hold(x, (_mark(order, self.trace.tensors[x].freed), 1))
+        for x in self.kept:  # retrieved when the replay comes to it; what it does not come to goes at its end
+            info = self.trace.tensors[x]
+            self.schedule.hold(x, (_mark(order, info.freed if info.born <= until else None), 1))
         return copies
 
     def _run(self, op: Op, copies: dict[int, int]) -> Run:
@@ -161,13 +170,13 @@ class _Rewrite:
             name=op.site.op,
         )
 
-    def _hold_inputs(self, again: Sequence[Op], last: int) -> None:
+    def _hold_inputs(self, again: Sequence[Op], mark: Mark) -> None:
         """What comes from outside must still be there for the replay."""
         outside = {x for op in again for x in op.reads if x not in self.own}
         outside |= {x for block in self.blocks for x in block.inputs if x not in self.own}
         for x in outside:
             if self.trace.tensors[x].born >= 0:
-                self.schedule.hold(x, (last, 1))
+                self.schedule.hold(x, mark)
 
     def _redirect(self, copies: dict[int, int]) -> None:
         """Backward reads the copies wherever it would have read through a save of these blocks."""
@@ -183,22 +192,21 @@ class _Rewrite:
                         run, reads=tuple(copies[x] if x == save.tensor else x for x in run.reads)
                     )
 
-    def _remember(self, order: list[int]) -> list[Run]:
-        """Buffers the blocks change: one copy from before the forward, one from before the replay."""
+    def _remember(self, block: Block, last: int, end: int) -> list[Run]:
+        """Buffers the block changes: one copy from before its forward, one for the time of its replay."""
         changed = dict.fromkeys(
-            (block.first, x)
-            for block in self.blocks
+            x
             for op in self.trace.ops[block.first : block.last + 1]
             for x in op.mutates
             if x not in self.own and self.trace.tensors[x].kind is Kind.BUFFER
         )
         runs = []
-        for first, x in changed:
+        for x in changed:
             info = self.trace.tensors[x]
-            before, now = self.schedule.add(info, born=first), self.schedule.add(info, born=first)
-            self.schedule.insert(first - 1, [Run(op=-1, reads=(x,), writes=(before,), name="remember a buffer")])
-            self.schedule.hold(before, (order[-1], 1))
-            self.schedule.hold(now, (order[-1], 1))
+            before, now = self.schedule.add(info, born=block.first), self.schedule.add(info, born=block.first)
+            self.schedule.insert(block.first - 1, [Run(op=-1, reads=(x,), writes=(before,), name="remember a buffer")])
+            self.schedule.hold(before, (end, 1))
+            self.schedule.hold(now, (last, 1))
             runs.append(Run(op=-1, reads=(x,), writes=(now,), name="remember a buffer"))
         return runs
 

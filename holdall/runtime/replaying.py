@@ -49,6 +49,20 @@ class Made(NamedTuple):
     leaf: int
 
 
+class Result:
+    """What a call returned, without holding it: enough to see it come back as the input of a later call."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
+
+    def equals(self, tensor: torch.Tensor) -> bool:
+        """The same bytes in the same layout, not changed since; a full slice of it counts, another view does not."""
+        if self._storage() is not tensor.untyped_storage():
+            return False
+        return self._like == (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
+
+
 class Input:
     """One tensor that a call was given; `park` lets another tier hold it until the replay."""
 
@@ -81,7 +95,7 @@ class Call:
         self.module = type(module).__name__
         self.inputs: list[Input | Made | Any] = []
         self.spec: Any = None
-        self.results: list[weakref.ref[torch.Tensor] | None] = []
+        self.results: list[Result | None] = []
         self.promises: list[weakref.ref[Promise]] = []
         self.keep = keep
         self.kept: dict[str, Any] = {}
@@ -125,7 +139,7 @@ class Segment:
                 stack.enter_context(_Keep(call))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpack))
             out = forward(*args, **kwargs)
-        call.results = [weakref.ref(t) if isinstance(t, torch.Tensor) else None for t in tree_leaves(out)]
+        call.results = [Result(t) if isinstance(t, torch.Tensor) else None for t in tree_leaves(out)]
         self.calls.append(call)
         return out, call
 
@@ -134,7 +148,7 @@ class Segment:
             return leaf
         for number, call in enumerate(self.calls):
             for position, result in enumerate(call.results):
-                if result is not None and result() is leaf:
+                if result is not None and result.equals(leaf):
                     return Made(number, position)
         return Input(leaf)
 
@@ -162,6 +176,8 @@ class Segment:
                 results = tree_leaves(_run_again(call, leaves, stop=left == 0))
                 made.update({m: results[m.leaf] for m in last_taker if m.call == number and m.leaf < len(results)})
                 del results
+        for call in self.calls:  # autograd's hooks still know the calls; what they hold is no longer needed
+            call.inputs, call.before, call.kept = [], [], {}
         self.calls = []
 
 

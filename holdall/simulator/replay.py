@@ -39,7 +39,7 @@ def replay(
     kinds = dict.fromkeys(Kind, 0)
     present: dict[int, None] = {}
     traffic: dict[str, int] = {}
-    flying: dict[int, object] = {}
+    flying: dict[int, tuple[int, str, str]] = {}
     moments: list[tuple[float, int, int, tuple[int, ...]]] = []
     worst: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # bytes, step, kinds
 
@@ -84,7 +84,7 @@ def replay(
             if hardware.overlap:
                 ticket = links.start(clock.now, far, direction, total)
                 for x in step.tensors:
-                    flying[x] = (ticket, f"copy {direction}", step.name, clock.now)
+                    flying[x] = (ticket, f"copy {direction}", step.name)
             else:  # the processor that computes also copies: honest about it
                 seconds = copy_seconds(total, hardware.tier(far), hardware, direction)
                 if full:
@@ -96,15 +96,15 @@ def replay(
             for x in step.tensors:
                 if x not in flying:
                     continue
-                ticket, lane, name, start = flying.pop(x)  # type: ignore[misc]
-                done = links.finish(ticket)
+                ticket, lane, name = flying.pop(x)
+                start, done = links.span(ticket)
                 clock.now = max(clock.now, done)
                 span = Span(lane=lane, name=name, start=start, end=done)
                 if full and (not clock.lanes or clock.lanes[-1] != span):
                     clock.lanes.append(span)
             clock.stall += clock.now - before
             if full and clock.now > before:
-                clock.lanes.append(Span(lane="wait", name="waiting for copies", start=before, end=clock.now))
+                clock.lanes.append(Span(lane="waiting", name="waiting for copies", start=before, end=clock.now))
         elif isinstance(step, Drop):
             t = info[step.tensor]
             live[step.tier] -= t.nbytes
@@ -129,7 +129,7 @@ def _where(step: Step, ops: Sequence[object]) -> str:
     if isinstance(step, Run) and step.op >= 0:
         site = ops[step.op].site  # type: ignore[attr-defined]
         again = "recompute for " if step.again else ""
-        return f"{again}{site.phase.value} of `{site.module or 'model'}`"
+        return f"{again}{site.phase.value} of `{site.module or 'model'}` ({site.op})"
     return step.name if isinstance(step, (Run, Copy)) else ""
 
 

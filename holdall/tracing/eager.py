@@ -47,7 +47,7 @@ def record_real_step(
         step = Step(model, recorder, loss)
         stack.enter_context(recorder)
         with watch_modules(model, recorder):
-            step(batch)
+            held = step(batch)
         recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
         if clone is not None:
             recorder.values = KnownValues(mode)
@@ -59,9 +59,8 @@ def record_real_step(
             with mode:
                 record_optimizer(recorder, clone, {})
             recorder.values = KnownValues(None)
-        with recorder.quiet():
-            for p in parameters.values():
-                p.grad = None
+        recorder.close()
+        del held
     return recorder
 
 

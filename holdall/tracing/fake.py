@@ -33,7 +33,8 @@ def record_fake_step(
         stack.enter_context(mode)
         parameters, swapped = _fake_parameters(model, on)
         buffers = {name: _fake_like(b, on) for name, b in model.named_buffers(remove_duplicate=False)}
-        fake_batch = tree_map_only(torch.Tensor, lambda t: _fake_input(t, on, values), batch)
+        made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor, and must stay one
+        fake_batch = tree_map_only(torch.Tensor, lambda t: _fake_input(t, on, values, made), batch)
         recorder.seed(parameters.items(), Kind.PARAM)
         recorder.seed(buffers.items(), Kind.BUFFER)
         recorder.seed(_named_inputs(fake_batch), Kind.INPUT)
@@ -49,11 +50,13 @@ def record_fake_step(
         if stand_in_for_cuda:
             stack.enter_context(_CudaAttention())
         with watch_modules(model, recorder):
-            torch.func.functional_call(step, swap, (fake_batch,))
+            held = torch.func.functional_call(step, swap, (fake_batch,))
         if clone is not None:
             record_optimizer(recorder, clone, parameters)
         else:
             recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
+        recorder.close()
+        del held
     return recorder
 
 
@@ -74,12 +77,14 @@ def _fake_like(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
 
-def _fake_input(t: torch.Tensor, device: torch.device, values: KnownValues) -> torch.Tensor:
-    fake = _fake_like(t, device)
-    fake.requires_grad_(t.requires_grad)
-    if t.device.type != "meta":
-        values.tell(fake, t)
-    return fake
+def _fake_input(
+    t: torch.Tensor, device: torch.device, values: KnownValues, made: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    if id(t) not in made:
+        made[id(t)] = _fake_like(t, device).requires_grad_(t.requires_grad)
+        if t.device.type != "meta":
+            values.tell(made[id(t)], t)
+    return made[id(t)]
 
 
 def _named_inputs(batch: Any) -> list[tuple[str, torch.Tensor]]:

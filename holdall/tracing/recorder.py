@@ -351,20 +351,35 @@ class Recorder(TorchDispatchMode):
 
     def _mutated(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
+        if schema is None:
             return ()
         found: dict[int, None] = {}
+        if "batch_norm" in schema.name and "backward" not in schema.name:
+            found.update(dict.fromkeys(self._running_statistics(schema, args, kwargs)))
+        if not schema.is_mutable:
+            return tuple(found)
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 found.update(dict.fromkeys(self.ids(value)))
         return tuple(found)
 
+    def _running_statistics(self, schema: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Batch norm changes its running statistics in training, which its schema does not say."""
+        values = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
+        if not (values.get("training") or values.get("train")):
+            return ()
+        return self.ids([values.get("running_mean"), values.get("running_var")])
+
     # result
+
+    def close(self) -> None:
+        """The step is over: what dies from here on outlived it."""
+        self._watch.clear()
 
     def finish(self, *, align: int = 1) -> tuple[tuple[Op, ...], dict[int, TensorInfo], tuple[Save, ...]]:
         """What was seen; sizes are rounded up to `align`, as the device's allocator does."""
-        self._watch.clear()  # what dies from here on is not part of the step
+        self.close()
         tensors = {}
         for t in self.tensors:
             kind = t.kind

@@ -64,13 +64,15 @@ class Step(torch.nn.Module):
         self._recorder = recorder
         self._loss = loss
 
-    def forward(self, batch: Any) -> None:
+    def forward(self, batch: Any) -> torch.Tensor:
+        """The loss: a loop's own variable holds it until the next step."""
         recorder = self._recorder
         with recorder.saving():
             loss = self._loss(self.model, batch)
         check_loss(loss)
         recorder.phase = Phase.BACKWARD
         loss.backward()
+        return loss
 
 
 def clone_optimizer(

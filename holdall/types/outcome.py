@@ -42,8 +42,8 @@ class Outcome:
     source: str  # "simulated" or "measured"
     seconds: Seconds
     peak: Mapping[str, Bytes]  # tier -> bytes
-    recompute_seconds: Seconds = 0.0
-    stall_seconds: Seconds = 0.0
+    recompute_seconds: Seconds | None = None  # None: not known
+    stall_seconds: Seconds | None = None  # computation waiting for copies; None: not known
     reserved: Bytes | None = None  # what the allocator takes from the device at the peak; None: not known
     traffic: Mapping[str, Bytes] = field(default_factory=dict)  # "gpu->cpu" -> bytes per step
     peak_where: str = ""  # the op at the peak
