@@ -1,0 +1,77 @@
+"""A small GPT over bytes in plain torch, and the text it learns: what `holdall demo` trains, without any other package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 256  # one entry per byte: no tokenizer is needed
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual. Dropout is on: replayed random numbers must match too."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + F.dropout(self.attend(self.norm1(x)), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = x.shape
+        q, k, v = (
+            part.view(rows, tokens, self.heads, width // self.heads).transpose(1, 2)  # rows, heads, tokens, width / heads
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        dropped = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=True)
+        mixed = self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
+        return mixed
+
+
+class TinyGPT(nn.Module):
+    """Returns the loss itself, so that the loop of the demo is as short as a loop can be."""
+
+    def __init__(self, *, blocks: int = 6, width: int = 128, heads: int = 4, length: int = 128, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))  # rows, tokens, bytes
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def corpus() -> torch.Tensor:
+    """The bundled text as bytes."""
+    text = (files("holdall") / "data" / "corpus.txt").read_bytes()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def batches(*, steps: int, rows: int, length: int, device: str, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """Windows of the text at places drawn from the seed, made one at a time so that none outlives its step."""
+    text = corpus()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - length, (rows,), generator=generator)
+        window = text[starts[:, None] + torch.arange(length + 1)].long().to(device)
+        yield {"ids": window[:, :-1].contiguous(), "targets": window[:, 1:].contiguous()}
+        del window

@@ -1,0 +1,226 @@
+"""What can be done with each block, and what each choice holds, peaks at and costs.
+
+Where copies overlap with computation, offloading comes in two forms: hidden by the next block, which needs room for both, or at once ("now").
+
+A choice is tried on one block of every kind in a whole simulated step, beside the untouched step; the difference is its entry. So
+menus follow the simulator, to the byte, and a stack of a hundred equal blocks costs as much as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdall.actions.offload import Offload
+from holdall.actions.recompute import Recompute, keepable, obstacle
+from holdall.simulator.curve import Curve, memory_curve
+from holdall.types import Action, Block, Problem, Trace
+
+_MODE_SECONDS = 2e-5  # per op of a block whose op results are kept: the dispatch mode that watches for them, measured on CPUs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One line of a block's menu. Bytes and seconds are relative to keeping the block."""
+
+    label: str
+    freed: int  # bytes it does not hold between its forward and its backward
+    forward: int  # highest bytes during its forward, above what was live before it
+    backward: int  # the same for its backward; what was live includes the block as if it were kept
+    seconds: float = 0.0  # recomputation
+    out: int = 0  # bytes copied out after its forward
+    back: int = 0  # bytes copied back before its backward
+    late: bool = False  # the memory is free only after the next block's forward, and taken before its backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A block in the chain: its menu and the untouched step around it."""
+
+    block: Block
+    before_forward: int  # live bytes before its forward in the untouched step
+    before_backward: int
+    forward_seconds: float
+    backward_seconds: float
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Menus:
+    items: tuple[Item, ...]
+    floor: int  # the highest outside all blocks' windows: no choice changes it
+    plain: Curve
+
+
+def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
+    """The actions that a choice stands for."""
+    trace = problem.trace
+    overlap = problem.hardware.overlap
+    name, _, keep = label.partition(":")
+    ops = tuple(keep.split(",")) if keep else ()
+    actions: list[Action] = []
+    if "recompute" in name:
+        actions.append(Recompute.of(trace, [block], ops))
+    if "offload" in name:
+        actions.append(Offload.of(trace, block, overlap=overlap and not name.endswith("now")))
+    return actions
+
+
+def make_menus(problem: Problem) -> Menus:
+    """The chain of blocks that hold something for backward, each with its menu."""
+    trace = problem.trace
+    chain = [b for b in trace.blocks if b.backward is not None and b.saves]
+    plain = memory_curve(problem, [])
+    windows = _windows(trace, chain)
+    labels = {block.id: _labels(problem, block, last=block is chain[-1]) for block in chain if block.same_as is None}
+    found: dict[int, list[Choice]] = {b: [] for b in labels}
+    examples = {b: _example(chain, b) for b in labels}
+    rounds = max((len(v) for v in labels.values()), default=0)
+    for n in range(rounds):
+        for parity in (0, 1):  # neighbours are tried apart: a late choice reaches into the next block
+            group = [b for k, b in enumerate(labels) if k % 2 == parity and n < len(labels[b])]
+            if not group:
+                continue
+            actions = [a for b in group for a in actions_for(problem, examples[b], labels[b][n])]
+            curve = memory_curve(problem, actions)
+            for b in group:
+                found[b].append(_compare(labels[b][n], examples[b], windows, plain, curve, problem))
+        problem.progress("menus", n + 1, rounds, "")
+    items = []
+    for block in chain:
+        f, b = windows[block.id]
+        kept = Choice(
+            label="keep",
+            freed=0,
+            forward=max(plain.high[k] for k in range(*f)) - plain.before[f[0]],
+            backward=max((plain.high[k] for k in range(*b)), default=0) - plain.before[b[0]],
+        )
+        same = block.id if block.same_as is None else block.same_as
+        items.append(
+            Item(
+                block=block,
+                before_forward=plain.before[f[0]],
+                before_backward=plain.before[b[0]],
+                forward_seconds=sum(trace.ops[k].seconds for k in range(*f)),
+                backward_seconds=sum(trace.ops[k].seconds for k in range(*b)),
+                choices=(kept, *_worthwhile(found.get(same, []))),
+            )
+        )
+    covered = {k for f, b in windows.values() for k in (*range(*f), *range(*b))}
+    floor = max((plain.high[k] for k in range(len(trace.ops)) if k not in covered), default=0)
+    return Menus(items=tuple(items), floor=floor, plain=plain)
+
+
+def _windows(trace: Trace, chain: Sequence[Block]) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+    """For every block the ops [from, to) of its forward and of its backward, each up to where the next one begins."""
+    backwards = sorted({(b.backward or 0) + 1 for b in chain})
+    first_backward = backwards[0] if backwards else len(trace.ops)
+    step = next((op.id for op in trace.ops if op.site.phase.value == "step"), len(trace.ops))
+    found = {}
+    for n, block in enumerate(chain):
+        until = chain[n + 1].first if n + 1 < len(chain) else first_backward
+        begin = (block.backward or 0) + 1
+        end = next((k for k in backwards if k > begin), step)
+        found[block.id] = ((block.first, max(until, block.last + 1)), (begin, max(end, begin + 1)))
+    return found
+
+
+def _example(chain: Sequence[Block], kind: int) -> Block:
+    """A block of this kind to try things on: the second if there is one, since the first may differ in what surrounds it."""
+    alike = [b for b in chain if b.id == kind or b.same_as == kind]
+    return alike[1] if len(alike) > 2 else alike[0]
+
+
+def _labels(problem: Problem, block: Block, *, last: bool) -> list[str]:
+    """The choices worth trying on a block."""
+    can_recompute = "recompute" in problem.allow and not obstacle(problem.trace, [block])
+    can_offload = "offload" in problem.allow and problem.hardware.far is not None
+    labels = []
+    if can_recompute:
+        labels.append("recompute")
+        if can_offload:
+            labels += ["recompute + offload", *(["recompute + offload now"] if problem.hardware.overlap else [])]
+        labels += [f"recompute:{','.join(keep)}" for keep in _keeps(problem.trace, block)]
+    if can_offload and not (last and problem.hardware.overlap):
+        labels += ["offload", *(["offload now"] if problem.hardware.overlap else [])]
+    return labels
+
+
+def _keeps(trace: Trace, block: Block) -> list[tuple[str, ...]]:
+    """Sets of op results worth keeping in a recomputed block: the most seconds per byte first, in two sizes."""
+    named = keepable(trace, block)
+    total = sum(op.seconds for op in trace.ops[block.first : block.last + 1])
+    worth = []
+    for label, op in named.items():
+        size = sum(trace.tensors[x].nbytes for x in op.writes)
+        if size and op.flops and op.seconds > 0.02 * total:
+            worth.append((op.seconds / size, label, op.seconds))
+    worth.sort(reverse=True)
+    sets: list[tuple[str, ...]] = []
+    for share in (0.3, 0.7):
+        chosen: list[str] = []
+        spent = 0.0
+        for _, label, seconds in worth:
+            if spent < share * total:
+                chosen.append(label)
+                spent += seconds
+        if chosen and tuple(chosen) not in sets and len(chosen) < len(named):
+            sets.append(tuple(chosen))
+    return sets
+
+
+def _compare(
+    label: str,
+    block: Block,
+    windows: dict[int, tuple[tuple[int, int], tuple[int, int]]],
+    plain: Curve,
+    curve: Curve,
+    problem: Problem,
+) -> Choice:
+    """The entry of a choice that was tried on a block."""
+    f, b = windows[block.id]
+    late = "offload" in label and problem.hardware.overlap and not label.endswith("now")
+    changed_before = plain.before[f[0]] - curve.before[f[0]]
+    after = f[1]
+    if late:  # let go when the next block's forward is over
+        following = [w for w in windows.values() if w[0][0] >= f[1]]
+        after = min((w[0][1] for w in following), default=f[1])
+    after = min(after, len(plain.before) - 1)
+    freed = (plain.before[after] - curve.before[after]) - changed_before
+    copied_out = _between(curve.out, f[0], after + 1) if "offload" in label else 0
+    overhead = _MODE_SECONDS * (block.last - block.first + 1) * 2 if ":" in label else 0.0
+    return Choice(
+        label=label,
+        freed=freed,
+        forward=max(curve.high[k] for k in range(*f)) - curve.before[f[0]],
+        backward=max(curve.high[k] for k in range(*b)) + changed_before - plain.before[b[0]],
+        seconds=sum(curve.seconds[k] for k in range(*b)) + overhead,
+        out=copied_out,
+        back=copied_out,
+        late=late,
+    )
+
+
+def _between(values: list[int], start: int, end: int) -> int:
+    return sum(values[start:end])
+
+
+def _worthwhile(choices: Iterable[Choice]) -> list[Choice]:
+    """Without what frees nothing, and without what another choice beats in everything."""
+    kept: list[Choice] = []
+    useful = [c for c in choices if c.freed > 0]
+    for c in useful:
+        beaten = any(
+            o is not c
+            and o.freed >= c.freed
+            and o.forward <= c.forward
+            and o.backward <= c.backward
+            and o.seconds <= c.seconds
+            and o.out <= c.out
+            and (o.late <= c.late)
+            and (o.freed, -o.seconds, -o.out, o.label) > (c.freed, -c.seconds, -c.out, c.label)
+            for o in useful
+        )
+        if not beaten:
+            kept.append(c)
+    return kept

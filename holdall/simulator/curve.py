@@ -1,0 +1,54 @@
+"""Bytes in the accelerator's memory around every op of the trace, under some actions; what menus are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdall.simulator.lower import close, lower
+from holdall.types import Action, Copy, Drop, Problem, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """`before[k]`: live just before op k. `high[k]`: the highest since op k - 1 was done, op k's own results included."""
+
+    before: list[int]
+    high: list[int]
+    seconds: list[float]  # recomputation done since op k - 1, in seconds
+    out: list[int]  # bytes whose copy to a farther tier began since op k - 1
+    back: list[int]  # bytes whose copy back began since op k - 1
+
+
+def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
+    schedule = lower(problem, actions)
+    info = {**problem.trace.tensors, **schedule.added}
+    home = problem.home
+    live = sum(t.nbytes for t in problem.trace.tensors.values() if t.born < 0)
+    count = len(problem.trace.ops)
+    curve = Curve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count)
+    high, again, out, back = live, 0.0, 0, 0
+    for step in close(schedule):
+        if isinstance(step, Run):
+            if step.op >= 0 and not step.again:
+                k = step.op
+                curve.before[k] = live
+                live += sum(info[x].nbytes for x in step.writes)
+                curve.high[k] = max(high, live + step.workspace)
+                curve.seconds[k], curve.out[k], curve.back[k] = again, out, back
+                high, again, out, back = live, 0.0, 0, 0
+            else:
+                live += sum(info[x].nbytes for x in step.writes)
+                high = max(high, live + step.workspace)
+                again += step.seconds
+        elif isinstance(step, Copy):
+            size = sum(info[x].nbytes for x in step.tensors)
+            if step.dst == home:
+                live += size
+                high = max(high, live)
+                back += size
+            else:
+                out += size
+        elif isinstance(step, Drop) and step.tier == home:
+            live -= info[step.tensor].nbytes
+    return curve
