@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from holdall.types import Problem, Schedule
+from holdall.types import Problem, Schedule, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,10 @@ class Keep:
     name: ClassVar[str] = "keep"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 0
+
+    @staticmethod
+    def samples(trace: Trace) -> list[Keep]:
+        return [Keep(block=trace.blocks[0].name)]
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         problem.trace.block(self.block)

@@ -37,6 +37,12 @@ class Offload:
             fetch=after.name if overlap and ahead and after is not None else "",
         )
 
+    @staticmethod
+    def samples(trace: Trace) -> list[Offload]:
+        """A block as on a CPU, and as where copies overlap."""
+        saving = [b for b in trace.blocks if b.saves and b.backward is not None]
+        return [Offload.of(trace, saving[0], overlap=False), Offload.of(trace, saving[min(1, len(saving) - 1)], overlap=True)]
+
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
         block = trace.block(self.block)

@@ -38,6 +38,22 @@ class Recompute:
         )
         return Recompute(blocks=tuple(b.name for b in blocks), keep=tuple(keep), state=tuple(state))
 
+    @staticmethod
+    def samples(trace: Trace) -> list[Recompute]:
+        """One block, two neighbours, one block with an op's result kept."""
+        can = [b for b in trace.blocks if b.saves and not obstacle(trace, [b])]
+        found = [Recompute.of(trace, [b]) for b in can[:1]]
+        for a, b in zip(can, can[1:], strict=False):
+            if a.last + 1 == b.first and a.id + 1 == b.id:
+                found.append(Recompute.of(trace, [a, b]))
+                break
+        for b in can:
+            kept = list(keepable(trace, b))
+            if kept:
+                found.append(Recompute.of(trace, [b], kept[:1]))
+                break
+        return found
+
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
         blocks = [trace.block(name) for name in self.blocks]

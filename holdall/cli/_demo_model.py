@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from importlib.resources import files
 
@@ -37,8 +38,8 @@ class Block(nn.Module):
         )
         dropped = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=True)
-        mixed = self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        return mixed
+        projected: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
+        return projected
 
 
 class TinyGPT(nn.Module):
@@ -60,18 +61,16 @@ class TinyGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def corpus() -> torch.Tensor:
-    """The bundled text as bytes."""
-    text = (files("holdall") / "data" / "corpus.txt").read_bytes()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
 def batches(*, steps: int, rows: int, length: int, device: str, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """Windows of the text at places drawn from the seed, made one at a time so that none outlives its step."""
-    text = corpus()
-    generator = torch.Generator().manual_seed(seed)
+    """Windows of the bundled text at places drawn from the seed, one batch at a time so that none outlives its step.
+
+    The text stays bytes and not a tensor: the ledger of a CPU run counts every tensor that an op touches.
+    """
+    text = (files("holdall") / "data" / "corpus.txt").read_bytes()
+    places = random.Random(seed)
     for _ in range(steps):
-        starts = torch.randint(len(text) - length, (rows,), generator=generator)
-        window = text[starts[:, None] + torch.arange(length + 1)].long().to(device)
-        yield {"ids": window[:, :-1].contiguous(), "targets": window[:, 1:].contiguous()}
-        del window
+        starts = [places.randrange(len(text) - length) for _ in range(rows)]
+        yield {
+            "ids": torch.tensor([list(text[i : i + length]) for i in starts], device=device),
+            "targets": torch.tensor([list(text[i + 1 : i + 1 + length]) for i in starts], device=device),
+        }

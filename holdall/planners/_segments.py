@@ -29,8 +29,9 @@ def cut(blocks: Sequence[Block], size: int) -> list[list[Block]]:
 
 
 def segmented(problem: Problem) -> Iterator[tuple[int, list[Action]]]:
-    """Every row of blocks cut into segments of 2, 3, ... up to twice the square root of its length."""
+    """Every row of blocks cut into segments, a few lengths around the square root of its own."""
     rows = runs(problem.trace)
     longest = max((len(row) for row in rows), default=0)
-    for size in range(2, min(longest, 2 * math.isqrt(longest) + 1) + 1):
+    root = math.isqrt(longest)
+    for size in sorted({s for s in (2, 3, root - 1, root, root + 2) if 2 <= s <= longest}):
         yield size, [Recompute.of(problem.trace, segment) for row in rows for segment in cut(row, size)]

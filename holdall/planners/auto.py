@@ -44,7 +44,7 @@ class Auto:
         found = [plain, *_by_program(problem, menus), *_fallbacks(problem, menus)]
         fitting = [c for c in found if not over_budget(problem, c.outcome)]
         if not fitting:
-            found += _smaller(problem, found)
+            found += _smaller(problem)
             fitting = [c for c in found if not over_budget(problem, c.outcome)]
         if not fitting:
             least = min(found, key=lambda c: c.outcome.peak[problem.home])
@@ -90,7 +90,7 @@ def _fallbacks(problem: Problem, menus: Menus) -> list[_Candidate]:
     return found
 
 
-def _smaller(problem: Problem, found: list[_Candidate]) -> list[_Candidate]:
+def _smaller(problem: Problem) -> list[_Candidate]:
     """Last resorts, for the smallest peak rather than the least time."""
     if "recompute" not in problem.allow:
         return []

@@ -52,6 +52,12 @@ def close(schedule: Schedule) -> list[Step]:
         marks = touched.get((x, tier), [])
         if tier == home:
             marks = [*marks, *(at.get(mark, -1) for mark in schedule.held(x))]
+        if len(starts) == 1:  # the common case: one stay
+            end = max(marks, default=starts[0])
+            end = max(end, starts[0])
+            if end < never:
+                drops.setdefault(end, []).append(Drop(tensor=x, tier=tier))
+            continue
         bounds = [*starts[1:], never + 1]
         for start, bound in zip(starts, bounds, strict=True):
             end = max((m for m in marks if start <= m < bound), default=start)

@@ -35,7 +35,7 @@ def record_real_step(
         clone = None
         if optimizer is not None:
             recorder.values = KnownValues(mode)
-            with mode, recorder:
+            with mode, recorder.quiet(), recorder:
                 made: dict[int, torch.nn.Parameter] = {}
                 for p in parameters.values():
                     if id(p) not in made:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdall.errors import HoldallError
+from holdall.tracing.gaps import KERNELS
 
 _LARGEST = 2**21  # elements; enough for masks of a sample batch, small beside the model
 _LARGEST_FLOAT = 2**12  # floats are activations more often than they are answers
@@ -66,8 +67,9 @@ class KnownValues:
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
             for t in tensors:  # a known value was changed by an unknown one: which, does not matter
                 self._known.pop(t, None)
+        kernel = KERNELS.get(str(func))
         try:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kernel is None else kernel(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
 

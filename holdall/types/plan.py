@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from holdall.errors import InvalidInput
+from holdall.registry import action_from_json
 from holdall.types import _json
 from holdall.types.hardware import Hardware
 from holdall.types.outcome import Outcome
@@ -51,6 +53,11 @@ class Action(Protocol):
     name: ClassVar[str]
     exact: ClassVar[bool]  # the same bits as the untouched model
     rank: ClassVar[int]  # actions are rewritten and installed in this order, whatever their order in the plan
+
+    @staticmethod
+    def samples(trace: Trace) -> Sequence[Action]:
+        """A few instances for this trace, for the contract tests."""
+        ...
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule: ...
 
@@ -119,13 +126,9 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        from holdall.registry import action_from_json  # the folder of actions is the registry
-
         data = _json.read(path, FORMAT)
         listed = data.pop("actions", None)
         if not isinstance(listed, list):
-            from holdall.errors import InvalidInput
-
             raise InvalidInput(f"`{path}` has no list of actions", hint="write it again with `plan.save`")
         actions = tuple(action_from_json(entry, str(path)) for entry in listed)
         fields = {name: kind for name, kind in _json._hints(Plan).items() if name in data}
@@ -133,6 +136,4 @@ class Plan:
         try:
             return Plan(actions=actions, **read)
         except TypeError as error:
-            from holdall.errors import InvalidInput
-
             raise InvalidInput(f"`{path}` is not a whole plan ({error})", hint="write it again with `plan.save`") from None

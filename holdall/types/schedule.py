@@ -132,7 +132,7 @@ class Schedule:
 
     def add(self, like: TensorInfo, **changes: object) -> TensorId:
         """A new tensor made after the pattern of another; its id."""
-        new = max(max(self.added, default=-1), max(self.trace.tensors, default=-1)) + 1
+        new = len(self.added) + self.trace.next_id
         self.added[new] = replace(like, id=new, **changes)  # type: ignore[arg-type]
         self.holds[new] = []
         return new

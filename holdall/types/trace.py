@@ -156,6 +156,11 @@ class Trace:
             found.setdefault(save.tensor, []).append(save)
         return {x: tuple(saves) for x, saves in found.items()}
 
+    @cached_property
+    def next_id(self) -> TensorId:
+        """The first id that no tensor has."""
+        return max(self.tensors, default=-1) + 1
+
     def saves_of(self, tensor: TensorId) -> tuple[Save, ...]:
         return self._saves_of.get(tensor, ())
 

@@ -1,0 +1,52 @@
+"""Options that several verbs share, each with its help, so that one word means one thing everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A preset such as gpt2 or llama-3.2-1b, a Hugging Face folder, or a config.json.")
+]
+MaybeModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]", help="A preset such as gpt2 or llama-3.2-1b, a Hugging Face folder, or a config.json.", show_default=False
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", "-b", metavar="N", help="Sequences (or images) in one step.")]
+Seq = Annotated[int, typer.Option("--seq", "-s", metavar="N", help="Tokens in one sequence; images have none.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help="Of weights and computation: float32, bfloat16, float16.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or none.")]
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--budget", metavar="SIZE", help="24GiB, 24GB, 0.9 of the device, auto (all of it), or one per tier: gpu=24GiB,cpu=64GiB."
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help="Plan for this GPU from its datasheet; none is needed here.", show_default=False),
+]
+HardwareFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--hardware", metavar="FILE", help="Plan for a machine measured with `holdall probe --out`.", show_default=False
+    ),
+]
+Planner = Annotated[str, typer.Option("--planner", metavar="NAME", help="One of `holdall planners`.")]
+Allow = Annotated[
+    str | None,
+    typer.Option("--allow", metavar="A,B", help="Actions that may be used, such as recompute,offload.", show_default=False),
+]
+PlannerOption = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the planner; may be repeated.", show_default=False),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="A trace written by `holdall trace --out`, instead of a model.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]

@@ -1,0 +1,106 @@
+"""What is trained: a model by name, a batch for it, an optimizer. Meta tensors until a real run is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.api import trace
+from holdall.cli._errors import first_line
+from holdall.errors import HoldallError, InvalidInput, Unsupported, unknown_name
+from holdall.models import ModelSource, build, describe, sample_batch
+from holdall.types import Trace
+
+OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    source: ModelSource
+    batch: int
+    seq: int
+    dtype: str
+    optimizer: str
+
+    def __str__(self) -> str:
+        tokens = "" if self.is_image else f" x {self.seq} tokens"
+        return f"{self.source.name}, batch {self.batch}{tokens}, {self.dtype}, optimizer {self.optimizer}"
+
+    @property
+    def is_image(self) -> bool:
+        return self.source.task == "image-classification"
+
+    def build(self, device: str = "meta") -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        """The model, the same for the same kind of device every time, and its optimizer."""
+        model = build(self.source, device=device, dtype=self.dtype)
+        make = OPTIMIZERS[self.optimizer]
+        return model, make(model.parameters(), lr=1e-4) if make else None
+
+    def sample(self, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
+        made = sample_batch(self.source, batch=self.batch, seq=self.seq, device=device, seed=seed)
+        wanted = next(p.dtype for p in self.build()[0].parameters()) if self.is_image else None
+        return {k: v.to(wanted) if wanted and v.is_floating_point() else v for k, v in made.items()}
+
+    def trace(self, device: str) -> Trace:
+        """One step as on `device`; what the model itself says against the batch becomes one line."""
+        model, optimizer = self.build()
+        batch = self.sample()
+        try:
+            with _quiet():
+                return trace(model, batch, optimizer=optimizer, device=device)
+        except Unsupported as error:
+            cause = error.__context__
+            if cause is None or isinstance(cause, HoldallError):
+                raise
+            raise self._rejected(cause) from error
+        except HoldallError:
+            raise
+        except Exception as error:  # whatever a model raises about its inputs
+            raise self._rejected(error) from error
+
+    def _rejected(self, error: BaseException) -> InvalidInput:
+        return InvalidInput(
+            f"the model rejected the batch: {first_line(error)}",
+            hint=f"this was {self}; try another --seq, --batch or --dtype, and --debug to see where",
+        )
+
+
+def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str) -> Workload:
+    """A workload from what was typed; wrong names are refused before anything slow begins."""
+    if optimizer not in OPTIMIZERS:
+        raise unknown_name("optimizer", optimizer, OPTIMIZERS)
+    _hush_transformers()
+    source = describe(model)
+    made = Workload(source=source, batch=batch, seq=seq, dtype=_SHORT.get(dtype, dtype), optimizer=optimizer)
+    made.sample()  # its sizes are checked here
+    return made
+
+
+def pick_device(name: str) -> str:
+    """`auto` is a GPU if there is one; tracing itself refuses what it does not know."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _hush_transformers() -> None:
+    """Its remarks about configs are about models that are used; here they are only measured."""
+    with suppress(ImportError):
+        from transformers.utils import logging as remarks
+
+        remarks.set_verbosity_error()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a traceback of its own for every op that refuses fake tensors; the error says the same in a line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

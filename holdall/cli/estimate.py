@@ -1,0 +1,39 @@
+"""`holdall estimate`: the question people ask first, answered in one line."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdall.cli import _options as given
+from holdall.cli._console import say, show_json
+from holdall.units import format_bytes
+
+
+def estimate(
+    model: given.Model,
+    batch: given.Batch = 1,
+    seq: given.Seq = 512,
+    dtype: given.Dtype = "float32",
+    optimizer: given.Optimizer = "adamw",
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cuda or cpu; a GPU need not be here.")] = "cuda",
+    json: given.Json = False,
+) -> None:
+    """What plain training of a model takes at its peak. Needs neither the memory nor a GPU.
+
+    Example: holdall estimate llama-3.2-1b --batch 4 --seq 2048 --dtype bfloat16
+    """
+    from holdall.cli._planning import plain_outcome
+    from holdall.cli._workload import describe_workload
+    from holdall.reporting.text import KIND_LABELS
+
+    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    outcome = plain_outcome(workload.trace(device))
+    home = next(iter(outcome.peak))
+    kinds = {KIND_LABELS[k]: n for k, n in sorted(outcome.peak_kinds.items(), key=lambda item: -item[1])}
+    if json:
+        show_json({"workload": str(workload), "peak": outcome.peak[home], "reserved": outcome.reserved, "kinds": kinds})
+        return
+    parts = ", ".join(f"{label} {format_bytes(size)}" for label, size in kinds.items() if size >= outcome.peak[home] / 100)
+    say(f"{workload}: {format_bytes(outcome.peak[home])} at the peak ({parts})")

@@ -1,0 +1,230 @@
+"""What every member must do, found by folder. A file added to `actions/` or `planners/` is tested by existing.
+
+Elsewhere: subclass `PlannerContract` or `ActionContract`, set the class attribute, and let pytest collect it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from holdall.cost.roofline import cost_trace
+from holdall.errors import Infeasible
+from holdall.planners._finish import finish, over_budget
+from holdall.planners.nop import Nop
+from holdall.runtime.harness import Harness
+from holdall.simulator import check, close, lower, simulate
+from holdall.testing.worlds import chain, family, machine
+from holdall.tiers.far import Far
+from holdall.tracing import trace_step
+from holdall.tracing.step import default_loss
+from holdall.types import Action, Plan, Problem, Trace
+
+UNLIMITED = 2**50
+
+
+def problem_for(trace: Trace, *, budget: int = UNLIMITED, overlap: bool = False) -> Problem:
+    hardware = machine(overlap=overlap)
+    return Problem(trace=trace, hardware=hardware, budget={"cpu": budget, "far": UNLIMITED})
+
+
+def traced(name: str) -> tuple[torch.nn.Module, Any, torch.optim.Optimizer, Trace]:
+    """A tiny model of a family with its batch, an AdamW and its trace, with costs."""
+    model, batch = family(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trace = trace_step(model, batch, optimizer=optimizer)
+    return model, batch, optimizer, cost_trace(trace, machine())
+
+
+def train(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    """The plainest of loops; seeded, so that dropout can be compared."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = default_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run_both(
+    name: str, choose: Any, *, steps: int = 3
+) -> tuple[bool, Plan, Harness, torch.nn.Module, tuple[list[float], list[float]]]:
+    """Train a family plainly and under actions: (same bits everywhere, plan, harness, model, losses of both)."""
+    model, batch, optimizer, trace = traced(name)
+    reference = copy.deepcopy(model)
+    problem = problem_for(trace)
+    plan = finish(Nop(), problem, choose(trace))
+    expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3), steps)
+    gc.collect()
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        got = train(model, batch, optimizer, steps)
+    mine, theirs = model.state_dict(), reference.state_dict()
+    same = got == expected and all(torch.equal(mine[k], theirs[k]) for k in theirs)
+    return same, plan, harness, model, (got, expected)
+
+
+class PlannerContract:
+    """A plan is legal, fits or is refused, is the same for the same problem, and survives saving."""
+
+    planner: ClassVar[Any]  # the class
+    sizes: ClassVar[list[list[int]]] = [[50] * 6, [10, 80, 20, 60, 30], [5, 5, 400, 5]]
+
+    def plans(self, trace: Trace, budget: int, *, overlap: bool = False) -> Plan | None:
+        try:
+            return self.planner()(problem_for(trace, budget=budget, overlap=overlap))  # type: ignore[no-any-return]
+        except Infeasible:
+            return None
+
+    def budgets(self, trace: Trace) -> list[int]:
+        plain = simulate(problem_for(trace), []).peak["cpu"]
+        fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
+        return [fixed + (plain - fixed) * share // 100 for share in (100, 80, 60, 40, 20, 5)]
+
+    def test_plans_are_legal_and_fit_or_are_refused(self) -> None:
+        for sizes in self.sizes:
+            trace = chain(sizes)
+            for budget in self.budgets(trace):
+                for overlap in (False, True):
+                    plan = self.plans(trace, budget, overlap=overlap)
+                    if plan is not None:
+                        problem = problem_for(trace, budget=budget, overlap=overlap)
+                        schedule = lower(problem, plan.actions)
+                        peak = check(close(schedule), {**trace.tensors, **schedule.added}, "cpu")
+                        assert peak == dict(plan.predicted.peak)
+                        assert not over_budget(problem, plan.predicted)
+
+    def test_the_same_problem_gives_the_same_plan(self) -> None:
+        trace = chain([10, 80, 20, 60, 30])
+        for budget in self.budgets(trace):
+            first, second = self.plans(trace, budget), self.plans(trace, budget)
+            assert (first is None) == (second is None)
+            if first is not None and second is not None:
+                assert first.actions == second.actions
+
+    def test_a_plan_survives_saving_and_loading(self, tmp_path: Path) -> None:
+        trace = chain([50] * 6)
+        plan = self.plans(trace, UNLIMITED)
+        assert plan is not None
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+
+    def test_a_refusal_names_a_budget_that_works(self) -> None:
+        for sizes in self.sizes:
+            trace = chain(sizes)
+            try:
+                self.planner()(problem_for(trace, budget=1))
+            except Infeasible as error:
+                assert error.smallest is not None
+                assert self.plans(trace, error.smallest) is not None
+            else:
+                raise AssertionError("a budget of one byte was not refused")
+
+    def test_a_looser_budget_is_never_slower(self) -> None:
+        if not self.planner.weighs_budget:
+            return
+        for sizes in self.sizes:
+            trace = chain(sizes)
+            before = 0.0
+            for budget in self.budgets(trace):  # loosest first
+                plan = self.plans(trace, budget)
+                if plan is not None:
+                    assert plan.predicted.seconds >= before * (1 - 1e-9)
+                    before = plan.predicted.seconds
+
+    def test_a_budget_that_holds_everything_needs_no_action(self) -> None:
+        if not self.planner.weighs_budget:
+            return
+        plan = self.plans(chain([50] * 6), UNLIMITED)
+        assert plan is not None
+        assert [a for a in plan.actions if a.name != "keep"] == []
+
+    def test_a_real_model_trains_to_the_same_bits_under_the_plan(self) -> None:
+        model, batch, optimizer, trace = traced("tied")
+        reference = copy.deepcopy(model)
+        plain = simulate(problem_for(trace), []).peak["cpu"]
+        fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
+        plan = self.plans(trace, fixed + (plain - fixed) * 4 // 5) or self.plans(trace, UNLIMITED)
+        assert plan is not None
+        expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3))
+        with Harness(plan, model, optimizer, store=Far()) as harness:
+            got = train(model, batch, optimizer)
+        exact = all(a.exact for a in plan.actions)
+        if exact:
+            assert got == expected
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+        assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+
+
+class ActionContract:
+    """Its schedule is legal alone and after every other action; one real step gives the same bits; leaving restores."""
+
+    action: ClassVar[Any]  # the class
+    others: ClassVar[Sequence[Any]] = ()
+    families: ClassVar[tuple[str, ...]] = ("tied", "twice", "convnet")
+
+    def test_it_is_plain_data(self) -> None:
+        for sample in self.action.samples(chain([50] * 4)):
+            assert dataclasses.is_dataclass(sample)
+            assert isinstance(sample, Action)
+            assert hash(sample) == hash(copy.deepcopy(sample))
+
+    def test_its_schedule_is_legal_alone_and_with_every_other_action(self) -> None:
+        for sizes in ([50] * 4, [5, 90, 10]):
+            trace = chain(sizes)
+            for overlap in (False, True):
+                problem = problem_for(trace, overlap=overlap)
+                for mine in self.action.samples(trace):
+                    simulate(problem, [mine], checked=True)
+                    for other in self.others:
+                        for theirs in other.samples(trace):
+                            if not _clash(mine, theirs):
+                                first = simulate(problem, [mine, theirs], checked=True)
+                                second = simulate(problem, [theirs, mine], checked=True)
+                                assert dict(first.peak) == dict(second.peak)
+
+    def test_one_real_run_gives_the_same_bits_and_the_predicted_peak(self) -> None:
+        for name in self.families:
+            count = len(self.action.samples(traced(name)[3]))
+            for n in range(count):
+                same, plan, harness, _, losses = run_both(name, lambda trace, n=n: [self.action.samples(trace)[n]])
+                assert same or not self.action.exact, (name, n, losses)
+                assert harness.step_peaks[-1] == plan.predicted.peak["cpu"], (name, n)
+                assert harness.notes == []
+
+    def test_leaving_restores_every_hook_forward_and_parameter(self) -> None:
+        model, _, optimizer, trace = traced("tied")
+        before = fingerprint(model, optimizer)
+        for sample in self.action.samples(trace):
+            plan = finish(Nop(), problem_for(trace), [sample])
+            with Harness(plan, model, optimizer, store=Far()):
+                pass
+            assert fingerprint(model, optimizer) == before
+
+
+def _clash(first: Any, second: Any) -> bool:
+    """One technique is applied to a block once."""
+
+    def blocks(action: Any) -> set[str]:
+        return set(getattr(action, "blocks", None) or (action.block,))
+
+    return first.name == second.name and bool(blocks(first) & blocks(second))
+
+
+def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Everything that holdall could leave behind."""
+    seen: list[Any] = []
+    for name, module in model.named_modules():
+        hooks = [len(v) for k, v in sorted(vars(module).items()) if k.endswith("_hooks") and v is not None]
+        seen.append((name, "forward" in module.__dict__, hooks, type(module).__name__))
+    seen += [(n, id(p), p.data_ptr(), p._version) for n, p in model.named_parameters()]
+    seen.append([len(v) for k, v in sorted(vars(optimizer).items()) if k.endswith("_hooks") and hasattr(v, "__len__")])
+    return seen

@@ -1,0 +1,243 @@
+"""Small worlds: synthetic chains for planners, tiny models of every family for the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdall.types import Block, Hardware, Kind, Op, Phase, Save, Site, TensorInfo, Tier, Trace
+
+
+def machine(*, overlap: bool = False, read: float = 1e9, write: float = 1e9, far: int = 2**50) -> Hardware:
+    """A small machine with a far tier."""
+    return Hardware(
+        name="test machine",
+        device="cpu",
+        tiers=(
+            Tier(name="cpu", capacity=2**50, read=1e12, write=1e12),
+            Tier(name="far", capacity=far, read=read, write=write),
+        ),
+        flops={"float32": 1e9},
+        bandwidth=1e9,
+        overhead=1e-6,
+        overlap=overlap,
+    )
+
+
+def chain(sizes: list[int], seconds: list[float] | None = None, *, state: int = 100) -> Trace:
+    """A synthetic step: block i makes an inner tensor of sizes[i] bytes and an output of 10, and saves its input and the inner one."""
+    n = len(sizes)
+    times = seconds or [1.0] * n
+    ops: list[Op] = []
+    tensors: dict[int, TensorInfo] = {}
+    saves: list[Save] = []
+
+    def tensor(name: str, kind: Kind, nbytes: int, born: int, *, saved: bool = False) -> int:
+        x = len(tensors)
+        tensors[x] = TensorInfo(
+            id=x, name=name, kind=kind, shape=(nbytes,), dtype="uint8", nbytes=nbytes, born=born, freed=None, saved=saved
+        )
+        return x
+
+    def op(phase: Phase, module: str, name: str, reads: tuple[int, ...], writes: tuple[int, ...], time: float) -> int:
+        k = len(ops)
+        ops.append(
+            Op(id=k, site=Site(phase=phase, module=module, op=name, nth=0), reads=reads, writes=writes, seconds=time)
+        )
+        return k
+
+    tensor("weights", Kind.PARAM, state, -1)
+    x = tensor("batch", Kind.INPUT, 10, -1)
+    inputs, inners, outputs = [], [], []
+    for i in range(n):
+        k = len(ops)
+        inner = tensor(f"b{i}.inner", Kind.ACTIVATION, sizes[i], k, saved=True)
+        op(Phase.FORWARD, f"b{i}", "work", (0, x), (inner,), times[i] / 2)
+        out = tensor(f"b{i}.out", Kind.ACTIVATION, 10, k + 1, saved=True)
+        op(Phase.FORWARD, f"b{i}", "end", (inner,), (out,), times[i] / 2)
+        inputs.append(x)
+        inners.append(inner)
+        outputs.append(out)
+        x = out
+    loss = tensor("loss", Kind.TEMP, 1, len(ops))
+    op(Phase.FORWARD, "", "loss", (x,), (loss,), 0.0)
+    gradient = tensor("grad", Kind.TEMP, 10, len(ops))
+    op(Phase.BACKWARD, "", "start", (loss, x), (gradient,), 0.0)
+    blocks: list[Block] = []
+    freed: dict[int, int] = {outputs[-1]: len(ops) - 1, loss: len(ops) - 1}
+    for i in range(n):
+        freed.setdefault(inners[i], 2 * i + 1)
+        if i + 1 < n:
+            freed.setdefault(outputs[i], 2 * i + 3)
+    first_save = {}
+    for i in reversed(range(n)):
+        begin = len(ops) - 1
+        new = tensor(f"b{i}.grad", Kind.TEMP, 10, begin + 1)
+        op(Phase.BACKWARD, f"b{i}", "work_backward", (gradient, inners[i], inputs[i]), (new,), 2 * times[i])
+        freed[gradient] = begin + 1
+        gradient = new
+        first_save[i] = len(saves)
+        saves.append(Save(tensor=inners[i], packed=2 * i, unpacked=begin, released=begin + 1))
+        saves.append(Save(tensor=inputs[i], packed=2 * i - 1, unpacked=begin, released=begin + 1))
+    freed[gradient] = len(ops) - 1
+    for i in range(n):
+        blocks.append(
+            Block(
+                id=i,
+                module=f"b{i}",
+                nth=0,
+                first=2 * i,
+                last=2 * i + 1,
+                backward=saves[first_save[i]].unpacked,
+                inputs=(inputs[i],),
+                outputs=(outputs[i],),
+                saves=(first_save[i], first_save[i] + 1),
+                kind="Synthetic",
+            )
+        )
+    infos = {
+        x: TensorInfo(**{**{f: getattr(t, f) for f in t.__slots__}, "freed": freed.get(x)}) for x, t in tensors.items()
+    }
+    return Trace(
+        ops=tuple(ops), tensors=infos, blocks=tuple(blocks), saves=tuple(saves), about={"model": "chain", "device": "cpu"}
+    )
+
+
+# models without Hugging Face
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
+        return self.act(x + y)  # type: ignore[no-any-return]
+
+
+class Convnet(nn.Module):
+    """BatchNorm, residuals, in-place activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.stages = nn.Sequential(*[_Residual(8) for _ in range(4)])
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stages(self.stem(images)).mean((2, 3))
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.lstm = nn.LSTM(16, 24, num_layers=2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(24, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.embed(ids))
+        return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(self.down(self.drop(nn.functional.gelu(self.up(self.norm(x))))))
+        return x + y  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """One module used twice, so that its weights receive two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.shared, self.other = _Layer(32, 0.1), _Layer(32, 0.1)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.shared(self.other(self.shared(self.embed(ids))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Tied(nn.Module):
+    """The head is the embedding; dropout everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList([_Layer(32, 0.2) for _ in range(4)])
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Branching(nn.Module):
+    """Decides by its own activations; cannot be traced on fakes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList([_Layer(32, 0.1) for _ in range(3)])
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().sum() > 1e9:
+                x = x / 2
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def _ids(rows: int = 2, length: int = 16, vocabulary: int = 64) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (rows, length))
+
+
+PLAIN: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "convnet": lambda: (Convnet(), (torch.randn(2, 3, 12, 12), torch.randint(0, 10, (2,)))),
+    "recurrent": lambda: (Recurrent(), (_ids(),)),
+    "twice": lambda: (Twice(), (_ids(),)),
+    "tied": lambda: (Tied(), (_ids(),)),
+    "branching": lambda: (Branching(), (_ids(),)),
+}
+"""Families that need nothing but torch: name -> (model, batch)."""
+
+HUGGING_FACE = ("tiny-gpt2", "tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-bert", "tiny-t5", "tiny-vit")
+"""Families that need transformers; see `holdall.models`."""
+
+
+def family(name: str, *, padded: bool = False) -> tuple[nn.Module, Any]:
+    """A tiny model of a family with a batch for it, in training mode; seeded."""
+    torch.manual_seed(0)
+    if name in PLAIN:
+        model, batch = PLAIN[name]()
+    else:
+        from holdall import models
+
+        source = models.describe(name)
+        model = models.build(source, device="cpu", seed=0)
+        batch = models.sample_batch(source, batch=2, seq=16)
+        if padded:
+            mask = torch.ones_like(batch["input_ids"])
+            mask[0, -5:] = 0
+            batch["attention_mask"] = mask
+    return model.train(), batch

@@ -1,0 +1,93 @@
+"""Training a causal language model on a file, inside a budget: what `holdall train` does, as a function.
+
+The two nouns are here; `loop` turns the first into the second, `data` reads the file, `checkpoint` keeps what was reached.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdall.errors import InvalidInput, unknown_name
+from holdall.models import DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """One run. `model` is a preset (from scratch) or a local folder (from its weights); zero switches off what says so."""
+
+    model: str
+    data: Path
+    out: Path
+    budget: str | int | float = "auto"
+    planner: str = "auto"
+    hardware: str | None = None  # the machine to plan with, by name or file; None: this one is measured
+    device: str = "auto"  # "auto": the GPU where there is one
+    dtype: str = "float32"
+    field: str = "text"  # of a JSONL file
+    batch: int = 4  # sequences in one forward
+    seq: int = 512  # tokens in a sequence
+    steps: int = 100  # in all, those before a resume included
+    accumulate: int = 1  # forwards in one step
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    warmup: int = 10  # steps
+    clip: float = 1.0  # of the gradient's norm; 0: off
+    eval_every: int = 0  # steps; 0: at the end only
+    eval_fraction: float = 0.05  # of the sequences; 0: none are held out
+    save_every: int = 100  # steps; 0: at the end only
+    keep: int = 2  # checkpoints
+    resume: bool = True  # go on from the latest checkpoint in `out`, where there is one
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq", "steps", "accumulate", "keep"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("warmup", "clip", "eval_every", "save_every", "weight_decay", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        if self.seq < 2:
+            raise InvalidInput("`seq` is 1, but the next token can only be learned from two", hint="use a longer sequence")
+        if not (0 < self.lr < math.inf):
+            raise InvalidInput(f"`lr` is {self.lr}, but must be above zero", hint="a usual value is 1e-4")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InvalidInput(f"`betas` is {self.betas}, but both must lie in [0, 1)", hint="usual values are (0.9, 0.999)")
+        if not (0 <= self.eval_fraction < 1):
+            hint = "use a small fraction such as 0.05, or 0 to hold nothing out"
+            raise InvalidInput(f"`eval_fraction` is {self.eval_fraction}, but must lie in [0, 1)", hint=hint)
+        if self.dtype not in DTYPES:
+            raise unknown_name("dtype", self.dtype, DTYPES)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.accumulate * self.seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run reached. A figure is None where nothing was there to measure: no step was left, nothing was held out."""
+
+    model: str
+    steps: int
+    resumed_from: int | None  # step; None: begun anew
+    seconds: float  # of the steps alone
+    tokens: int  # read by this run
+    first_loss: float | None
+    loss: float | None
+    eval_loss: float | None
+    peak_bytes: int | None  # the largest step's
+    predicted_peak_bytes: int | None
+    budget_bytes: int | None
+    checkpoint: Path
+    report: Path | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if not (least <= value < math.inf):
+        raise InvalidInput(f"`{name}` is {value}, but must be at least {least}", hint=f"use {max(1, least)} or more")

@@ -1,0 +1,480 @@
+"""The training loop of `holdall train`: a plain PyTorch loop with the four verbs around it.
+
+    describe -> read the data -> build -> (resume) -> trace -> plan -> apply -> steps -> report
+
+A step is a function of the weights, the optimizer's state, the generators and the position in the data; a checkpoint holds these
+four, so a run that was interrupted ends with the same bits as one that was not, under this budget or another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from holdall import api, models
+from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported
+from holdall.runtime.harness import Harness
+from holdall.training import TrainOptions, TrainResult
+from holdall.training.checkpoint import Checkpoint, latest_checkpoint, load_optimizer, restore_random, save_checkpoint
+from holdall.training.data import Encoder, Sequences, load_sequences, make_encoder
+from holdall.types import Kind, Outcome, Plan, Progress, Trace
+from holdall.types._json import write_text
+from holdall.types.plan import silent
+from holdall.units import format_bytes
+
+Metrics = dict[str, Any]
+"""One step: a line of `metrics.jsonl`. Sizes in bytes, times in seconds; `eval_loss` is there where it was measured."""
+
+
+def run_training(
+    options: TrainOptions, *, progress: Progress = silent, on_metrics: Callable[[Metrics], None] | None = None
+) -> TrainResult:
+    """Train, and write checkpoints, `metrics.jsonl` and the report into `options.out`.
+
+    `progress` hears of the stages and of each step in words, `on_metrics` receives each step's figures. The caller's random
+    state is left as it was.
+    """
+    source = _causal_lm(options.model)
+    device = _device(options.device)
+    models.sample_batch(source, batch=1, seq=options.seq)  # refuses a sequence longer than the model's positions
+    found = _checkpoint_to_resume(options)
+    progress("reading the data", 0, 0, "")
+    encoder = make_encoder(source.folder)
+    data = load_sequences(
+        options.data,
+        encoder,
+        seq=options.seq,
+        vocabulary=source.config.vocab_size,
+        seed=options.seed,
+        eval_fraction=options.eval_fraction,
+        field=options.field,
+    )
+    notes = _check_same_run(options, source.name, data, found)
+    if encoder.tokenizer is None and source.folder is not None:
+        notes.append("the folder holds no tokenizer: each byte of the text is a token")
+    if found is not None and found.step >= options.steps:
+        return _nothing_left(options, source.name, found, notes)
+    with _private_random(device), _quiet_transformers():
+        progress("building the model", 0, 0, "")
+        origin = source if found is None else models.describe(found.folder)
+        model: Any = models.build(origin, device=device, dtype=options.dtype, seed=options.seed)
+        optimizer = _make_optimizer(model, options)
+        if found is not None:
+            load_optimizer(found, model, optimizer)
+        _check_can_save(options, model)
+        plan = _make_plan(options, model, optimizer, data.batch(0, options.batch, device), progress)
+        with api.apply(plan, model, optimizer) as harness:
+            run = _Run(
+                options=options,
+                name=source.name,
+                device=device,
+                model=model,
+                optimizer=optimizer,
+                data=data,
+                encoder=encoder,
+                harness=harness,
+                found=found,
+                notes=notes,
+                progress=progress,
+                on_metrics=on_metrics or (lambda _: None),
+            )
+            return _train(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Everything that stays the same from step to step."""
+
+    options: TrainOptions
+    name: str
+    device: str
+    model: Any
+    optimizer: torch.optim.Optimizer
+    data: Sequences
+    encoder: Encoder
+    harness: Harness
+    found: Checkpoint | None
+    notes: list[str]
+    progress: Progress
+    on_metrics: Callable[[Metrics], None]
+
+    @property
+    def budget(self) -> int:
+        return next(iter(self.harness.plan.budget.values()))
+
+    @property
+    def predicted_peak(self) -> int:
+        return next(iter(self.harness.plan.predicted.peak.values()))
+
+
+def _train(run: _Run) -> TrainResult:
+    options, harness = run.options, run.harness
+    start, position = 0, 0
+    if run.found is None:
+        torch.manual_seed(options.seed)
+    else:
+        start, position = run.found.step, int(run.found.about()["position"])
+        restore_random(run.found)  # after tracing and planning, which may draw numbers of their own
+    scheduler = _make_schedule(run.optimizer, options, start)
+    rows: list[Metrics] = []
+    checkpoint = options.out
+    with _metrics_file(options.out / "metrics.jsonl", start) as write:
+        for step in range(start + 1, options.steps + 1):
+            row = _measured_step(run, step, position, scheduler)
+            position += options.batch * options.accumulate
+            last = step == options.steps
+            if len(run.data.held_out) and (last or _is_due(step, options.eval_every)):
+                run.progress("evaluating", step, options.steps, "")
+                row["eval_loss"] = _evaluate(run)
+            rows.append(row)
+            write(row)
+            run.on_metrics(row)
+            run.progress("training", step, options.steps, _in_words(row))
+            if last or _is_due(step, options.save_every):
+                checkpoint = _save(run, step, position)
+    report = harness.report()
+    for ending in ("html", "json"):
+        report.save(options.out / f"report.{ending}")
+    evaluated = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    return TrainResult(
+        model=run.name,
+        steps=options.steps,
+        resumed_from=run.found.step if run.found else None,
+        seconds=sum(row["seconds"] for row in rows),
+        tokens=len(rows) * options.tokens_per_step,
+        first_loss=rows[0]["loss"],
+        loss=rows[-1]["loss"],
+        eval_loss=evaluated[-1] if evaluated else None,
+        peak_bytes=max(row["peak_bytes"] for row in rows),
+        predicted_peak_bytes=run.predicted_peak,
+        budget_bytes=run.budget,
+        checkpoint=checkpoint,
+        report=options.out / "report.html",
+        notes=(*run.notes, *harness.notes),
+    )
+
+
+def _measured_step(run: _Run, step: int, position: int, scheduler: LambdaLR) -> Metrics:
+    rate = scheduler.get_last_lr()[0]
+    began = time.perf_counter()
+    try:
+        loss, norm = _step(run, step, position)
+    except torch.OutOfMemoryError as error:
+        raise OverBudget(
+            f"step {step} ran out of memory within {format_bytes(run.budget)}: {str(error).splitlines()[0]}",
+            hint="use a larger budget, a smaller batch or a shorter sequence",
+        ) from error
+    seconds = time.perf_counter() - began
+    scheduler.step()
+    return {
+        "step": step,
+        "loss": loss,
+        "gradient_norm": norm,
+        "learning_rate": rate,
+        "tokens": run.options.tokens_per_step,
+        "seconds": seconds,
+        "tokens_per_second": run.options.tokens_per_step / seconds,
+        "peak_bytes": run.harness.step_peaks[-1],
+        "predicted_peak_bytes": run.predicted_peak,
+        "budget_bytes": run.budget,
+    }
+
+
+def _step(run: _Run, step: int, position: int) -> tuple[float, float]:
+    """One update: its loss, and the norm of its gradient before clipping. A loss that is no number stops it before it is made."""
+    options = run.options
+    losses = []
+    for nth in range(options.accumulate):
+        batch = run.data.batch(position + nth * options.batch, options.batch, run.device)
+        loss = run.model(**batch).loss
+        losses.append(loss.detach())
+        (loss / options.accumulate if options.accumulate > 1 else loss).backward()
+        del loss, batch  # the next forward must not find them in memory
+    mean = sum(float(loss) for loss in losses) / options.accumulate
+    _check_finite("loss", mean, step, options)
+    norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), options.clip or math.inf))
+    _check_finite("norm of the gradient", norm, step, options)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return mean, norm
+
+
+def _check_finite(what: str, value: float, step: int, options: TrainOptions) -> None:
+    if math.isfinite(value):
+        return
+    before = latest_checkpoint(options.out)
+    kept = f"the checkpoint of step {before.step} is intact" if before else "nothing was saved"
+    hint = f"try a learning rate below {options.lr:g}, a longer warmup, or --clip 1"
+    raise HoldallError(f"the {what} is {value} at step {step}; training stopped, {kept}", hint=hint)
+
+
+def _evaluate(run: _Run) -> float:
+    """The mean loss over what was held out."""
+    total = 0.0
+    run.model.eval()
+    try:
+        with torch.no_grad():
+            for batch in run.data.held_out_batches(run.options.batch, run.device):
+                total += float(run.model(**batch).loss) * len(batch["input_ids"])
+    finally:
+        run.model.train()
+    return total / len(run.data.held_out)
+
+
+def _save(run: _Run, step: int, position: int) -> Path:
+    options, ledger = run.options, run.harness.ledger
+    run.progress("saving", step, options.steps, "")
+    about = {
+        "position": position,
+        "same": _must_be_same(options, run.name, run.data),
+        "settings": {name: getattr(options, name) for name in _SETTINGS},
+    }
+    with ledger.paused() if ledger is not None else nullcontext():  # the plan is for steps; nothing of a save outlives it
+        return save_checkpoint(
+            options.out,
+            step,
+            model=run.model,
+            optimizer=run.optimizer,
+            about=about,
+            keep=options.keep,
+            tokenizer=run.encoder.tokenizer,
+        )
+
+
+# what a resumed run must share with the one it continues, and what it may change as long as it says so
+
+_SETTINGS = ("batch", "accumulate", "steps", "lr", "betas", "weight_decay", "warmup", "clip")
+
+
+def _must_be_same(options: TrainOptions, name: str, data: Sequences) -> dict[str, Any]:
+    return {"model": name, "dtype": options.dtype, "seed": options.seed, "data": data.fingerprint}
+
+
+def _checkpoint_to_resume(options: TrainOptions) -> Checkpoint | None:
+    found = latest_checkpoint(options.out)
+    if found is not None and not options.resume:
+        raise InvalidInput(
+            f"`{options.out}` already holds a checkpoint of step {found.step}", hint="resume it, or choose another folder"
+        )
+    return found
+
+
+def _check_same_run(options: TrainOptions, name: str, data: Sequences, found: Checkpoint | None) -> list[str]:
+    """Refuses to continue another run; returns what was changed in this one, in sentences."""
+    if found is None:
+        return []
+    about = found.about()
+    for key, now in _must_be_same(options, name, data).items():
+        if about["same"].get(key) != now:
+            what = "the data (or `seq`, or the held-out part)" if key == "data" else f"`{key}` ({now})"
+            raise InvalidInput(
+                f"{what} is not that of the checkpoint `{found.folder}`",
+                hint="use what the run began with, or choose another folder for a new run",
+            )
+    before = about["settings"]
+    now_set = json.loads(json.dumps({key: getattr(options, key) for key in _SETTINGS}))
+    return [
+        f"resumed with {key} {value}, which was {before.get(key)}"
+        for key, value in now_set.items()
+        if before.get(key) != value
+    ]
+
+
+def _nothing_left(options: TrainOptions, name: str, found: Checkpoint, notes: list[str]) -> TrainResult:
+    return TrainResult(
+        model=name,
+        steps=found.step,
+        resumed_from=found.step,
+        seconds=0.0,
+        tokens=0,
+        first_loss=None,
+        loss=None,
+        eval_loss=None,
+        peak_bytes=None,
+        predicted_peak_bytes=None,
+        budget_bytes=None,
+        checkpoint=found.folder,
+        report=None,
+        notes=(*notes, f"nothing to do: the run is at step {found.step} of {options.steps}"),
+    )
+
+
+# what is built before the first step
+
+
+def _causal_lm(name: str) -> models.ModelSource:
+    source = models.describe(name)
+    if source.task != "causal-lm":
+        raise Unsupported(f"{name} is a {source.task} model", hint="`train` needs a causal language model")
+    return source
+
+
+def _device(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _make_optimizer(model: torch.nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+    """AdamW that decays matrices only: norms and biases have no directions to prefer."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)
+
+
+def _make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, start: int) -> LambdaLR:
+    """Up in a line, down in a cosine. A function of the step alone, so that there is nothing to save."""
+
+    def factor(step: int) -> float:
+        if step < options.warmup:
+            return (step + 1) / options.warmup
+        done = (step - options.warmup) / max(1, options.steps - options.warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    for group in optimizer.param_groups:
+        group["initial_lr"] = options.lr
+    return LambdaLR(optimizer, factor, last_epoch=start - 1)
+
+
+def _check_can_save(options: TrainOptions, model: Any) -> None:
+    """What would make the first save fail, hours from now."""
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"cannot write to `{options.out}`: {error.strerror}", hint="choose another folder") from error
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidInput(f"the model's generation config cannot be saved: {reason}", hint="mend that file") from error
+
+
+def _make_plan(
+    options: TrainOptions, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, progress: Progress
+) -> Plan:
+    progress("tracing one step", 0, 0, "")
+    trace = api.trace(model, batch, optimizer=optimizer)
+    progress("planning", 0, 0, "")
+    device = str(trace.about["device"])
+    machine = api.resolve_hardware(options.hardware, device)
+    if machine.device != device:
+        hint = "leave it out: this machine is then measured"
+        raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)
+
+    def plan_for(budget: Any) -> Plan:
+        return api.plan(trace, budget=budget, planner=options.planner, hardware=machine, progress=progress)
+
+    made = plan_for(options.budget)
+    return made if options.accumulate == 1 else _make_room_for_gradients(made, trace, plan_for)
+
+
+# accumulation: a trace is of one forward and backward, but from the second on the gradients are there all the time
+
+_LOSSES = 1024  # bytes: the losses of the forwards before, and their shares
+
+def _make_room_for_gradients(made: Plan, trace: Trace, plan_for: Callable[[Any], Plan]) -> Plan:
+    """A plan that fits with the gradients of the forwards before in memory; its peak says so."""
+    home, limit = next(iter(made.budget.items()))
+    gradients = sum(t.nbytes for t in trace.tensors.values() if t.kind is Kind.GRAD)
+    budget = limit
+    why = f"accumulation keeps {format_bytes(gradients)} of gradients in memory from the second forward on"
+    try:
+        while (peak := _peak_with_gradients(made.predicted, gradients)) > limit:
+            budget -= peak - limit
+            if budget <= 0:
+                raise Infeasible(f"{format_bytes(limit)} is less than the gradients need", smallest=peak)
+            made = plan_for({**made.budget, home: budget})
+    except Infeasible as error:
+        raise Infeasible(
+            f"{error.fact} ({why}, out of {format_bytes(limit)})", hint="use a larger budget or `--accumulate 1`"
+        ) from error
+    return replace(
+        made,
+        budget={**made.budget, home: limit},
+        predicted=replace(made.predicted, peak={**made.predicted.peak, home: peak}),
+        why=(*made.why, why),
+    )
+
+
+def _peak_with_gradients(outcome: Outcome, gradients: int) -> int:
+    """The largest moment, with every gradient present and those just made still apart from their sums."""
+    home_peak = next(iter(outcome.peak.values()))
+    peak = home_peak if outcome.timeline else home_peak + gradients
+    made: deque[int] = deque([0], maxlen=4)  # autograd adds a gradient once all that its node returns are computed
+    for moment in outcome.timeline:
+        made.append(moment.kinds.get(Kind.GRAD, 0))
+        peak = max(peak, moment.total + gradients - min(made))
+    return peak + _LOSSES
+
+
+# surroundings
+
+
+@contextmanager
+def _metrics_file(path: Path, start: int) -> Iterator[Callable[[Metrics], None]]:
+    """Appends one line per step. Lines of steps that will be run again are taken out first: step numbers only ever rise."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    write_text(path, "".join(f"{line}\n" for line in lines if _step_of(line) in range(1, start + 1)))
+    with path.open("a", encoding="utf-8") as file:
+
+        def write(row: Metrics) -> None:
+            try:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            except OSError as error:
+                raise HoldallError(f"cannot write `{path}`: {error.strerror}", hint="free some space, then resume") from error
+
+        yield write
+
+
+def _step_of(line: str) -> int:
+    """The step of a line; -1 for one that was cut off."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _in_words(row: Mapping[str, Any]) -> str:
+    memory = f"{format_bytes(row['peak_bytes'])} of {format_bytes(row['budget_bytes'])}"
+    return f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s, {memory}"
+
+
+@contextmanager
+def _private_random(device: str) -> Iterator[None]:
+    """The run has its own random numbers; the caller's go on afterwards as if nothing had happened."""
+    on_gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else ()):
+        yield
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Its bars for loading and saving would be drawn over the caller's."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
