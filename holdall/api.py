@@ -107,9 +107,7 @@ def fit(
 ) -> Harness:
     """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off."""
     traced = trace(model, batch, optimizer=optimizer, loss=loss)
-    made = plan(
-        traced, budget=budget, planner=planner, hardware=hardware, allow=allow, progress=progress, **options
-    )
+    made = plan(traced, budget=budget, planner=planner, hardware=hardware, allow=allow, progress=progress, **options)
     return apply(made, model, optimizer, enforce=enforce)
 
 

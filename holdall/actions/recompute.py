@@ -117,9 +117,7 @@ class _Rewrite:
         self.schedule = schedule
         self.trace = trace
         self.blocks = blocks
-        self.kept = {
-            x for block in blocks for label, op in keepable(trace, block).items() if label in keep for x in op.writes
-        }
+        self.kept = {x for block in blocks for label, op in keepable(trace, block).items() if label in keep for x in op.writes}
         self.own = {x for block in blocks for op in trace.ops[block.first : block.last + 1] for x in op.writes}
         self.numbers = {i for block in blocks for i in block.saves}
 
@@ -204,9 +202,7 @@ class _Rewrite:
             for op in self.trace.uses(save.tensor):
                 if save.unpacked < op <= until:
                     run = self.schedule.run(op)
-                    self.schedule.runs[op] = replace(
-                        run, reads=tuple(copies[x] if x == save.tensor else x for x in run.reads)
-                    )
+                    self.schedule.runs[op] = replace(run, reads=tuple(copies[x] if x == save.tensor else x for x in run.reads))
 
     def _remember(self, block: Block, last: int, end: int) -> list[Run]:
         """Buffers the block changes: one copy from before its forward, one for the time of its replay."""

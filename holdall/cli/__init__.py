@@ -14,6 +14,7 @@ import typer
 from holdall.cli._verbs import VERBS, Verbs
 
 app = typer.Typer(
+    name="holdall",
     cls=Verbs,
     help="Train any model in the memory you have: trace -> plan -> apply -> report.",
     epilog="Start with `holdall demo`; `holdall VERB --help` has an example for each verb.",

@@ -1,7 +1,7 @@
 """How a failure reads, and which number the process ends with.
 
-    0  done                     2  wrong use: an argument, a file, a name, a missing extra
-    1  the run itself failed    3  no plan fits the budget
+0  done                     2  wrong use: an argument, a file, a name, a missing extra
+1  the run itself failed    3  no plan fits the budget
 """
 
 from __future__ import annotations

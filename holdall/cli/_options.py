@@ -13,7 +13,9 @@ Model = Annotated[
 MaybeModel = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="A preset such as gpt2 or llama-3.2-1b, a Hugging Face folder, or a config.json.", show_default=False
+        metavar="[MODEL]",
+        help="A preset such as gpt2 or llama-3.2-1b, a Hugging Face folder, or a config.json.",
+        show_default=False,
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", "-b", metavar="N", help="Sequences (or images) in one step.")]
@@ -23,12 +25,16 @@ Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="ada
 Budget = Annotated[
     str,
     typer.Option(
-        "--budget", metavar="SIZE", help="24GiB, 24GB, 0.9 of the device, auto (all of it), or one per tier: gpu=24GiB,cpu=64GiB."
+        "--budget",
+        metavar="SIZE",
+        help="24GiB, 24GB, 0.9 of the device, auto (all of it), or one per tier: gpu=24GiB,cpu=64GiB.",
     ),
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option("--gpu", metavar="NAME", help="Plan for this GPU from its datasheet; none is needed here.", show_default=False),
+    typer.Option(
+        "--gpu", metavar="NAME", help="Plan for this GPU from its datasheet; none is needed here.", show_default=False
+    ),
 ]
 HardwareFile = Annotated[
     Path | None,
@@ -47,6 +53,8 @@ PlannerOption = Annotated[
 ]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", help="A trace written by `holdall trace --out`, instead of a model.", show_default=False),
+    typer.Option(
+        "--trace", metavar="FILE", help="A trace written by `holdall trace --out`, instead of a model.", show_default=False
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from holdall.api import Budget, plan, resolve_budget
+from holdall.cli._errors import first_line
 from holdall.cli._workload import Workload, describe_workload
 from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
-from holdall.errors import InvalidInput, unknown_name
-from holdall.registry import member_class
+from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
+from holdall.registry import build_member, member_class
 from holdall.runtime.probe import probe
 from holdall.simulator import simulate
 from holdall.types import Hardware, Kind, Outcome, Plan, Problem, Progress, Tier, Trace
@@ -27,7 +28,7 @@ _STAYS = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER, Kind.INPUT)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of `plan`, as typed."""
+    """The options of `plan`, as typed. Either a model or a trace is given."""
 
     model: str | None
     batch: int
@@ -43,27 +44,49 @@ class Request:
     trace: Path | None = None
 
 
-def make_plan(request: Request, progress: Progress) -> Plan:
-    """Validate what is cheap to validate, then find the machine, the trace and the plan."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Everything that a planner is given."""
+
+    planner: str
+    options: dict[str, Any]
+    machine: Hardware
+    trace: Trace
+    budget: dict[str, int]
+    allow: list[str] | None
+
+    def plan(self, progress: Progress) -> Plan:
+        """Let the planner decide; raises `Infeasible` if nothing fits."""
+        return plan(
+            self.trace,
+            budget=self.budget,
+            planner=self.planner,
+            hardware=self.machine,
+            allow=self.allow,
+            progress=progress,
+            **self.options,
+        )
+
+
+def prepare(request: Request, progress: Progress) -> Prepared:
+    """Find the machine and the trace; what is cheap to refuse is refused before anything slow begins."""
     options = read_options(request.planner, request.options)
     read = Trace.load(request.trace) if request.trace else None
-    workload = None if read else _workload(request)
+    workload = _workload(request) if read is None else None
     machine = find_machine(request.gpu, request.hardware, progress, device=_device_of(read))
-    budget = read_budget(request.budget)
-    resolve_budget(budget, machine)  # a wrong size is said before the tracing
+    budget = resolve_budget(read_budget(request.budget), machine)
     if read is None:
         assert workload is not None
         progress(f"tracing {workload.source.name}", 0, 0, "")
         read = workload.trace(machine.device)
     check_device(read, machine)
-    return plan(
-        read,
-        budget=budget,
+    return Prepared(
         planner=request.planner,
-        hardware=machine,
+        options=options,
+        machine=machine,
+        trace=read,
+        budget=budget,
         allow=split(request.allow),
-        progress=progress,
-        **options,
     )
 
 
@@ -86,13 +109,26 @@ def find_machine(name: str | None, path: Path | None, progress: Progress, *, dev
     if name is not None:
         return gpu(name)
     if path is not None:
-        return Hardware.load(path)
+        return load_machine(path)
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
             "the trace is for a GPU, and this machine has none to measure",
             hint="name the GPU to plan for, as in `--gpu rtx-4090`, or trace again with `--device cpu`",
         )
     return probe(device, quick=True, progress=progress)
+
+
+def load_machine(path: Path) -> Hardware:
+    """The machine of a file; one that could not exist is refused before its figures are divided by."""
+    machine = Hardware.load(path)
+    figures = [machine.bandwidth, *machine.flops.values()]
+    figures += [figure for tier in machine.tiers for figure in (tier.capacity, tier.read, tier.write)]
+    if not machine.tiers or not all(figure > 0 for figure in figures):
+        raise InvalidInput(
+            f"`{path}` describes a machine without memory, or with a rate that is not above zero",
+            hint="write it again with `holdall probe --out`",
+        )
+    return machine
 
 
 def check_device(trace: Trace, machine: Hardware) -> None:
@@ -115,8 +151,10 @@ def read_budget(text: str) -> Budget:
 
 def read_options(planner: str, given: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE pairs for a planner; values are JSON where they can be read so, else text."""
-    known = [field.name for field in dataclasses.fields(member_class("planners", planner))]
-    options = {}
+    known = [field.name for field in dataclasses.fields(planner_class(planner))]
+    if given and not known:
+        raise InvalidInput(f"planner {planner} has no options, but `--option {given[0]}` was given", hint="leave it out")
+    options: dict[str, Any] = {}
     for pair in given:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -127,7 +165,24 @@ def read_options(planner: str, given: Sequence[str]) -> dict[str, Any]:
             options[key] = json.loads(value)
         except ValueError:
             options[key] = value
+    try:
+        build_member("planners", planner, options, f"option of {planner}")
+    except InvalidInput as error:
+        about_files = error.hint.startswith("write")  # the same reader reads plan files
+        hint = "`holdall planners` lists options and their defaults" if about_files else error.hint
+        raise InvalidInput(error.fact, hint=hint) from error
     return options
+
+
+def planner_class(name: str) -> type[Any]:
+    """The planner of that name; one that lacks a package says so."""
+    try:
+        return member_class("planners", name)
+    except HoldallError:
+        raise
+    except ImportError as error:
+        hint = "`holdall doctor` says what to install"
+        raise MissingExtra(f"planner {name} cannot be used here: {first_line(error)}", hint=hint) from error
 
 
 def split(text: str | None) -> list[str] | None:

@@ -16,8 +16,8 @@ from holdall.units import format_bytes
 
 CLASSES = {
     "M_p": ("parameters", (Kind.PARAM,)),
-    "M_s": ("gradients and optimizer state", (Kind.GRAD, Kind.STATE)),
-    "M_a": ("activations, inputs, buffers", (Kind.ACTIVATION, Kind.INPUT, Kind.BUFFER, Kind.TEMP)),
+    "M_s": ("model states", (Kind.GRAD, Kind.STATE)),
+    "M_a": ("activations", (Kind.ACTIVATION, Kind.INPUT, Kind.BUFFER, Kind.TEMP)),
 }
 """The survey's three classes: parameters, model states, activations."""
 
@@ -65,15 +65,21 @@ class Summary:
 
     @property
     def facts(self) -> dict[str, object]:
-        about = self.trace.about
-        names = {name: f"{label} ({name})" for name, (label, _) in CLASSES.items()}
+        about, traced = self.trace.about, self.trace
+        size = f"{len(traced.ops)} ops, {len(traced.tensors)} tensors, {len(traced.blocks)} blocks"
         return {
             "workload": self.workload,
-            "traced": f"{len(self.trace.ops)} ops, {len(self.trace.tensors)} tensors, {len(self.trace.blocks)} blocks on {about['device']}",
-            **{names[name]: format_bytes(size) for name, size in self.classes.items()},
+            "traced": f"{size}, on {about['device']}",
+            **{f"{label} ({name})": self._parts(kinds) for name, (label, kinds) in CLASSES.items()},
             "plain peak": format_bytes(self.peak),
             "notes": "; ".join(about.get("notes", ())),
         }
+
+    def _parts(self, kinds: tuple[Kind, ...]) -> str:
+        """The sum, and what it is made of where that is more than one thing."""
+        sizes = {KIND_LABELS[k]: self.kinds[k] for k in kinds if self.kinds[k]}
+        parts = ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes.items())
+        return format_bytes(sum(sizes.values())) + (f" ({parts})" if len(sizes) > 1 else "")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -130,7 +136,9 @@ def _against_closed_form(workload: Workload, trace: Trace, blocks: tuple[BlockKi
     recipe = _RECIPES.get((workload.optimizer, workload.dtype))
     if recipe is not None:
         states = kinds[Kind.PARAM] + kinds[Kind.GRAD] + kinds[Kind.STATE]
-        found.append(Check(label="M_p + M_s", show=format_bytes, expected=state_bytes(parameters(shape), recipe), traced=states))
+        found.append(
+            Check(label="M_p + M_s", show=format_bytes, expected=state_bytes(parameters(shape), recipe), traced=states)
+        )
     label = f"kept by {layers.count} x {layers.kind}"
     return (*found, Check(label=label, show=format_bytes, expected=kept, traced=layers.saved))
 
@@ -152,5 +160,8 @@ def _classic_shape(workload: Workload) -> Shape | None:
     if not classic:
         return None
     return Shape(
-        layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads, vocabulary=config.vocab_size
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        vocabulary=config.vocab_size,
     )

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from holdall.cli._errors import USAGE, exit_code, show_error
-from holdall.errors import HoldallError
+from holdall.errors import HoldallError, unknown_name
 
 VERBS = {
     "demo": "Train a tiny GPT in all, half and a quarter of its activation memory, and compare.",
@@ -40,10 +40,10 @@ class Verbs(TyperGroup):
         """A stand-in with a name and a line: enough to list and complete, and nothing is imported for it."""
         return TyperCommand(name=cmd_name, short_help=VERBS[cmd_name]) if cmd_name in VERBS else None
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ARG002
         name = args[0]
         if name not in VERBS:
-            return super().resolve_command(ctx, args)  # refuses it
+            raise unknown_name("verb", name, VERBS)
         return name, load_verb(name), args[1:]
 
     def main(

@@ -13,7 +13,7 @@ import torch
 from holdall.api import trace
 from holdall.cli._errors import first_line
 from holdall.errors import HoldallError, InvalidInput, Unsupported, unknown_name
-from holdall.models import ModelSource, build, describe, sample_batch
+from holdall.models import DTYPES, ModelSource, build, describe, sample_batch
 from holdall.types import Trace
 
 OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
@@ -43,9 +43,9 @@ class Workload:
         return model, make(model.parameters(), lr=1e-4) if make else None
 
     def sample(self, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
+        """A batch of its sizes; images come in the dtype of the weights."""
         made = sample_batch(self.source, batch=self.batch, seq=self.seq, device=device, seed=seed)
-        wanted = next(p.dtype for p in self.build()[0].parameters()) if self.is_image else None
-        return {k: v.to(wanted) if wanted and v.is_floating_point() else v for k, v in made.items()}
+        return {k: v.to(DTYPES[self.dtype]) if v.is_floating_point() else v for k, v in made.items()}
 
     def trace(self, device: str) -> Trace:
         """One step as on `device`; what the model itself says against the batch becomes one line."""
@@ -73,11 +73,14 @@ class Workload:
 
 def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str) -> Workload:
     """A workload from what was typed; wrong names are refused before anything slow begins."""
+    dtype = _SHORT.get(dtype, dtype)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
     if optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", optimizer, OPTIMIZERS)
     _hush_transformers()
     source = describe(model)
-    made = Workload(source=source, batch=batch, seq=seq, dtype=_SHORT.get(dtype, dtype), optimizer=optimizer)
+    made = Workload(source=source, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
     made.sample()  # its sizes are checked here
     return made
 
@@ -85,6 +88,15 @@ def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer
 def pick_device(name: str) -> str:
     """`auto` is a GPU if there is one; tracing itself refuses what it does not know."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def check_runnable(device: str) -> str:
+    """The device, if steps can really run on it."""
+    if device not in ("cpu", "cuda"):
+        raise unknown_name("device", device, ("auto", "cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no GPU here", hint="use `--device cpu`")
+    return device
 
 
 def _hush_transformers() -> None:

@@ -13,6 +13,7 @@ from holdall.units import format_bytes
 
 def estimate(
     model: given.Model,
+    *,
     batch: given.Batch = 1,
     seq: given.Seq = 512,
     dtype: given.Dtype = "float32",

@@ -14,13 +14,12 @@ from holdall.units import format_bytes
 if TYPE_CHECKING:
     from holdall.cli._summary import Summary
 
-_CAVEAT = (
-    "The formula counts a GELU as one tensor and always has dropout; it leaves out positions, the embedding, the head and the loss."
-)
+_CAVEAT = "(the formula counts a GELU as one tensor and always has dropout; it leaves out positions and the last norm)"
 
 
 def trace(
     model: given.Model,
+    *,
     batch: given.Batch = 1,
     seq: given.Seq = 512,
     dtype: given.Dtype = "float32",

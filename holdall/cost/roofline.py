@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from holdall.cost.table import Curves, build_curves, rate_at
-from holdall.types import Hardware, Op, Rate, Trace
+from holdall.types import Hardware, Kind, Op, Rate, TensorInfo, Trace
 from holdall.types.trace import Seconds
 
 VIEW_SHARE = 0.5  # of the overhead, for an op that neither computes nor moves bytes: it starts no kernel
@@ -71,6 +71,9 @@ def family_of(name: str) -> str:
     return next((family for prefix, family in _PREFIXES.items() if base.startswith(prefix)), "memory")
 
 
+_LIBRARIES = "library workspaces"
+
+
 def op_seconds(op: Op, hardware: Hardware) -> Seconds:
     """What one op takes on this machine."""
     if op.flops == 0 and op.moved == 0:
@@ -80,7 +83,10 @@ def op_seconds(op: Op, hardware: Hardware) -> Seconds:
 
 
 def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
-    """The trace with the seconds of every op filled in. Repeated layers repeat their ops, so each kind is priced once."""
+    """The trace on this machine: seconds of every op, and the memory that its libraries keep to themselves.
+
+    Repeated layers repeat their ops, so each kind is priced once.
+    """
     known: dict[tuple[str, int, int, str], Seconds] = {}
     ops = []
     for op in trace.ops:
@@ -89,7 +95,19 @@ def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
         if seconds is None:
             seconds = known[key] = op_seconds(op, hardware)
         ops.append(replace(op, seconds=seconds))
-    return replace(trace, ops=tuple(ops))
+    tensors = dict(trace.tensors)
+    if hardware.resident and not any(t.name == _LIBRARIES for t in tensors.values()):
+        tensors[trace.next_id] = TensorInfo(
+            id=trace.next_id,
+            name=_LIBRARIES,
+            kind=Kind.BUFFER,
+            shape=(hardware.resident,),
+            dtype="uint8",
+            nbytes=hardware.resident,
+            born=-1,
+            freed=None,
+        )
+    return replace(trace, ops=tuple(ops), tensors=tensors)
 
 
 @lru_cache(maxsize=16)

@@ -31,14 +31,10 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
     for block in trace.blocks:
         saved = {trace.saves[i].tensor for i in block.saves}
         own = {x for x in saved | set(block.inputs) if trace.tensors[x].born >= 0 and x in saved}
-        forward = {x for x in own if block.first <= trace.tensors[x].born <= block.last} | {
-            x for x in own if x in block.inputs
-        }
+        forward = {x for x in own if block.first <= trace.tensors[x].born <= block.last} | {x for x in own if x in block.inputs}
         replayed = block.id in schedule.replays
         held = {x for x in forward if x not in moved and (not replayed or x in block.inputs or _kept(schedule, x))}
-        seconds = sum(
-            t for module, t in by_module.items() if module == block.module or module.startswith(f"{block.module}.")
-        )
+        seconds = sum(t for module, t in by_module.items() if module == block.module or module.startswith(f"{block.module}."))
         extra = sum(again.get(op, 0.0) for op in range(block.first, block.last + 1))
         if problem.hardware.far is not None and not problem.hardware.overlap:
             size = sum(trace.tensors[x].nbytes for x in forward & moved)

@@ -69,7 +69,9 @@ def _by_program(problem: Problem, menus: Menus) -> list[_Candidate]:
         if answer is None:
             break
         actions = [
-            a for item, choice in zip(menus.items, answer[1], strict=True) for a in actions_for(problem, item.block, choice.label)
+            a
+            for item, choice in zip(menus.items, answer[1], strict=True)
+            for a in actions_for(problem, item.block, choice.label)
         ]
         candidate = _try("the dynamic program's mix", actions, problem)
         found.append(candidate)
@@ -101,8 +103,7 @@ def _why(problem: Problem, plain: _Candidate, best: _Candidate, found: list[_Can
     budget = problem.limit(problem.home)
     extra = best.outcome.seconds - plain.outcome.seconds
     reasons = [
-        f"keeping everything needs {format_bytes(plain.outcome.peak[problem.home])}, "
-        f"over the budget of {format_bytes(budget)}",
+        f"keeping everything needs {format_bytes(plain.outcome.peak[problem.home])}, over the budget of {format_bytes(budget)}",
         f"{best.label} needs {format_bytes(best.outcome.peak[problem.home])} and adds {format_seconds(max(extra, 0.0))} a step",
     ]
     for other in found:

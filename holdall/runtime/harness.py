@@ -134,9 +134,7 @@ class Harness:
     def __enter__(self) -> Harness:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     # steps
@@ -184,13 +182,9 @@ class Harness:
         width = max(1, len(self._curve) // 1200)
         timeline = tuple(
             Moment(at=at, where="", total=total)
-            for at, total in (
-                max(self._curve[i : i + width], key=lambda m: m[1]) for i in range(0, len(self._curve), width)
-            )
+            for at, total in (max(self._curve[i : i + width], key=lambda m: m[1]) for i in range(0, len(self._curve), width))
         )
-        return Outcome(
-            source="measured", seconds=seconds, peak=peak, reserved=self._meter.reserved(), timeline=timeline
-        )
+        return Outcome(source="measured", seconds=seconds, peak=peak, reserved=self._meter.reserved(), timeline=timeline)
 
     def report(self) -> Any:
         """Predicted against measured."""

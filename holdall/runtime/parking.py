@@ -49,18 +49,16 @@ class Group:
         self.bank = bank
         self.lag = lag
         self.entries: list[weakref.ref[Entry]] = []
-        self.device: torch.device | None = None
         self._arriving: list[weakref.ref[Entry]] = []
 
     def leave(self, entries: Sequence[Entry]) -> None:
         """Start copying out. Without `lag` the storages are let go at once; otherwise by `let_go`, later."""
         for entry in entries:
             assert entry.storage is not None
-            self.device = entry.storage.device
             entry.ticket = self.bank.put(self.store, entry.storage)
             self.entries.append(weakref.ref(entry))
-            if not self.lag:
-                entry.storage = None
+        if not self.lag:
+            self.let_go()
 
     def let_go(self) -> None:
         """The copies have left (the device's stream waits for it); the storages are free from here on."""
@@ -77,7 +75,7 @@ class Group:
             entry = reference()
             if entry is None or entry.ticket is None or entry.storage is not None:
                 continue
-            entry.storage = self.bank.get(self.store, entry.ticket, self.device)
+            entry.storage = self.bank.get(self.store, entry.ticket)
             self._arriving.append(reference)
         self.entries = []
 
@@ -104,11 +102,11 @@ class Bank:
         with self._ledger.paused():
             return store.put(storage)
 
-    def get(self, store: Any, ticket: Any, device: torch.device | None) -> torch.UntypedStorage:
+    def get(self, store: Any, ticket: Any) -> torch.UntypedStorage:
         if self._ledger is None:
-            return store.get(ticket, device)  # type: ignore[no-any-return]
+            return store.get(ticket, store.device)  # type: ignore[no-any-return]
         with self._ledger.paused():
-            storage: torch.UntypedStorage = store.get(ticket, device)
+            storage: torch.UntypedStorage = store.get(ticket, store.device)
         self._ledger.see(storage, "fetch")
         return storage
 
@@ -144,8 +142,8 @@ def park_saved(
     def pack(tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if stay(key) or key in shared:
-            return tensor
+        if stay(key) or key in shared or storage.device.type != group.store.device.type:
+            return tensor  # attention keeps its random seed on the host, for one
         if key not in entries:
             entries[key] = Entry(storage, group)
         return _Parked(entries[key], tensor)
@@ -164,7 +162,7 @@ def park_inputs(group: Group, call: Call, inputs: frozenset[int]) -> None:
     for item in call.inputs:
         if isinstance(item, Input):
             storage = item.storage()
-            if storage is not None:
+            if storage is not None and storage.device.type == group.store.device.type:
                 seen.setdefault(storage._cdata, []).append(item)
     entries = []
     for position, items in enumerate(seen.values()):

@@ -57,9 +57,7 @@ class Blocks:
         elif policy.recompute:
             segment = Segment() if policy.opens or self._open is None else self._open
             self._open = None if policy.closes else segment
-            out, call = segment.run(
-                module, forward, args, kwargs, state=[buffers[b] for b in policy.state], keep=policy.keep
-            )
+            out, call = segment.run(module, forward, args, kwargs, state=[buffers[b] for b in policy.state], keep=policy.keep)
             if policy.park:
                 group = self._group(policy)
                 park_inputs(group, call, policy.inputs)

@@ -19,9 +19,7 @@ def simulate(
     """What a step costs under these actions. `checked`: also walk it with the naive checker."""
     schedule = lower(problem, actions)
     steps = close(schedule)
-    outcome = replay(
-        steps, schedule, problem.hardware, allocator=make_allocator(allocator) if allocator else None, full=full
-    )
+    outcome = replay(steps, schedule, problem.hardware, allocator=make_allocator(allocator) if allocator else None, full=full)
     if checked:
         naive = check(steps, {**problem.trace.tensors, **schedule.added}, problem.home)
         if naive != outcome.peak:

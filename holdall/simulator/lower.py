@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdall.errors import InvalidInput
 from holdall.types import Action, Copy, Drop, Problem, Run, Schedule, Step, Wait
 from holdall.types.trace import TensorId
 
@@ -11,9 +12,20 @@ from holdall.types.trace import TensorId
 def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     """The trace's schedule rewritten by the actions, each in its rank's turn."""
     schedule = Schedule(trace=problem.trace, home=problem.home)
-    for action in sorted(actions, key=lambda a: a.rank):
+    ordered = sorted(actions, key=lambda a: a.rank)
+    _once_per_block(ordered)
+    for action in ordered:
         schedule = action.rewrite(schedule, problem)
     return schedule
+
+
+def _once_per_block(actions: Iterable[Action]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for action in actions:
+        for block in getattr(action, "blocks", None) or (getattr(action, "block", ""),):
+            if (action.name, block) in seen:
+                raise InvalidInput(f"`{block}` is to be treated by {action.name} twice", hint="name each block once")
+            seen.add((action.name, block))
 
 
 def close(schedule: Schedule) -> list[Step]:

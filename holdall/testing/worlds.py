@@ -44,9 +44,7 @@ def chain(sizes: list[int], seconds: list[float] | None = None, *, state: int = 
 
     def op(phase: Phase, module: str, name: str, reads: tuple[int, ...], writes: tuple[int, ...], time: float) -> int:
         k = len(ops)
-        ops.append(
-            Op(id=k, site=Site(phase=phase, module=module, op=name, nth=0), reads=reads, writes=writes, seconds=time)
-        )
+        ops.append(Op(id=k, site=Site(phase=phase, module=module, op=name, nth=0), reads=reads, writes=writes, seconds=time))
         return k
 
     tensor("weights", Kind.PARAM, state, -1)
@@ -98,9 +96,7 @@ def chain(sizes: list[int], seconds: list[float] | None = None, *, state: int = 
                 kind="Synthetic",
             )
         )
-    infos = {
-        x: TensorInfo(**{**{f: getattr(t, f) for f in t.__slots__}, "freed": freed.get(x)}) for x, t in tensors.items()
-    }
+    infos = {x: TensorInfo(**{**{f: getattr(t, f) for f in t.__slots__}, "freed": freed.get(x)}) for x, t in tensors.items()}
     return Trace(
         ops=tuple(ops), tensors=infos, blocks=tuple(blocks), saves=tuple(saves), about={"model": "chain", "device": "cpu"}
     )

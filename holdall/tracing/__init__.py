@@ -93,9 +93,7 @@ def _fall_back(
 
 
 def model_signature(model: torch.nn.Module) -> str:
-    return signature_of(
-        (name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters(remove_duplicate=False)
-    )
+    return signature_of((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters(remove_duplicate=False))
 
 
 def _target_device(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:

@@ -14,21 +14,18 @@ from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import Loss, Step, clone_optimizer, materialise_state, record_optimizer
 from holdall.tracing.values import KnownValues
+from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind
 
 
-def record_real_step(
-    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss
-) -> Recorder:
+def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss) -> Recorder:
     """Forward and backward run for real; the optimizer's step runs on fakes, so that no weight changes."""
-    recorder = Recorder(values=KnownValues(None), real=True)
+    recorder = Recorder(values=KnownValues(None), real=True, workspaces=Workspaces(torch.device("cpu")))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with _left_as_found(model), contextlib.ExitStack() as stack:
         recorder.seed(parameters.items(), Kind.PARAM)
         recorder.seed(model.named_buffers(), Kind.BUFFER)
-        recorder.seed(
-            (("batch", t) for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), Kind.INPUT
-        )
+        recorder.seed((("batch", t) for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), Kind.INPUT)
         recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in parameters.items()})
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = {}
@@ -64,9 +61,7 @@ def record_real_step(
     return recorder
 
 
-def _alias(
-    recorder: Recorder, parameters: dict[str, torch.nn.Parameter], fakes: dict[str, torch.nn.Parameter]
-) -> None:
+def _alias(recorder: Recorder, parameters: dict[str, torch.nn.Parameter], fakes: dict[str, torch.nn.Parameter]) -> None:
     """The fakes that the optimizer steps over count as the real parameters and gradients that they stand for."""
     for name, p in parameters.items():
         recorder.same(fakes[name], p)

@@ -16,6 +16,7 @@ from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import Loss, Step, clone_optimizer, materialise_state, record_optimizer
 from holdall.tracing.values import KnownValues
+from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind
 
 
@@ -27,7 +28,7 @@ def record_fake_step(
     on = torch.device("cpu") if stand_in_for_cuda else device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = KnownValues(mode)
-    recorder = Recorder(values=values, real=False)
+    recorder = Recorder(values=values, real=False, workspaces=Workspaces(on))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_tracing_branch())
         stack.enter_context(mode)
@@ -77,9 +78,7 @@ def _fake_like(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
 
-def _fake_input(
-    t: torch.Tensor, device: torch.device, values: KnownValues, made: dict[int, torch.Tensor]
-) -> torch.Tensor:
+def _fake_input(t: torch.Tensor, device: torch.device, values: KnownValues, made: dict[int, torch.Tensor]) -> torch.Tensor:
     if id(t) not in made:
         made[id(t)] = _fake_like(t, device).requires_grad_(t.requires_grad)
         if t.device.type != "meta":

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from holdall.tracing.flops import count_flops
 from holdall.tracing.values import KnownValues
+from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
 
 StandIn = Callable[[torch.Tensor, "torch.UntypedStorage | None"], torch.Tensor]
@@ -74,9 +75,7 @@ class _Packed:
 
     __slots__ = ("__weakref__", "index", "kept", "like", "payload")
 
-    def __init__(
-        self, index: int, kept: torch.Tensor | None, like: Any, payload: torch.UntypedStorage | None
-    ) -> None:
+    def __init__(self, index: int, kept: torch.Tensor | None, like: Any, payload: torch.UntypedStorage | None) -> None:
         self.index = index
         self.kept = kept
         self.like = like
@@ -88,9 +87,10 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, values: KnownValues, real: bool) -> None:
+    def __init__(self, *, values: KnownValues, real: bool, workspaces: Workspaces) -> None:
         super().__init__()
         self.values = values
+        self.workspaces = workspaces
         self.real = real  # real tensors: saved bytes must survive in a copy
         self.phase = Phase.FORWARD
         self.ops: list[Op] = []
@@ -344,6 +344,7 @@ class Recorder(TorchDispatchMode):
                 mutates=mutates,
                 flops=count_flops(func, args, kwargs, out),
                 moved=sum(t.numel() * t.element_size() for t in tensors),
+                workspace=self.workspaces.bytes_of(func, args, kwargs),
                 random=_is_random(func, args, kwargs),
                 dtype=str(dtype).removeprefix("torch."),
             )
@@ -396,9 +397,7 @@ class Recorder(TorchDispatchMode):
                 freed=t.freed,
                 saved=t.saved,
             )
-        saves = tuple(
-            Save(tensor=s.tensor, packed=s.packed, unpacked=s.unpacked, released=s.released) for s in self.saves
-        )
+        saves = tuple(Save(tensor=s.tensor, packed=s.packed, unpacked=s.unpacked, released=s.released) for s in self.saves)
         return tuple(self.ops), tensors, saves
 
 

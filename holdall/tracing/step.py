@@ -42,9 +42,7 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
 
 def check_loss(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
-        raise InvalidInput(
-            f"the loss is {type(loss).__name__}, not a tensor", hint="return a scalar tensor from `loss=`"
-        )
+        raise InvalidInput(f"the loss is {type(loss).__name__}, not a tensor", hint="return a scalar tensor from `loss=`")
     if loss.numel() != 1:
         raise InvalidInput(
             f"the loss has shape {list(loss.shape)}, but backward needs a scalar",

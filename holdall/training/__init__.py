@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdall.api import Budget
 from holdall.errors import InvalidInput, unknown_name
 from holdall.models import DTYPES
 
@@ -20,7 +21,7 @@ class TrainOptions:
     model: str
     data: Path
     out: Path
-    budget: str | int | float = "auto"
+    budget: Budget = "auto"
     planner: str = "auto"
     hardware: str | None = None  # the machine to plan with, by name or file; None: this one is measured
     device: str = "auto"  # "auto": the GPU where there is one
@@ -70,17 +71,17 @@ class TrainResult:
 
     model: str
     steps: int
-    resumed_from: int | None  # step; None: begun anew
-    seconds: float  # of the steps alone
-    tokens: int  # read by this run
-    first_loss: float | None
-    loss: float | None
-    eval_loss: float | None
-    peak_bytes: int | None  # the largest step's
-    predicted_peak_bytes: int | None
-    budget_bytes: int | None
     checkpoint: Path
-    report: Path | None
+    resumed_from: int | None = None  # step; None: begun anew
+    seconds: float = 0.0  # of this run's steps alone
+    tokens: int = 0  # read by this run
+    first_loss: float | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    peak_bytes: int | None = None  # the largest step's
+    predicted_peak_bytes: int | None = None
+    budget_bytes: int | None = None
+    report: Path | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -94,6 +94,23 @@ def save_checkpoint(
     return final
 
 
+def check_continues(checkpoint: Checkpoint, same: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Refuse to go on with another run than the checkpoint's; what was changed in this one is returned in sentences.
+
+    Compares with `about["same"]` and `about["settings"]` of the checkpoint.
+    """
+    about = checkpoint.about()
+    for key, now in same.items():
+        if about["same"].get(key) != now:
+            raise InvalidInput(
+                f"the {key} of this run is not that of the checkpoint `{checkpoint.folder}`",
+                hint="use what the run began with, or choose another folder for a new run",
+            )
+    before = about["settings"]
+    changed = {key: now for key, now in settings.items() if before.get(key) != now}
+    return [f"resumed with {key} {now}, which was {before.get(key)}" for key, now in changed.items()]
+
+
 def load_optimizer(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Bring the optimizer's state back, one tensor at a time. Its settings stay as they are: the caller's options rule."""
     named = dict(model.named_parameters())
@@ -129,9 +146,7 @@ def restore_random(checkpoint: Checkpoint) -> None:
         raise _damaged(path, str(error)) from error
 
 
-def _write_files(
-    folder: Path, model: Any, optimizer: torch.optim.Optimizer, tokenizer: Any, about: Mapping[str, Any]
-) -> None:
+def _write_files(folder: Path, model: Any, optimizer: torch.optim.Optimizer, tokenizer: Any, about: Mapping[str, Any]) -> None:
     with _able_to_generate(model):
         model.save_pretrained(folder)
     if tokenizer is not None:
@@ -164,7 +179,8 @@ def _describe_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> tuple[d
 @contextmanager
 def _able_to_generate(model: Any) -> Iterator[None]:
     """Training keeps no keys and values; a model saved so would generate without them ever after, token by token anew."""
-    asleep = [c for c in (model.config, getattr(model, "generation_config", None)) if getattr(c, "use_cache", None) is False]
+    configs: list[Any] = [model.config, getattr(model, "generation_config", None)]
+    asleep = [c for c in configs if getattr(c, "use_cache", None) is False]
     for config in asleep:
         config.use_cache = True
     try:

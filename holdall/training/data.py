@@ -95,7 +95,7 @@ def load_sequences(
         raise InvalidInput(f"`{path}` holds {len(tokens)} tokens, fewer than {what}", hint=hint)
     rows = tokens[: count * seq].reshape(count, seq)
     digest = hashlib.blake2b(f"{seq} {held_out} ".encode(), digest_size=16)
-    digest.update(np.ascontiguousarray(rows))
+    digest.update(rows.data)
     split = count - held_out
     return Sequences(train=rows[:split], held_out=rows[split:], seed=seed, fingerprint=digest.hexdigest())
 

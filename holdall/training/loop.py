@@ -2,14 +2,15 @@
 
     describe -> read the data -> build -> (resume) -> trace -> plan -> apply -> steps -> report
 
-A step is a function of the weights, the optimizer's state, the generators and the position in the data; a checkpoint holds these
-four, so a run that was interrupted ends with the same bits as one that was not, under this budget or another.
+A step is a function of the weights, the optimizer's state, the generators and the position in the data; a checkpoint holds
+these four, so a run that was interrupted ends with the same bits as one that was not, under this budget or another.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,14 @@ from holdall import api, models
 from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported
 from holdall.runtime.harness import Harness
 from holdall.training import TrainOptions, TrainResult
-from holdall.training.checkpoint import Checkpoint, latest_checkpoint, load_optimizer, restore_random, save_checkpoint
+from holdall.training.checkpoint import (
+    Checkpoint,
+    check_continues,
+    latest_checkpoint,
+    load_optimizer,
+    restore_random,
+    save_checkpoint,
+)
 from holdall.training.data import Encoder, Sequences, load_sequences, make_encoder
 from holdall.types import Kind, Outcome, Plan, Progress, Trace
 from holdall.types._json import write_text
@@ -59,11 +67,12 @@ def run_training(
         eval_fraction=options.eval_fraction,
         field=options.field,
     )
-    notes = _check_same_run(options, source.name, data, found)
-    if encoder.tokenizer is None and source.folder is not None:
-        notes.append("the folder holds no tokenizer: each byte of the text is a token")
+    notes = check_continues(found, _fixed(options, source.name, data), _settings(options)) if found else []
+    notes += _missing_from(source, encoder)
     if found is not None and found.step >= options.steps:
-        return _nothing_left(options, source.name, found, notes)
+        notes.append(f"nothing to do: the run is at step {found.step} of {options.steps}")
+        done = found.step
+        return TrainResult(model=source.name, steps=done, checkpoint=found.folder, resumed_from=done, notes=tuple(notes))
     with _private_random(device), _quiet_transformers():
         progress("building the model", 0, 0, "")
         origin = source if found is None else models.describe(found.folder)
@@ -191,7 +200,7 @@ def _measured_step(run: _Run, step: int, position: int, scheduler: LambdaLR) -> 
 
 
 def _step(run: _Run, step: int, position: int) -> tuple[float, float]:
-    """One update: its loss, and the norm of its gradient before clipping. A loss that is no number stops it before it is made."""
+    """One update: its loss, and its gradient's norm before clipping. Where either is no number, the update is not made."""
     options = run.options
     losses = []
     for nth in range(options.accumulate):
@@ -234,11 +243,7 @@ def _evaluate(run: _Run) -> float:
 def _save(run: _Run, step: int, position: int) -> Path:
     options, ledger = run.options, run.harness.ledger
     run.progress("saving", step, options.steps, "")
-    about = {
-        "position": position,
-        "same": _must_be_same(options, run.name, run.data),
-        "settings": {name: getattr(options, name) for name in _SETTINGS},
-    }
+    about = {"position": position, "same": _fixed(options, run.name, run.data), "settings": _settings(options)}
     with ledger.paused() if ledger is not None else nullcontext():  # the plan is for steps; nothing of a save outlives it
         return save_checkpoint(
             options.out,
@@ -251,13 +256,18 @@ def _save(run: _Run, step: int, position: int) -> Path:
         )
 
 
-# what a resumed run must share with the one it continues, and what it may change as long as it says so
+def _fixed(options: TrainOptions, name: str, data: Sequences) -> dict[str, Any]:
+    """What a resumed run must share with the one that it continues."""
+    return {"model": name, "dtype": options.dtype, "seed": options.seed, "data or sequence length": data.fingerprint}
 
-_SETTINGS = ("batch", "accumulate", "steps", "lr", "betas", "weight_decay", "warmup", "clip")
+
+def _settings(options: TrainOptions) -> dict[str, Any]:
+    """What a resumed run may change; only where it does not are its results those of one run."""
+    names = ("batch", "accumulate", "steps", "lr", "weight_decay", "warmup", "clip")
+    return {**{name: getattr(options, name) for name in names}, "betas": list(options.betas)}
 
 
-def _must_be_same(options: TrainOptions, name: str, data: Sequences) -> dict[str, Any]:
-    return {"model": name, "dtype": options.dtype, "seed": options.seed, "data": data.fingerprint}
+# what is built before the first step
 
 
 def _checkpoint_to_resume(options: TrainOptions) -> Checkpoint | None:
@@ -269,54 +279,23 @@ def _checkpoint_to_resume(options: TrainOptions) -> Checkpoint | None:
     return found
 
 
-def _check_same_run(options: TrainOptions, name: str, data: Sequences, found: Checkpoint | None) -> list[str]:
-    """Refuses to continue another run; returns what was changed in this one, in sentences."""
-    if found is None:
-        return []
-    about = found.about()
-    for key, now in _must_be_same(options, name, data).items():
-        if about["same"].get(key) != now:
-            what = "the data (or `seq`, or the held-out part)" if key == "data" else f"`{key}` ({now})"
-            raise InvalidInput(
-                f"{what} is not that of the checkpoint `{found.folder}`",
-                hint="use what the run began with, or choose another folder for a new run",
-            )
-    before = about["settings"]
-    now_set = json.loads(json.dumps({key: getattr(options, key) for key in _SETTINGS}))
-    return [
-        f"resumed with {key} {value}, which was {before.get(key)}"
-        for key, value in now_set.items()
-        if before.get(key) != value
-    ]
-
-
-def _nothing_left(options: TrainOptions, name: str, found: Checkpoint, notes: list[str]) -> TrainResult:
-    return TrainResult(
-        model=name,
-        steps=found.step,
-        resumed_from=found.step,
-        seconds=0.0,
-        tokens=0,
-        first_loss=None,
-        loss=None,
-        eval_loss=None,
-        peak_bytes=None,
-        predicted_peak_bytes=None,
-        budget_bytes=None,
-        checkpoint=found.folder,
-        report=None,
-        notes=(*notes, f"nothing to do: the run is at step {found.step} of {options.steps}"),
-    )
-
-
-# what is built before the first step
-
-
 def _causal_lm(name: str) -> models.ModelSource:
     source = models.describe(name)
     if source.task != "causal-lm":
         raise Unsupported(f"{name} is a {source.task} model", hint="`train` needs a causal language model")
     return source
+
+
+def _missing_from(source: models.ModelSource, encoder: Encoder) -> list[str]:
+    """What a folder was expected to hold; its absence would otherwise show only in the loss."""
+    if source.folder is None:
+        return []
+    weights = any(source.folder.glob("*.safetensors"))
+    missing = {
+        "weights: training begins with random ones": weights,
+        "tokenizer: each byte of the text is a token": encoder.tokenizer is not None,
+    }
+    return [f"`{source.folder}` holds no {what}" for what, is_there in missing.items() if not is_there]
 
 
 def _device(asked: str) -> str:
@@ -353,8 +332,13 @@ def _check_can_save(options: TrainOptions, model: Any) -> None:
     """What would make the first save fail, hours from now."""
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(options.out).free
     except OSError as error:
         raise InvalidInput(f"cannot write to `{options.out}`: {error.strerror}", hint="choose another folder") from error
+    needed = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())  # AdamW keeps two of each
+    if free < needed:
+        have = f"a checkpoint takes {format_bytes(needed)}, but `{options.out}` has {format_bytes(free)} free"
+        raise InvalidInput(have, hint="free some space or choose another folder")
     try:
         model.generation_config.validate(strict=True)
     except ValueError as error:
@@ -384,6 +368,7 @@ def _make_plan(
 # accumulation: a trace is of one forward and backward, but from the second on the gradients are there all the time
 
 _LOSSES = 1024  # bytes: the losses of the forwards before, and their shares
+
 
 def _make_room_for_gradients(made: Plan, trace: Trace, plan_for: Callable[[Any], Plan]) -> Plan:
     """A plan that fits with the gradients of the forwards before in memory; its peak says so."""

@@ -127,9 +127,7 @@ def read(path: str | Path, expected: str) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidInput(
-            f"cannot read `{path}`: {error.strerror or error}", hint=f"give the path of a {noun} file"
-        ) from None
+        raise InvalidInput(f"cannot read `{path}`: {error.strerror or error}", hint=f"give the path of a {noun} file") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InvalidInput(f"`{path}` is not a {noun} file: {error}", hint=f"write it again with `{noun}.save`") from None
     found = data.get("format") if isinstance(data, dict) else None

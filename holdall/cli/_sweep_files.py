@@ -1,0 +1,65 @@
+"""The table of `holdall compare` as a CSV file and as a chart."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdall.errors import InvalidInput, MissingExtra
+from holdall.types._json import write_text
+from holdall.units import GiB, MiB
+
+Record = Mapping[str, Any]
+
+
+def check_drawable(path: Path) -> None:
+    """Refuse before the long work what would be refused after it."""
+    _figure()
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise InvalidInput(f"`{path}` is not the name of a picture", hint="end it in .png, .svg or .pdf")
+
+
+def write_csv(path: Path, records: Sequence[Record]) -> None:
+    page = io.StringIO()
+    writer = csv.DictWriter(page, fieldnames=list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: "" if value is None else value for key, value in record.items()} for record in records)
+    write_text(path, page.getvalue())
+
+
+def draw(path: Path, records: Sequence[Record], *, plain: tuple[int, float]) -> None:
+    """Step time against peak, one line per planner: lower and further left is better. `plain`: its peak and seconds."""
+    figure = _figure()(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    largest = max([plain[0], *(r["predicted_peak_bytes"] or 0 for r in records)])
+    unit, name = (GiB, "GiB") if largest >= GiB else (MiB, "MiB")
+    for planner in dict.fromkeys(record["planner"] for record in records):
+        mine = [r for r in records if r["planner"] == planner]
+        for kind, style in (("predicted", "o-"), ("measured", "x--")):
+            points = sorted((r[f"{kind}_peak_bytes"] / unit, r[f"{kind}_seconds"]) for r in mine if r[f"{kind}_peak_bytes"])
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=f"{planner}, {kind}")
+    axes.plot(plain[0] / unit, plain[1], "k*", markersize=11, label="plain, predicted")
+    first = records[0]
+    axes.set_title(f"{first['model']}, batch {first['batch']} x {first['seq']}, {first['dtype']}, {first['hardware']}")
+    axes.set_xlabel(f"peak ({name})")
+    axes.set_ylabel("seconds per step")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise InvalidInput(f"cannot write `{path}`: {error.strerror or error}", hint="check the folder") from error
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        hint = 'pip install -c constraints.txt -e ".[viz]"'
+        raise MissingExtra("`--plot` needs the package `matplotlib`", hint=hint) from error
+    return Figure

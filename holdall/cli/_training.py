@@ -1,0 +1,76 @@
+"""A few real steps, planned or plain: the only way to know whether what was said is what happens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.api import apply
+from holdall.reporting import Report
+from holdall.tracing.step import default_loss
+from holdall.types import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    losses: tuple[float, ...]
+    weights: Mapping[str, torch.Tensor]  # after the last step, on the host
+    seconds: float  # a step: the median of those after the first
+    report: Report | None  # None: the model was left alone
+
+    def equals(self, other: Run) -> bool:
+        """Bit for bit: every loss and every weight."""
+        same = self.losses == other.losses and self.weights.keys() == other.weights.keys()
+        return same and all(torch.equal(w, other.weights[name]) for name, w in self.weights.items())
+
+
+def run_steps(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batches: Iterable[Any],
+    *,
+    plan: Plan | None = None,
+    seed: int = 0,
+    after_step: Callable[[int], None] = lambda step: None,  # noqa: ARG005
+) -> Run:
+    """The loop of a user. `plan`: installed on the model meanwhile; None: plain, with nothing of ours on it."""
+    torch.manual_seed(seed)
+    losses, seconds = [], []
+    report = None
+    with apply(plan, model, optimizer) if plan is not None else nullcontext() as harness:
+        for step, batch in enumerate(batches, 1):
+            began = time.perf_counter()
+            loss = default_loss(model, batch)
+            loss.backward()
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - began)
+            after_step(step)
+        if harness is not None:
+            if optimizer is None:
+                harness.close()  # without an optimizer a step ends where the next begins, or here
+            report = harness.report()
+    weights = {name: w.detach().cpu().clone() for name, w in model.state_dict().items()}
+    return Run(losses=tuple(losses), weights=weights, seconds=statistics.median(seconds[1:] or seconds), report=report)
+
+
+@contextmanager
+def repeatable(device: str) -> Iterator[None]:
+    """Let torch choose kernels that give the same bits twice; on a CPU they all do."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

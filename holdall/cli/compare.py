@@ -1,0 +1,140 @@
+"""`holdall compare`: every planner at every budget on one ruler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdall.cli import _options as given
+from holdall.cli._console import add_row, grid, say, show, show_json
+from holdall.cli._errors import FAILED
+from holdall.cli._progress import progress_bar
+from holdall.errors import InvalidInput
+from holdall.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.table import Table
+
+    from holdall.cli._sweep import Comparison, Row
+    from holdall.types import Outcome
+
+
+def compare(
+    model: given.Model,
+    *,
+    budgets: Annotated[
+        str,
+        typer.Option("--budgets", metavar="A,B", help="Shares of plain training's activation memory to leave, or sizes."),
+    ] = "100%,75%,50%,35%",
+    planners: Annotated[str, typer.Option("--planners", metavar="A,B", help="Some of `holdall planners`.")] = "auto,chen",
+    batch: given.Batch = 1,
+    seq: given.Seq = 512,
+    dtype: given.Dtype = "float32",
+    optimizer: given.Optimizer = "adamw",
+    gpu: given.Gpu = None,
+    hardware: given.HardwareFile = None,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Also run each plan for three steps on this machine.")
+    ] = False,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows here.", show_default=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw time against memory here.", show_default=False)
+    ] = None,
+    json: given.Json = False,
+) -> None:
+    """Compare planners over budgets: peak and step time, predicted and measured, overhead over plain, solve time.
+
+    Ends with 1 if a measured run goes over its budget or its losses differ from plain training.
+
+    \b
+    Example:
+      holdall compare tiny-gpt2 --batch 4 --seq 128 --planners auto,chen \\
+          --budgets 100%,50% --measure --csv rows.csv
+    """
+    from holdall.cli._planning import find_machine, planner_class, split
+    from holdall.cli._sweep import prepare_sweep, run_sweep
+    from holdall.cli._sweep_files import check_drawable, draw, write_csv
+    from holdall.cli._workload import check_runnable, describe_workload
+
+    names = split(planners) or ["auto"]
+    for name in names:
+        planner_class(name)
+    if measure and gpu is not None:
+        raise InvalidInput("--measure runs on this machine, but --gpu names another", hint="leave one of them out")
+    if plot is not None:
+        check_drawable(plot)
+    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    with progress_bar() as progress:
+        machine = find_machine(gpu, hardware, progress)
+        if measure:
+            check_runnable(machine.device)
+        sweep = prepare_sweep(workload, machine, planners=names, budgets=budgets, measure=measure, progress=progress)
+        found = run_sweep(sweep, progress)
+    records = [found.record(row) for row in found.rows]
+    if csv is not None:
+        write_csv(csv, records)
+    if plot is not None:
+        draw(plot, records, plain=(sweep.plain.peak[sweep.home], sweep.plain.seconds))
+    if json:
+        show_json(records)
+    else:
+        _show(found)
+        for path in (csv, plot):
+            if path is not None:
+                say(f"written to {path}")
+    if any(row.failed or row.identical is False for row in found.rows):
+        raise typer.Exit(FAILED)
+
+
+def _show(found: Comparison) -> None:
+    from holdall.cli._sweep import outcome_of
+
+    sweep = found.sweep
+    say(f"{sweep.workload}, on {sweep.machine.name}")
+    say(f"plain: {_cost(sweep.plain, sweep.home)} predicted")
+    seen = outcome_of(found.reference)
+    if seen is not None:
+        say(f"       {_cost(seen, sweep.home)} measured")
+    say("budgets: " + ", ".join(f"{target.label} = {format_bytes(target.nbytes)}" for target in sweep.targets) + "\n")
+    show(_table(found))
+    if any(row.smallest for row in found.rows):
+        say('"needs": nothing fits that budget, this is the smallest for which a plan was found')
+    for row in found.rows:
+        if row.problem and not row.smallest:
+            say(f"note: {row.planner} at {row.target.label}: {row.problem}")
+        if row.identical is False:
+            say(f"note: {row.planner} at {row.target.label}: losses or weights DIFFER from plain training")
+    if seen is not None and all(row.identical for row in found.rows if row.run is not None):
+        say("\nlosses and weights of every measured run are those of plain training, bit for bit")
+
+
+def _table(found: Comparison) -> Table:
+    measured = found.sweep.measure
+    seen = ("measured",) if measured else ()
+    table = grid("planner", "budget", "peak", *seen, "step", *seen, "overhead", "solve")
+    for row in found.rows:
+        add_row(table, *_cells(row, found, measured))
+    return table
+
+
+def _cells(row: Row, found: Comparison, measured: bool) -> list[str]:
+    record = found.record(row)
+    kinds = ("predicted", "measured") if measured else ("predicted",)
+    peaks = [_known(record[f"{kind}_peak_bytes"], format_bytes) for kind in kinds]
+    if row.smallest:
+        peaks[0] = f"needs {format_bytes(row.smallest)}"
+    steps = [_known(record[f"{kind}_seconds"], format_seconds) for kind in kinds]
+    over = _known(record[f"{kinds[-1]}_overhead"], "{:+.1%}".format)
+    return [row.planner, row.target.label, *peaks, *steps, over, _known(record["solve_seconds"], format_seconds)]
+
+
+def _cost(outcome: Outcome, home: str) -> str:
+    return f"{format_bytes(outcome.peak[home])}, {format_seconds(outcome.seconds)}/step"
+
+
+def _known(value: float | None, show_value: Callable[[float], str]) -> str:
+    return "--" if value is None else show_value(value)

@@ -1,0 +1,69 @@
+"""`holdall probe`: measure this machine; the file is what `--hardware` reads on another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdall.cli import _options as given
+from holdall.cli._console import add_row, facts, grid, say, show, show_json
+from holdall.cli._progress import progress_bar
+from holdall.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from holdall.types import Hardware
+
+
+def probe(
+    *,
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu or cuda.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter, noisier timings.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write it here, for `--hardware`.", show_default=False)
+    ] = None,
+    json: given.Json = False,
+) -> None:
+    """Measure how fast this machine computes and copies, and how much it holds.
+
+    Example: holdall probe --quick --out laptop.json
+    """
+    from holdall.runtime.probe import probe as measure
+    from holdall.types import _json
+    from holdall.types.hardware import FORMAT
+
+    with progress_bar() as progress:
+        machine = measure(device, quick=quick, progress=progress)
+    if out is not None:
+        machine.save(out)
+    if json:
+        show_json({"format": FORMAT, **_json.pack(machine)})  # as in the file, so that it can be one
+        return
+    _show(machine)
+    if out is not None:
+        say(f"\nwritten to {out}")
+
+
+def _show(machine: Hardware) -> None:
+    show(
+        facts(
+            {
+                "machine": machine.name,
+                "device": machine.device,
+                "arithmetic": ", ".join(f"{format_rate(rate, 'FLOP')} {dtype}" for dtype, rate in machine.flops.items()),
+                "start of an op": format_seconds(machine.overhead),
+                "copies beside computing": "yes" if machine.overlap else "no: the processor does both",
+                "both ways at once": f"{machine.duplex:.0%} of each way's rate" if machine.overlap else "",
+                "notes": "; ".join(machine.about.get("notes", ())),
+                "source": machine.source,
+            }
+        )
+    )
+    say()
+    tiers = grid("memory", "holds", "read", "write", "latency")
+    for tier in machine.tiers:
+        latency = format_seconds(tier.latency) if tier.latency else "--"
+        rates = (format_rate(rate, "B") for rate in (tier.read, tier.write))
+        add_row(tiers, tier.name, format_bytes(tier.capacity), *rates, latency)
+    show(tiers)
