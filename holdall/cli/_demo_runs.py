@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from holdall.api import plan, predict, trace
+from holdall.api import plan, trace
 from holdall.cli._demo_model import TinyGPT, batches
-from holdall.cli._planning import budget_leaving
-from holdall.cli._training import Run, repeatable, run_steps
+from holdall.cli._planning import budget_leaving, needed_bytes, plain_outcome
+from holdall.cli._training import Run, run_steps
 from holdall.errors import Infeasible
 from holdall.reporting import Report
 from holdall.runtime.probe import probe
@@ -32,7 +32,7 @@ class Size:
     blocks: int = 6
 
 
-SIZES = {"cpu": Size(), "cuda": Size(rows=32, length=512, width=512, blocks=12)}
+SIZES = {"cpu": Size(), "cuda": Size(rows=16, length=256, width=512, blocks=12)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +87,16 @@ class Demo:
 
     def rows(self) -> Iterator[Row]:
         """The table, line by line, as the runs end."""
-        with repeatable(self.device):
-            reference = self.train("training untouched")
-            machine = probe(self.device, quick=True, progress=self.progress)
-            self.progress("tracing", 0, 0, "")
-            traced = self.trace()
-            needed = predict(traced, machine)
-            plain = plan(traced, budget=needed.peak[machine.home.name], planner="nop", hardware=machine)
-            yield self.row("plain", plain, reference)
-            for name, fraction in FRACTIONS.items():
-                made, note = self.decide(name, traced, machine, budget_leaving(needed, fraction))
-                yield self.row(name, made, reference, note)
+        reference = self.train("training untouched")
+        machine = probe(self.device, quick=True, progress=self.progress)
+        self.progress("tracing", 0, 0, "")
+        traced = self.trace()
+        needed = plain_outcome(traced, machine)
+        plain = plan(traced, budget=needed_bytes(needed), planner="nop", hardware=machine)
+        yield self.row("plain", plain, reference)
+        for name, fraction in FRACTIONS.items():
+            made, note = self.decide(name, traced, machine, budget_leaving(needed, fraction))
+            yield self.row(name, made, reference, note)
 
     def build(self) -> tuple[TinyGPT, torch.optim.Optimizer]:
         torch.manual_seed(0)

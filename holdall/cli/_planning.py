@@ -190,23 +190,29 @@ def split(text: str | None) -> list[str] | None:
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
-def plain_outcome(trace: Trace) -> Outcome:
-    """Bytes of plain training. They do not depend on the machine's speed, so it is made up and nothing is measured."""
-    home = "gpu" if trace.about.get("device") == "cuda" else "cpu"
-    device = "cuda" if home == "gpu" else "cpu"
-    tier = Tier(name=home, capacity=TiB, read=1e12, write=1e12)
-    machine = Hardware(name="any", device=device, tiers=(tier,), flops={"float32": 1e13}, bandwidth=1e12)
-    problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget={home: TiB})
-    return simulate(problem, [], full=True, allocator="caching" if home == "gpu" else None)
+def plain_outcome(trace: Trace, machine: Hardware | None = None) -> Outcome:
+    """Plain training, whether it fits or not. Without a machine its bytes are right and its seconds mean nothing."""
+    machine = machine or _any_machine(str(trace.about.get("device", "cpu")))
+    problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget={})
+    return simulate(problem, [], full=True, allocator="caching" if machine.device == "cuda" else None)
+
+
+def _any_machine(device: str) -> Hardware:
+    """Bytes do not depend on speed, so where only they are asked for nothing is measured."""
+    tier = Tier(name="gpu" if device == "cuda" else "cpu", capacity=TiB, read=1e12, write=1e12)
+    return Hardware(name="any", device=device, tiers=(tier,), flops={"float32": 1e13}, bandwidth=1e12)
+
+
+def needed_bytes(outcome: Outcome) -> int:
+    """The least budget for an outcome: its peak, or what the allocator reserves for it where that is known."""
+    return max(next(iter(outcome.peak.values())), outcome.reserved or 0)
 
 
 def activation_part(outcome: Outcome) -> int:
     """Bytes at the peak that are neither model, gradients, states nor inputs: what recompute and offload can act on."""
-    home = next(iter(outcome.peak))
-    return outcome.peak[home] - sum(outcome.peak_kinds.get(kind, 0) for kind in _STAYS)
+    return next(iter(outcome.peak.values())) - sum(outcome.peak_kinds.get(kind, 0) for kind in _STAYS)
 
 
-def budget_leaving(outcome: Outcome, fraction: float) -> int:
-    """The budget that leaves this fraction of the activation part of a plain step."""
-    home = next(iter(outcome.peak))
-    return outcome.peak[home] - round((1 - fraction) * activation_part(outcome))
+def budget_leaving(plain: Outcome, fraction: float) -> int:
+    """The budget that leaves this fraction of the activation part of plain training."""
+    return needed_bytes(plain) - round((1 - fraction) * activation_part(plain))

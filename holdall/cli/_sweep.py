@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from holdall.api import plan, predict
+from holdall.api import plan
 from holdall.cli._errors import first_line
-from holdall.cli._planning import budget_leaving
-from holdall.cli._training import Run, repeatable, run_steps
+from holdall.cli._planning import budget_leaving, plain_outcome
+from holdall.cli._training import Run, run_steps
 from holdall.cli._workload import Workload
-from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget
+from holdall.errors import HoldallError, Infeasible, InvalidInput
 from holdall.types import Hardware, Outcome, Plan, Progress, Trace
 from holdall.units import parse_bytes
 
@@ -106,7 +106,7 @@ def prepare_sweep(
     """Trace the model and turn fractions into bytes."""
     progress(f"tracing {workload.source.name}", 0, 0, "")
     trace = workload.trace(machine.device)
-    plain = predict(trace, machine)
+    plain = plain_outcome(trace, machine)
     return Sweep(
         workload=workload,
         machine=machine,
@@ -120,13 +120,12 @@ def prepare_sweep(
 
 def run_sweep(sweep: Sweep, progress: Progress) -> Comparison:
     """Every planner at every budget; measured runs are compared with plain training."""
-    with repeatable(sweep.machine.device):
-        reference = _measure_plain(sweep, progress) if sweep.measure else None
-        pairs = [(name, target) for target in sweep.targets for name in sweep.planners]
-        rows = []
-        for done, (name, target) in enumerate(pairs):
-            progress(f"{name} at {target.label}", done, len(pairs), "")
-            rows.append(_row(sweep, name, target, reference))
+    reference = _measure_plain(sweep, progress) if sweep.measure else None
+    pairs = [(name, target) for target in sweep.targets for name in sweep.planners]
+    rows = []
+    for done, (name, target) in enumerate(pairs):
+        progress(f"{name} at {target.label}", done, len(pairs), "")
+        rows.append(_row(sweep, name, target, reference))
     return Comparison(sweep=sweep, rows=rows, reference=reference)
 
 
@@ -172,10 +171,12 @@ def _row(sweep: Sweep, name: str, target: Target, reference: Run | None) -> Row:
         return Row(planner=name, target=target, plan=made)
     try:
         run = _run(sweep, made)
-    except (OverBudget, torch.OutOfMemoryError) as error:
-        return Row(planner=name, target=target, plan=made, problem=f"went over: {first_line(error)}", failed=True)
+    except torch.OutOfMemoryError as error:
+        return Row(planner=name, target=target, plan=made, problem=f"ran out of memory: {first_line(error)}", failed=True)
     same = run.equals(reference) if reference is not None else None
-    return Row(planner=name, target=target, plan=made, run=run, identical=same)
+    row = Row(planner=name, target=target, plan=made, run=run, identical=same)
+    over = row.measured is not None and row.measured.peak[sweep.home] > target.nbytes
+    return replace(row, problem="its run went over the budget", failed=True) if over else row
 
 
 def _measure_plain(sweep: Sweep, progress: Progress) -> Run | None:

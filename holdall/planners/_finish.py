@@ -48,22 +48,25 @@ def _what_the_harness_needs(problem: Problem) -> dict[str, Any]:
 
 
 def over_budget(problem: Problem, outcome: Outcome) -> dict[str, int]:
-    """Tiers that are too small, with the bytes missing. Budgets are kept by what the allocator hands out."""
+    """Tiers that are too small, with the bytes missing. Where an allocator was simulated, what it reserves counts."""
     missing = {}
     for tier in problem.hardware.tiers:
-        excess = outcome.peak.get(tier.name, 0) - problem.limit(tier.name)
+        needed = outcome.peak.get(tier.name, 0)
+        if tier.name == problem.home and outcome.reserved is not None:
+            needed = max(needed, outcome.reserved)
+        excess = needed - problem.limit(tier.name)
         if excess > 0:
             missing[tier.name] = excess
     return missing
 
 
-def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str, *, smallest: int | None = None) -> None:
+def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None:
     """Raise `Infeasible`, naming what was found and what sits at the peak, if the outcome does not fit."""
     missing = over_budget(problem, outcome)
     if not missing:
         return
     tier = next(iter(missing))
-    least = min(outcome.peak[tier], smallest) if smallest is not None else outcome.peak[tier]
+    least = problem.limit(tier) + missing[tier]
     kinds = ", ".join(f"{k.value} {format_bytes(v)}" for k, v in outcome.peak_kinds.items() if v)
     where = f"; at the peak ({outcome.peak_where}): {kinds}" if kinds and tier == problem.home else ""
     options = "" if problem.allow >= {"recompute", "offload"} else "allow recompute and offload, or "

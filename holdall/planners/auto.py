@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdall.planners._chain import best_choices
-from holdall.planners._finish import finish, over_budget, refuse_over_budget
+from holdall.planners._finish import finish, over_budget
 from holdall.planners._menu import Menus, actions_for, make_menus
 from holdall.planners._segments import segmented
 from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
+_ROOM = (0.0, 0.03, 0.06, 0.09, 0.13)  # shares left free, one after the other, until the allocator finds a place for everything
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
 
 
@@ -38,20 +39,34 @@ class Auto:
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
         plain = _try("keep everything", (), problem)
-        if not over_budget(problem, plain.outcome):
+        if not over_budget(problem, plain.outcome) and self._placed(problem, ()):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
         menus = make_menus(problem)
-        found = [plain, *_by_program(problem, menus), *_fallbacks(problem, menus)]
-        fitting = [c for c in found if not over_budget(problem, c.outcome)]
-        if not fitting:
-            found += _smaller(problem)
-            fitting = [c for c in found if not over_budget(problem, c.outcome)]
-        if not fitting:
-            least = min(found, key=lambda c: c.outcome.peak[problem.home])
-            outcome = simulate(problem, least.actions, full=True)
-            refuse_over_budget(problem, outcome, self.name)
-        best = min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)))
-        return finish(self, problem, best.actions, why=_why(problem, plain, best, found), began=began)
+        found = [plain, *_fallbacks(problem, menus)]
+        for room in _ROOM:
+            less = _with_less(problem, room)
+            found += _by_program(less, menus)
+            fitting = [c for c in found if not over_budget(less, c.outcome)]
+            best = min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)), default=None)
+            if best is not None and self._placed(problem, best.actions):
+                return finish(self, problem, best.actions, why=_why(problem, plain, best, found), began=began)
+            if best is None or problem.hardware.device != "cuda":
+                break
+        found += _smaller(problem)
+        least = min(found, key=lambda c: c.outcome.peak[problem.home])
+        return finish(self, problem, least.actions, why=_why(problem, plain, least, found), began=began)
+
+    def _placed(self, problem: Problem, actions: Sequence[Action]) -> bool:
+        """Whether the device's allocator finds a place for everything; elsewhere bytes are all that counts."""
+        if problem.hardware.device != "cuda":
+            return True
+        return not over_budget(problem, simulate(problem, actions, allocator="caching"))
+
+
+def _with_less(problem: Problem, room: float) -> Problem:
+    """The same problem with a share of the accelerator's memory left free for fragmentation."""
+    limit = int(problem.limit(problem.home) * (1 - room))
+    return replace(problem, budget={**problem.budget, problem.home: limit})
 
 
 def _try(label: str, actions: Sequence[Action], problem: Problem) -> _Candidate:

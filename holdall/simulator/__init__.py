@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdall.errors import OverBudget
 from holdall.simulator.allocators import make_allocator
 from holdall.simulator.check import Illegal, check
 from holdall.simulator.lower import close, lower

@@ -374,11 +374,10 @@ def _make_room_for_gradients(made: Plan, trace: Trace, plan_for: Callable[[Any],
     """A plan that fits with the gradients of the forwards before in memory; its peak says so."""
     home, limit = next(iter(made.budget.items()))
     gradients = sum(t.nbytes for t in trace.tensors.values() if t.kind is Kind.GRAD)
-    budget = limit
     why = f"accumulation keeps {format_bytes(gradients)} of gradients in memory from the second forward on"
     try:
         while (peak := _peak_with_gradients(made.predicted, gradients)) > limit:
-            budget -= peak - limit
+            budget = made.predicted.peak[home] - (peak - limit)  # less than this plan takes: the next one is another
             if budget <= 0:
                 raise Infeasible(f"{format_bytes(limit)} is less than the gradients need", smallest=peak)
             made = plan_for({**made.budget, home: budget})

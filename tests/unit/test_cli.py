@@ -23,14 +23,6 @@ TINY = ["tiny-gpt2", "--batch", "2", "--seq", "32"]
 LAPTOP = [*TINY, "--gpu", "t4"]  # plans for a GPU that is not here: nothing is measured
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def holdall_says(*words):
     result = CliRunner().invoke(app, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
