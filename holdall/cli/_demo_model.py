@@ -14,7 +14,10 @@ VOCABULARY = 256  # one entry per byte: no tokenizer is needed
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual. Dropout is on: replayed random numbers must match too."""
+    """Attention and MLP, each behind a norm and beside a residual. Dropout is on: replayed random numbers must match too.
+
+    Attention is written out, because a GPU's fused kernels may add in another order each time, and the demo compares bits.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -36,10 +39,11 @@ class Block(nn.Module):
             part.view(rows, tokens, self.heads, width // self.heads).transpose(1, 2)  # rows, heads, tokens, width / heads
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        dropped = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=True)
-        projected: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        return projected
+        scores = (q @ k.transpose(-2, -1)) * (width // self.heads) ** -0.5  # rows, heads, tokens, tokens
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+        shares = F.dropout(scores.masked_fill(later, float("-inf")).softmax(-1), self.dropout, self.training)
+        mixed: torch.Tensor = self.out((shares @ v).transpose(1, 2).reshape(rows, tokens, width))
+        return mixed
 
 
 class TinyGPT(nn.Module):

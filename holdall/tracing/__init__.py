@@ -38,14 +38,14 @@ def trace_step(
     source = "fake"
     try:
         recorder = record_fake_step(model, batch, optimizer, run, target)
-    except HoldallError as error:
-        if not isinstance(error, UnknownValue):
-            raise
-        recorder = _fall_back(model, batch, optimizer, run, target, error.fact, notes)
-        source = "eager"
-    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
-        recorder = _fall_back(model, batch, optimizer, run, target, str(error).splitlines()[0], notes)
-        source = "eager"
+    except UnknownValue as error:
+        recorder, source = _watch(model, batch, optimizer, run, target, error.fact, notes), "eager"
+    except HoldallError:
+        raise
+    except Exception as error:  # whatever a model may raise
+        if not _can_run(model, target):
+            raise _rejected(error) from error
+        recorder, source = _watch(model, batch, optimizer, run, target, _first_line(error), notes), "eager"
     ops, tensors, saves = recorder.finish(align=512 if target.type == "cuda" else 1)
     return Trace(
         ops=ops,
@@ -65,7 +65,7 @@ def trace_step(
     )
 
 
-def _fall_back(
+def _watch(
     model: torch.nn.Module,
     batch: Any,
     optimizer: torch.optim.Optimizer | None,
@@ -75,21 +75,36 @@ def _fall_back(
     notes: list[str],
 ) -> Recorder:
     """A real step, watched; for models whose course depends on their values."""
-    parameters = list(model.parameters())
-    if any(p.device.type == "meta" for p in parameters):
+    if not _can_run(model, device):
         raise Unsupported(
-            f"the step cannot be traced on fake tensors ({reason}), and the model has no weights to run it with",
-            hint="build the model on a real device, then its step is watched as it runs",
+            f"the step cannot be traced on fake tensors ({reason}), and the model has no weights on {device.type} to run it with",
+            hint=f"build the model on {device.type}, then its step is watched as it runs",
         )
-    elsewhere = {p.device.type for p in parameters} - {device.type}
-    if elsewhere:
-        raise Unsupported(
-            f"the step cannot be traced on fake tensors ({reason}), and the model lies on {', '.join(sorted(elsewhere))}",
-            hint=f"move the model to {device.type}, then its step is watched as it runs",
-        )
+    try:
+        recorder = record_real_step(model, batch, optimizer, loss)
+    except HoldallError:
+        raise
+    except Exception as error:  # whatever a model may raise
+        raise _rejected(error) from error
     notes.append(f"watched a real step instead of a fake one: {reason}")
     log.warning("holdall: %s", notes[-1])
-    return record_real_step(model, batch, optimizer, loss)
+    return recorder
+
+
+def _can_run(model: torch.nn.Module, device: torch.device) -> bool:
+    return all(p.device.type == device.type for p in model.parameters())
+
+
+def _rejected(error: Exception) -> InvalidInput:
+    return InvalidInput(
+        f"the model rejected the batch: {_first_line(error)}",
+        hint="check that `batch` is what the loop passes to the model, and `loss=` if the model returns no loss",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def model_signature(model: torch.nn.Module) -> str:

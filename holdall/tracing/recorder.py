@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self._seq = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._module_of_param: dict[int, str] = {}
         self._quiet = 0
-        self._written: dict[Any, tuple[int, ...]] = {}
+        self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that took them
 
     # moments
 
@@ -186,7 +186,11 @@ class Recorder(TorchDispatchMode):
         found: dict[int, None] = {}
         for t in tree_iter(value):
             if isinstance(t, torch.Tensor):
-                found[self._see(t, "constant", Kind.BUFFER, born=-1)] = None
+                before = len(self.tensors)
+                index = self._see(t, "constant", Kind.BUFFER, born=-1)
+                if index >= before:
+                    self._constants[index] = self.now + 1
+                found[index] = None
         return tuple(found)
 
     # autograd
@@ -308,7 +312,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._quiet:
-            return func(*args, **kwargs)
+            return self.values.run(func, args, kwargs)
         with self.quiet():
             if self.phase is Phase.FORWARD:
                 self._attribute_nodes()
@@ -374,6 +378,14 @@ class Recorder(TorchDispatchMode):
 
     # result
 
+    def _place_constants(self) -> None:
+        """A constant that died during the step was made for it (`torch.tensor(1.0)`), by the op that first took it."""
+        for index, op in self._constants.items():
+            info = self.tensors[index]
+            if info.freed is not None and op < len(self.ops):
+                info.born, info.kind = op, Kind.TEMP
+                self.ops[op] = _made_here(self.ops[op], index)
+
     def close(self) -> None:
         """The step is over: what dies from here on outlived it."""
         self._watch.clear()
@@ -381,6 +393,7 @@ class Recorder(TorchDispatchMode):
     def finish(self, *, align: int = 1) -> tuple[tuple[Op, ...], dict[int, TensorInfo], tuple[Save, ...]]:
         """What was seen; sizes are rounded up to `align`, as the device's allocator does."""
         self.close()
+        self._place_constants()
         tensors = {}
         for t in self.tensors:
             kind = t.kind
@@ -399,6 +412,10 @@ class Recorder(TorchDispatchMode):
             )
         saves = tuple(Save(tensor=s.tensor, packed=s.packed, unpacked=s.unpacked, released=s.released) for s in self.saves)
         return tuple(self.ops), tensors, saves
+
+
+def _made_here(op: Op, tensor: int) -> Op:
+    return replace(op, reads=tuple(x for x in op.reads if x != tensor), writes=(*op.writes, tensor))
 
 
 def _is_random(func: Any, args: Any, kwargs: Any) -> bool:

@@ -111,6 +111,7 @@ def record_optimizer(
 ) -> None:
     """The optimizer's step; its state is there already, as from the second step on."""
     recorder.phase = Phase.STEP
+    recorder.values.guess = True
     recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -118,6 +119,7 @@ def record_optimizer(
 
 def materialise_state(recorder: Recorder, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     """Make the optimizer's state by one unrecorded update, and let the recorder know it."""
+    recorder.values.guess = True
     with recorder.quiet():
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -126,3 +128,4 @@ def materialise_state(recorder: Recorder, optimizer: torch.optim.Optimizer, name
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recorder.seed(state_tensors(optimizer, names), Kind.STATE)
+    recorder.values.guess = False

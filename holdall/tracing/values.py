@@ -36,6 +36,7 @@ class KnownValues:
         self._mode = mode
         self._known: Any = WeakIdKeyDictionary()
         self._carried: dict[int, torch.Tensor] = {}
+        self.guess = False  # answer 1.0 where a value is not known: an optimizer's scalars do not change what it allocates
 
     def tell(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         """`fake` stands for `value`."""
@@ -68,6 +69,10 @@ class KnownValues:
             for t in tensors:  # a known value was changed by an unknown one: which, does not matter
                 self._known.pop(t, None)
         kernel = KERNELS.get(str(func))
+        if kernel is None and func is torch.ops.aten.embedding.default:
+            self._check_range(args[0], args[1])
+        if self.guess and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
         try:
             return func(*args, **kwargs) if kernel is None else kernel(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -99,6 +104,14 @@ class KnownValues:
                 if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor) and _small(real):
                     self._known[fake] = real
         return out
+
+    def _check_range(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
+        """A fake look-up never fails; a real one does, and people would rather know now."""
+        if indices in self._known and indices.numel():
+            with _disable_current_modes():
+                largest = int(self._known[indices].max())
+            if largest >= weight.shape[0]:
+                raise IndexError(f"index {largest} is out of range for an embedding of {weight.shape[0]} rows")
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._known[tensor] if isinstance(tensor, FakeTensor) else tensor

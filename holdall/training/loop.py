@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from holdall import api, models
 from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported
+from holdall.registry import member_class
 from holdall.runtime.harness import Harness
 from holdall.training import TrainOptions, TrainResult
 from holdall.training.checkpoint import (
@@ -35,7 +36,7 @@ from holdall.training.checkpoint import (
     save_checkpoint,
 )
 from holdall.training.data import Encoder, Sequences, load_sequences, make_encoder
-from holdall.types import Kind, Outcome, Plan, Progress, Trace
+from holdall.types import Hardware, Kind, Outcome, Plan, Progress, Trace
 from holdall.types._json import write_text
 from holdall.types.plan import silent
 from holdall.units import format_bytes
@@ -55,6 +56,7 @@ def run_training(
     source = _causal_lm(options.model)
     device = _device(options.device)
     models.sample_batch(source, batch=1, seq=options.seq)  # refuses a sequence longer than the model's positions
+    machine = _machine(options, device)
     found = _checkpoint_to_resume(options)
     progress("reading the data", 0, 0, "")
     encoder = make_encoder(source.folder)
@@ -81,7 +83,9 @@ def run_training(
         if found is not None:
             load_optimizer(found, model, optimizer)
         _check_can_save(options, model)
-        plan = _make_plan(options, model, optimizer, data.batch(0, options.batch, device), progress)
+        progress("tracing one step", 0, 0, "")
+        traced = api.trace(model, data.batch(0, options.batch, device), optimizer=optimizer)
+        plan = _make_plan(options, traced, machine, progress)
         with api.apply(plan, model, optimizer) as harness:
             run = _Run(
                 options=options,
@@ -304,6 +308,17 @@ def _device(asked: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _machine(options: TrainOptions, device: str) -> Hardware:
+    """What to plan with. A wrong planner or size is said here, before anything slow."""
+    member_class("planners", options.planner)
+    machine = api.resolve_hardware(options.hardware, torch.device(device).type)
+    if machine.device != torch.device(device).type:
+        hint = "leave it out: this machine is then measured"
+        raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)
+    api.resolve_budget(options.budget, machine)
+    return machine
+
+
 def _make_optimizer(model: torch.nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
     """AdamW that decays matrices only: norms and biases have no directions to prefer."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -346,17 +361,8 @@ def _check_can_save(options: TrainOptions, model: Any) -> None:
         raise InvalidInput(f"the model's generation config cannot be saved: {reason}", hint="mend that file") from error
 
 
-def _make_plan(
-    options: TrainOptions, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, progress: Progress
-) -> Plan:
-    progress("tracing one step", 0, 0, "")
-    trace = api.trace(model, batch, optimizer=optimizer)
+def _make_plan(options: TrainOptions, trace: Trace, machine: Hardware, progress: Progress) -> Plan:
     progress("planning", 0, 0, "")
-    device = str(trace.about["device"])
-    machine = api.resolve_hardware(options.hardware, device)
-    if machine.device != device:
-        hint = "leave it out: this machine is then measured"
-        raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)
 
     def plan_for(budget: Any) -> Plan:
         return api.plan(trace, budget=budget, planner=options.planner, hardware=machine, progress=progress)
