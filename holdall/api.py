@@ -57,9 +57,9 @@ def plan(
 ) -> Plan:
     """Decide what to do about a step so that it fits `budget`; raises `Infeasible` if nothing does.
 
-    `budget`: bytes of the accelerator's memory as a number, "24GiB", a fraction of the device, "auto" (all of it), or one value per
-    tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None to probe this
-    machine. `allow`: actions that may be used. `options` go to the planner.
+    `budget`: bytes of the accelerator's memory as a number, "24GiB", a fraction of the device, "auto" (all of it), or one
+    value per tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None
+    to probe this machine. `allow`: actions that may be used. `options` go to the planner.
     """
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
     machine = resolve_hardware(hardware, str(read.about.get("device", "cpu")))
@@ -199,7 +199,7 @@ def _check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Op
             )
     device = next((p.device.type for p in model.parameters()), "cpu")
     planned = plan.about.get("device")
-    if planned and device != planned and device != "meta":
+    if planned and device not in (planned, "meta"):
         raise TraceMismatch(
             f"the plan is for {planned}, but the model lies on {device}",
             hint=f'move the model, or trace with device="{device}"',

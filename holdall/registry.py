@@ -1,7 +1,7 @@
 """The folders `actions`, `planners`, `tiers` and `optim` are the registries: a file there is a member, named as the file.
 
-Members are imported when asked for, so that a missing solver breaks only its own planner. Files that begin with an underscore are
-helpers. Packages elsewhere add planners through the entry-point group `holdall.planners`.
+Members are imported when asked for, so that a missing solver breaks only its own planner. Files that begin with an underscore
+are helpers. Packages elsewhere add planners through the entry-point group `holdall.planners`.
 """
 
 from __future__ import annotations

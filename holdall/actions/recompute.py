@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from holdall.errors import Unsupported
@@ -43,7 +44,7 @@ class Recompute:
         """One block, two neighbours, one block with an op's result kept."""
         can = [b for b in trace.blocks if b.saves and not obstacle(trace, [b])]
         found = [Recompute.of(trace, [b]) for b in can[:1]]
-        for a, b in zip(can, can[1:], strict=False):
+        for a, b in pairwise(can):
             if a.last + 1 == b.first and a.id + 1 == b.id:
                 found.append(Recompute.of(trace, [a, b]))
                 break
@@ -70,14 +71,13 @@ class Recompute:
 
     def install(self, harness: Any) -> None:
         last = len(self.blocks) - 1
-        buffers = {name: self.state for name in self.blocks}
         for position, name in enumerate(self.blocks):
             policy = harness.policy(name)
             policy.recompute = True
             policy.opens, policy.closes = position == 0, position == last
             policy.keep = frozenset(self.keep)
             path = name.partition("#")[0]
-            policy.state = tuple(b for b in buffers[name] if b.startswith(f"{path}."))
+            policy.state = tuple(b for b in self.state if b.startswith(f"{path}."))
 
 
 def obstacle(trace: Trace, blocks: Sequence[Block]) -> str:

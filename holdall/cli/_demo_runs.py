@@ -86,7 +86,18 @@ class Demo:
         return SIZES[self.device]
 
     def rows(self) -> Iterator[Row]:
-        """The table, line by line, as the runs end."""
+        """The table, line by line, as the runs end.
+
+        One thread on a CPU: kernels this small gain little from a second one, and lose much where another program wants it.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if self.device == "cpu" else threads)
+        try:
+            yield from self._rows()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _rows(self) -> Iterator[Row]:
         reference = self.train("training untouched")
         machine = probe(self.device, quick=True, progress=self.progress)
         self.progress("tracing", 0, 0, "")

@@ -22,7 +22,7 @@ def exit_code(error: BaseException) -> int | None:
     """The number for an expected error; None: this one was not expected."""
     if isinstance(error, Infeasible):
         return INFEASIBLE
-    if isinstance(error, (OverBudget, MemoryError)) or _is_device_full(error):
+    if isinstance(error, (OverBudget, MemoryError)) or _is_device_full(error) or _is_host_full(error):
         return FAILED
     return WRONG_USE if isinstance(error, (HoldallError, USAGE)) else None
 
@@ -54,6 +54,11 @@ def _usage_in_words(error: Exception) -> tuple[str, str]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its name where it has none."""
     return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+def _is_host_full(error: BaseException) -> bool:
+    """torch has no error of its own for a full host."""
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _is_device_full(error: BaseException) -> bool:

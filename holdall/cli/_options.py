@@ -13,7 +13,7 @@ Model = Annotated[
 MaybeModel = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="A preset such as gpt2 or llama-3.2-1b, a Hugging Face folder, or a config.json.",
         show_default=False,
     ),

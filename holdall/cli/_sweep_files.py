@@ -47,7 +47,7 @@ def draw(path: Path, records: Sequence[Record], *, plain: tuple[int, float]) -> 
     axes.set_title(f"{first['model']}, batch {first['batch']} x {first['seq']}, {first['dtype']}, {first['hardware']}")
     axes.set_xlabel(f"peak ({name})")
     axes.set_ylabel("seconds per step")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.grid(alpha=0.3)
     axes.legend()
     try:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from holdall.api import trace
-from holdall.cli._errors import first_line
-from holdall.errors import HoldallError, InvalidInput, Unsupported, unknown_name
+from holdall.errors import InvalidInput, Unsupported, unknown_name
 from holdall.models import DTYPES, ModelSource, build, describe, sample_batch
+from holdall.runtime.probe import host_memory
 from holdall.types import Trace
+from holdall.units import format_bytes
 
 OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
@@ -48,27 +49,17 @@ class Workload:
         return {k: v.to(DTYPES[self.dtype]) if v.is_floating_point() else v for k, v in made.items()}
 
     def trace(self, device: str) -> Trace:
-        """One step as on `device`; what the model itself says against the batch becomes one line."""
+        """One step as on `device`; what the model says against the batch is answered in words of the command line."""
         model, optimizer = self.build()
         batch = self.sample()
         try:
             with _quiet():
                 return trace(model, batch, optimizer=optimizer, device=device)
-        except Unsupported as error:
-            cause = error.__context__
-            if cause is None or isinstance(cause, HoldallError):
+        except InvalidInput as error:
+            if error.__cause__ is None:  # said about the call, not by the model
                 raise
-            raise self._rejected(cause) from error
-        except HoldallError:
-            raise
-        except Exception as error:  # whatever a model raises about its inputs
-            raise self._rejected(error) from error
-
-    def _rejected(self, error: BaseException) -> InvalidInput:
-        return InvalidInput(
-            f"the model rejected the batch: {first_line(error)}",
-            hint=f"this was {self}; try another --seq, --batch or --dtype, and --debug to see where",
-        )
+            hint = f"this was {self}; try another --seq, --batch or --dtype, and --debug to see where"
+            raise InvalidInput(error.fact, hint=hint) from error
 
 
 def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str) -> Workload:
@@ -81,8 +72,20 @@ def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer
     _hush_transformers()
     source = describe(model)
     made = Workload(source=source, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
-    made.sample()  # its sizes are checked here
+    _check_batch(made)
     return made
+
+
+def _check_batch(workload: Workload) -> None:
+    """Models are traced without memory, but the sample batch is real: one that cannot be made is refused, not tried."""
+    one = replace(workload, batch=1, seq=1).sample()
+    size = sum(t.nbytes for t in one.values()) * workload.batch * (1 if workload.is_image else workload.seq)
+    if size > host_memory() // 4:
+        raise InvalidInput(
+            f"the batch itself takes {format_bytes(size)}, more than a quarter of this machine's memory",
+            hint="use a smaller --batch or --seq",
+        )
+    workload.sample()  # what else is wrong with its sizes is said here
 
 
 def pick_device(name: str) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def demo(
     *,
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps of each run.")] = 12,
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps of each run.")] = 10,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu or cuda.")] = "auto",
     planner: given.Planner = "auto",
     allow: Annotated[

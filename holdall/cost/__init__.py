@@ -1,1 +1,1 @@
-"""cost"""
+"""Seconds for things: datasheets, measurements, links."""

@@ -1,1 +1,1 @@
-"""integrations"""
+"""Thin adapters to trainers; none yet."""

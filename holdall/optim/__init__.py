@@ -1,1 +1,1 @@
-"""optim"""
+"""Low-memory optimizers, plain torch.optim classes; none yet."""

@@ -1,1 +1,1 @@
-"""parallel"""
+"""Sharding and pipelines; none yet."""

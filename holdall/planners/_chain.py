@@ -1,9 +1,9 @@
 """The best choice for every block of a chain under a budget, by dynamic programming.
 
-The shape is that of pofo (Beaumont et al., NeurIPS 2021): forward and backward of a block nest around those of all later blocks, so one
-walk in forward order sees both. Its state is what the earlier blocks have freed, and the bytes of the block just before that are
-still on their way: a copy is hidden by the forward of the next block, its return by that block's backward. More freed is never
-worse, so only states that no other beats in time and freed bytes are carried on.
+The shape is that of pofo (Beaumont et al., NeurIPS 2021): forward and backward of a block nest around those of all later
+blocks, so one walk in forward order sees both. Its state is what the earlier blocks have freed, and the bytes of the block
+just before that are still on their way: a copy is hidden by the forward of the next block, its return by that block's
+backward. More freed is never worse, so only states that no other beats in time and freed bytes are carried on.
 """
 
 from __future__ import annotations

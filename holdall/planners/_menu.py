@@ -1,9 +1,10 @@
 """What can be done with each block, and what each choice holds, peaks at and costs.
 
-Where copies overlap with computation, offloading comes in two forms: hidden by the next block, which needs room for both, or at once ("now").
+Where copies overlap with computation, offloading comes in two forms: hidden by the next block, which needs room for both, or
+at once ("now").
 
-A choice is tried on one block of every kind in a whole simulated step, beside the untouched step; the difference is its entry. So
-menus follow the simulator, to the byte, and a stack of a hundred equal blocks costs as much as one.
+A choice is tried on one block of every kind in a whole simulated step, beside the untouched step; the difference is its
+entry. So menus follow the simulator, to the byte, and a stack of a hundred equal blocks costs as much as one.
 """
 
 from __future__ import annotations
@@ -88,21 +89,21 @@ def make_menus(problem: Problem) -> Menus:
         problem.progress("menus", n + 1, rounds, "")
     items = []
     for block in chain:
-        f, b = windows[block.id]
+        ahead, behind = windows[block.id]
         kept = Choice(
             label="keep",
             freed=0,
-            forward=max(plain.high[k] for k in range(*f)) - plain.before[f[0]],
-            backward=max((plain.high[k] for k in range(*b)), default=0) - plain.before[b[0]],
+            forward=max(plain.high[k] for k in range(*ahead)) - plain.before[ahead[0]],
+            backward=max((plain.high[k] for k in range(*behind)), default=0) - plain.before[behind[0]],
         )
         same = block.id if block.same_as is None else block.same_as
         items.append(
             Item(
                 block=block,
-                before_forward=plain.before[f[0]],
-                before_backward=plain.before[b[0]],
-                forward_seconds=sum(trace.ops[k].seconds for k in range(*f)),
-                backward_seconds=sum(trace.ops[k].seconds for k in range(*b)),
+                before_forward=plain.before[ahead[0]],
+                before_backward=plain.before[behind[0]],
+                forward_seconds=sum(trace.ops[k].seconds for k in range(*ahead)),
+                backward_seconds=sum(trace.ops[k].seconds for k in range(*behind)),
                 choices=(kept, *_worthwhile(found.get(same, []))),
             )
         )
@@ -127,7 +128,7 @@ def _windows(trace: Trace, chain: Sequence[Block]) -> dict[int, tuple[tuple[int,
 
 def _example(chain: Sequence[Block], kind: int) -> Block:
     """A block of this kind to try things on: the second if there is one, since the first may differ in what surrounds it."""
-    alike = [b for b in chain if b.id == kind or b.same_as == kind]
+    alike = [b for b in chain if kind in (b.id, b.same_as)]
     return alike[1] if len(alike) > 2 else alike[0]
 
 

@@ -1,7 +1,7 @@
 """Auto: the best mix of keep, recompute and offload per block under the budget.
 
-Menus from the simulator, a dynamic program over the chain of blocks (pofo's shape), and the simple fallbacks beside it; whatever is
-chosen has been simulated whole, and a plan that is slower than a fallback that fits is not returned.
+Menus from the simulator, a dynamic program over the chain of blocks (pofo's shape), and the simple fallbacks beside it;
+whatever is chosen has been simulated whole, and a plan that is slower than a fallback that fits is not returned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Chen et al.: keep the inputs of segments, run each segment again when its backward begins.
 
-"Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. `sqrt`: about sqrt(n) segments of equal length; a fixed rule
-that does not look at the budget. `greedy`: the paper's budgeted walk for unequal blocks, cutting whenever the bytes since the last cut pass
-b, with b searched around sqrt(x * y). `all`: every block its own segment. The last segment is not recomputed: its backward comes first.
+"Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. `sqrt`: about sqrt(n) segments of equal length; a fixed
+rule that does not look at the budget. `greedy`: the paper's budgeted walk for unequal blocks, cutting whenever the bytes
+since the last cut pass b, with b searched around sqrt(x * y). `all`: every block its own segment. The last segment is not
+recomputed: its backward comes first.
 """
 
 from __future__ import annotations

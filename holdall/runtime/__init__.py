@@ -1,1 +1,1 @@
-"""runtime"""
+"""The machinery that actions use; knows no action by name."""

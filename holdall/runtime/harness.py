@@ -1,7 +1,7 @@
 """The model with a plan installed. Leaving the harness restores it.
 
-The harness replaces the forward of the modules that the plan names, counts bytes, times steps and watches whether the loop still does
-what was traced. It knows no action by name: actions fill in policies when they install themselves.
+The harness replaces the forward of the modules that the plan names, counts bytes, times steps and watches whether the loop
+still does what was traced. It knows no action by name: actions fill in policies when they install themselves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Blocks whose saved tensors wait for backward in another tier.
 
 What a block saves is gathered by storage (several saved tensors may be views of one), copied out when the block's forward is
-over, and brought back together, either ahead of need or at the first tensor that backward asks for. Parameters, the block's outputs and
-inputs that others use too stay where they are.
+over, and brought back together, either ahead of need or at the first tensor that backward asks for. Parameters, the block's
+outputs and inputs that others use too stay where they are.
 """
 
 from __future__ import annotations

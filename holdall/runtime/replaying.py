@@ -1,12 +1,13 @@
 """Blocks that are run again in backward instead of being remembered.
 
 torch's own checkpoint wraps one function call. A plan needs more: several consecutive module calls as one segment, ops inside
-whose results are kept, inputs that may lie in another tier, and frees at moments the simulator can foresee. So each call is written
-down as it happens (module, inputs, random state), what autograd saves in it is replaced by a `Promise`, and the first promise that
-backward asks for replays the segment.
+whose results are kept, inputs that may lie in another tier, and frees at moments the simulator can foresee. So each call is
+written down as it happens (module, inputs, random state), what autograd saves in it is replaced by a `Promise`, and the first
+promise that backward asks for replays the segment.
 
-Who holds whom, so that nothing outlives its use: autograd holds promises, promises hold the segment, the segment holds the inputs of its
-calls. The segment sees its promises only weakly. When backward has released the last promise, all of it is gone.
+Who holds whom, so that nothing outlives its use: autograd holds promises, promises hold the segment, the segment holds the
+inputs of its calls. The segment sees its promises only weakly. When backward has released the last promise, all of it is
+gone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -27,7 +29,7 @@ Forward = Callable[..., Any]
 _IGNORED = frozenset({torch.ops.aten.detach.default})  # made by hooks, not by the model
 
 
-class _Enough(Exception):  # noqa: N818  (not an error)
+class _Enough(Exception):
     """Everything that backward needs was made again; the rest of the forward is not run."""
 
 
@@ -244,14 +246,14 @@ def _put_back(call: Call) -> Iterator[None]:
     after = [b.detach().clone() for b in call.state]
     with torch.no_grad():
         for buffer, before in zip(call.state, call.before, strict=True):
-            with torch.autograd._unsafe_preserve_version_counter(buffer):
+            with _unsafe_preserve_version_counter(buffer):
                 buffer.copy_(before)
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in zip(call.state, after, strict=True):
-                with torch.autograd._unsafe_preserve_version_counter(buffer):
+                with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
 
 

@@ -1,4 +1,5 @@
-"""Does the loop still do what was traced? Another shape or branch may cost memory or time, never correctness; it is said once."""
+"""Does the loop still do what was traced? Another shape or branch may cost memory or time, never correctness; it is said
+once."""
 
 from __future__ import annotations
 

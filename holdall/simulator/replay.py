@@ -64,8 +64,7 @@ def replay(
                 allocator.alloc(-1, step.workspace)
                 allocator.free(-1)
             now = live[home] + step.workspace
-            if now > peak[home]:
-                peak[home] = now
+            peak[home] = max(peak[home], now)
             if full:
                 if now > worst[0]:
                     worst = (now, number, tuple(kinds.values()))

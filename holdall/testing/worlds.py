@@ -28,7 +28,8 @@ def machine(*, overlap: bool = False, read: float = 1e9, write: float = 1e9, far
 
 
 def chain(sizes: list[int], seconds: list[float] | None = None, *, state: int = 100) -> Trace:
-    """A synthetic step: block i makes an inner tensor of sizes[i] bytes and an output of 10, and saves its input and the inner one."""
+    """A synthetic step: block i makes an inner tensor of sizes[i] bytes and an output of 10, and saves its input and the
+    inner one."""
     n = len(sizes)
     times = seconds or [1.0] * n
     ops: list[Op] = []

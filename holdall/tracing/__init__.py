@@ -77,7 +77,7 @@ def _watch(
     """A real step, watched; for models whose course depends on their values."""
     if not _can_run(model, device):
         raise Unsupported(
-            f"the step cannot be traced on fake tensors ({reason}), and the model has no weights on {device.type} to run it with",
+            f"the step cannot be traced on fake tensors ({reason}), and the model has no weights on {device.type}",
             hint=f"build the model on {device.type}, then its step is watched as it runs",
         )
     try:

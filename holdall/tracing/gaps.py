@@ -1,7 +1,8 @@
 """Ops whose fake kernels say less than, or other than, the real ones do.
 
-Grouped matmul: the fake refuses fp32, which the real one takes. oneDNN's recurrent layers: the fake does not know the size of the
-workspace that the real one keeps for backward, nor the layout of its gradients; only the library does, so it is asked, on empty inputs.
+Grouped matmul: the fake refuses fp32, which the real one takes. oneDNN's recurrent layers: the fake does not know the size of
+the workspace that the real one keeps for backward, nor the layout of its gradients; only the library does, so it is asked, on
+empty inputs.
 """
 
 from __future__ import annotations

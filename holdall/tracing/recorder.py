@@ -1,9 +1,9 @@
 """Write down what a step does, op by op, on fake or on real tensors.
 
 Memory is counted on storages: a view costs nothing, and a storage lives until its last reference goes. Two kinds of reference
-matter to a planner and are told apart here. *Locals* (Python frames, temporaries) end by themselves; *saves* are autograd's, and
-an action can end them early. To see both, whatever autograd saves is handed over as a description instead of the tensor, and a
-stand-in is made when backward asks for it: the storage then dies when the locals let go, and that moment is noted.
+matter to a planner and are told apart here. *Locals* (Python frames, temporaries) end by themselves; *saves* are autograd's,
+and an action can end them early. To see both, whatever autograd saves is handed over as a description instead of the tensor,
+and a stand-in is made when backward asks for it: the storage then dies when the locals let go, and that moment is noted.
 """
 
 from __future__ import annotations
@@ -148,6 +148,13 @@ class Recorder(TorchDispatchMode):
         if stand_in is not None:
             index = self._see(tensor, "", Kind.TEMP, born=self.now)
             self._stand_ins[stand_in.untyped_storage()._cdata] = (index, -1)
+
+    def remember_loss(self, loss: torch.Tensor) -> None:
+        """The loss of the step before: a loop's variable holds it until this forward returns a new one."""
+        size = int(loss.untyped_storage().nbytes())
+        index = len(self.tensors)
+        dtype = str(loss.dtype).removeprefix("torch.")
+        self.tensors.append(_Tensor(index, "the loss before", Kind.INPUT, tuple(loss.shape), dtype, size, -1, self.now))
 
     def _see(self, tensor: torch.Tensor, name: str, kind: Kind, born: int) -> int:
         storage = tensor.untyped_storage()
@@ -338,7 +345,7 @@ class Recorder(TorchDispatchMode):
         self._nth[key] = nth + 1
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)] + outs
         floats = [t.dtype for t in tensors if t.is_floating_point() and t.numel() > 1]
-        dtype = max(floats, key=lambda d: floats.count(d), default=torch.int64)
+        dtype = max(floats, key=floats.count, default=torch.int64)
         self.ops.append(
             Op(
                 id=here,

@@ -21,7 +21,7 @@ def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     output = call_model(model, batch)
     if isinstance(output, torch.Tensor):
         return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss: torch.Tensor | None = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
         loss = output[0]
     if loss is None:
@@ -68,6 +68,7 @@ class Step(torch.nn.Module):
         with recorder.saving():
             loss = self._loss(self.model, batch)
         check_loss(loss)
+        recorder.remember_loss(loss)
         recorder.phase = Phase.BACKWARD
         loss.backward()
         return loss

@@ -1,8 +1,8 @@
 """Small values that are known although the tensors are fake.
 
-Models look at their inputs: is this mask all ones, are these positions packed, has the step counter moved. Under fake tensors such
-a question has no answer, and frameworks take another branch than they would in a real run, so that the plan would be for another
-program. Batches, counters and what is derived from them are small, so their real values travel beside the fakes.
+Models look at their inputs: is this mask all ones, are these positions packed, has the step counter moved. Under fake tensors
+such a question has no answer, and frameworks take another branch than they would in a real run, so that the plan would be for
+another program. Batches, counters and what is derived from them are small, so their real values travel beside the fakes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bytes that a kernel takes and gives back inside an op, measured on the GPU itself.
 
-Nothing at the level of ops shows them, and some are large: attention's backward keeps fp32 sums, sorts and embedding gradients keep whole
-copies. The few kinds of op that do this are run once alone, on empty tensors of the traced shapes, while the allocator watches.
-Matrix products are left out: their workspace is taken once and stays (`Hardware.resident`).
+Nothing at the level of ops shows them, and some are large: attention's backward keeps fp32 sums, sorts and embedding
+gradients keep whole copies. The few kinds of op that do this are run once alone, on empty tensors of the traced shapes, while
+the allocator watches. Matrix products are left out: their workspace is taken once and stays (`Hardware.resident`).
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from safetensors.torch import save_file
 
 from holdall.errors import HoldallError, InvalidInput
 from holdall.types import _json
+from holdall.units import format_bytes
 
 FORMAT = "holdall-checkpoint-1"
 
@@ -63,6 +64,24 @@ class Checkpoint:
 def latest_checkpoint(out: Path) -> Checkpoint | None:
     """The complete checkpoint of the latest step; None: there is none. Half-written and damaged ones are passed over."""
     return max(_complete(out), key=lambda c: c.step, default=None)
+
+
+def check_can_save(out: Path, model: Any) -> None:
+    """Refuse at the start what would make the first save fail hours later."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out).free
+    except OSError as error:
+        raise InvalidInput(f"cannot write to `{out}`: {error.strerror}", hint="choose another folder") from error
+    needed = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())  # AdamW keeps two of each
+    if free < needed:
+        have = f"a checkpoint takes {format_bytes(needed)}, but `{out}` has {format_bytes(free)} free"
+        raise InvalidInput(have, hint="free some space or choose another folder")
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidInput(f"the model's generation config cannot be saved: {reason}", hint="mend that file") from error
 
 
 def save_checkpoint(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +22,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from holdall import api, models
-from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported
+from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported, unknown_name
 from holdall.registry import member_class
 from holdall.runtime.harness import Harness
 from holdall.training import TrainOptions, TrainResult
 from holdall.training.checkpoint import (
     Checkpoint,
+    check_can_save,
     check_continues,
     latest_checkpoint,
     load_optimizer,
@@ -82,7 +82,7 @@ def run_training(
         optimizer = _make_optimizer(model, options)
         if found is not None:
             load_optimizer(found, model, optimizer)
-        _check_can_save(options, model)
+        check_can_save(options.out, model)
         progress("tracing one step", 0, 0, "")
         traced = api.trace(model, data.batch(0, options.batch, device), optimizer=optimizer)
         plan = _make_plan(options, traced, machine, progress)
@@ -149,6 +149,7 @@ def _train(run: _Run) -> TrainResult:
             if len(run.data.held_out) and (last or _is_due(step, options.eval_every)):
                 run.progress("evaluating", step, options.steps, "")
                 row["eval_loss"] = _evaluate(run)
+                _check_finite("held-out loss", row["eval_loss"], step, options)
             rows.append(row)
             write(row)
             run.on_metrics(row)
@@ -223,12 +224,15 @@ def _step(run: _Run, step: int, position: int) -> tuple[float, float]:
 
 
 def _check_finite(what: str, value: float, step: int, options: TrainOptions) -> None:
-    if math.isfinite(value):
-        return
+    if not math.isfinite(value):
+        raise _diverged(f"the {what} is {value}", step, options)
+
+
+def _diverged(what: str, step: int, options: TrainOptions) -> HoldallError:
     before = latest_checkpoint(options.out)
     kept = f"the checkpoint of step {before.step} is intact" if before else "nothing was saved"
     hint = f"try a learning rate below {options.lr:g}, a longer warmup, or --clip 1"
-    raise HoldallError(f"the {what} is {value} at step {step}; training stopped, {kept}", hint=hint)
+    return HoldallError(f"{what} at step {step}; training stopped, {kept}", hint=hint)
 
 
 def _evaluate(run: _Run) -> float:
@@ -247,6 +251,10 @@ def _evaluate(run: _Run) -> float:
 def _save(run: _Run, step: int, position: int) -> Path:
     options, ledger = run.options, run.harness.ledger
     run.progress("saving", step, options.steps, "")
+    for parameter in run.model.parameters():
+        # the loss was a number before this update; the smallest and the largest value show whether the next one will be
+        if not all(math.isfinite(end) for end in torch.aminmax(parameter.detach())):
+            raise _diverged("the weights are no longer finite", step, options)
     about = {"position": position, "same": _fixed(options, run.name, run.data), "settings": _settings(options)}
     with ledger.paused() if ledger is not None else nullcontext():  # the plan is for steps; nothing of a save outlives it
         return save_checkpoint(
@@ -303,9 +311,14 @@ def _missing_from(source: models.ModelSource, encoder: Encoder) -> list[str]:
 
 
 def _device(asked: str) -> str:
-    if asked != "auto":
-        return asked
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = asked.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise unknown_name("device", asked, ("auto", "cpu", "cuda"))
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("no CUDA device is available here", hint="train on the CPU: `--device cpu`")
+    return asked
 
 
 def _machine(options: TrainOptions, device: str) -> Hardware:
@@ -341,24 +354,6 @@ def _make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, star
     for group in optimizer.param_groups:
         group["initial_lr"] = options.lr
     return LambdaLR(optimizer, factor, last_epoch=start - 1)
-
-
-def _check_can_save(options: TrainOptions, model: Any) -> None:
-    """What would make the first save fail, hours from now."""
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(options.out).free
-    except OSError as error:
-        raise InvalidInput(f"cannot write to `{options.out}`: {error.strerror}", hint="choose another folder") from error
-    needed = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())  # AdamW keeps two of each
-    if free < needed:
-        have = f"a checkpoint takes {format_bytes(needed)}, but `{options.out}` has {format_bytes(free)} free"
-        raise InvalidInput(have, hint="free some space or choose another folder")
-    try:
-        model.generation_config.validate(strict=True)
-    except ValueError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InvalidInput(f"the model's generation config cannot be saved: {reason}", hint="mend that file") from error
 
 
 def _make_plan(options: TrainOptions, trace: Trace, machine: Hardware, progress: Progress) -> Plan:
@@ -418,12 +413,11 @@ def _metrics_file(path: Path, start: int) -> Iterator[Callable[[Metrics], None]]
     """Appends one line per step. Lines of steps that will be run again are taken out first: step numbers only ever rise."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     write_text(path, "".join(f"{line}\n" for line in lines if _step_of(line) in range(1, start + 1)))
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab", buffering=0) as file:  # nothing is left over that closing would have to write
 
         def write(row: Metrics) -> None:
             try:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+                file.write(f"{json.dumps(row)}\n".encode())
             except OSError as error:
                 raise HoldallError(f"cannot write `{path}`: {error.strerror}", hint="free some space, then resume") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 import types
@@ -28,7 +29,7 @@ def pack(value: Any) -> Any:
         return {str(pack(k)): pack(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [pack(v) for v in value]
-    if isinstance(value, float) and value != value:
+    if isinstance(value, float) and math.isnan(value):
         return None
     return value
 
@@ -78,7 +79,8 @@ def _unpack(kind: Any, value: Any) -> Any:
         if not isinstance(value, dict):
             raise TypeError(f"an object was expected, not {type(value).__name__}")
         hints = _hints(typing.cast(type, kind))
-        return kind(**{f.name: _unpack(hints[f.name], value[f.name]) for f in dataclasses.fields(kind) if f.name in value})
+        build = typing.cast("type[Any]", kind)
+        return build(**{f.name: _unpack(hints[f.name], value[f.name]) for f in dataclasses.fields(kind) if f.name in value})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     if kind is float:

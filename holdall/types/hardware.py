@@ -74,4 +74,5 @@ class Hardware:
 
     @staticmethod
     def load(path: str | Path) -> Hardware:
-        return _json.unpack(Hardware, _json.read(path, FORMAT), str(path))
+        read: Hardware = _json.unpack(Hardware, _json.read(path, FORMAT), str(path))
+        return read

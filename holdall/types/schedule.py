@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from holdall.types.trace import Bytes, OpId, Save, Seconds, TensorId, TensorInfo, Trace
 
@@ -110,7 +111,7 @@ class Schedule:
         at = self.uses(tensor)
         if len(at) < 2:
             return (at[-1], at[-1]) if at else (-1, -1)
-        return max(zip(at, at[1:], strict=False), key=lambda pair: pair[1] - pair[0])
+        return max(pairwise(at), key=lambda pair: pair[1] - pair[0])
 
     def steps(self) -> Iterator[Step]:
         """Every step in order."""

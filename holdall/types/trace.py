@@ -198,7 +198,8 @@ class Trace:
 
     @staticmethod
     def load(path: str | Path) -> Trace:
-        return _json.unpack(Trace, _json.read(path, FORMAT), str(path))
+        read: Trace = _json.unpack(Trace, _json.read(path, FORMAT), str(path))
+        return read
 
     def __repr__(self) -> str:
         model = self.about.get("model", "?")

@@ -121,15 +121,17 @@ def test_a_vision_model_needs_no_length():
 
 
 def test_a_batch_that_the_model_rejects_is_one_clear_line(monkeypatch):
-    import holdall.cli._workload as workload
+    from holdall.cli._workload import Workload
 
-    def reject(*args, **kwargs):
-        raise IndexError("index out of range in self\nwith a long story")
-
-    monkeypatch.setattr(workload, "trace", reject)
+    monkeypatch.setattr(Workload, "sample", lambda self: {"input_ids": torch.zeros(1, 2000, dtype=torch.long)})
     fact, hint = refused("estimate", *TINY)
-    assert fact == "the model rejected the batch: index out of range in self"
+    assert fact.startswith("the model rejected the batch: ") and "1024" in fact
     assert "--seq" in hint
+
+
+def test_a_batch_that_no_machine_holds_is_refused_before_it_is_made():
+    assert "the batch itself takes" in refused("estimate", "tiny-gpt2", "--batch", 10**12)[0]
+    assert "the batch itself takes" in refused("estimate", "tiny-vit", "--batch", 10**12)[0]
 
 
 def test_a_sequence_longer_than_the_model_is_refused():
@@ -274,6 +276,7 @@ def test_errors_end_with_their_numbers(monkeypatch):
         (OverBudget("went over", hint="plan for more"), 1),
         (MemoryError(), 1),
         (torch.OutOfMemoryError("the card is full"), 1),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 1),
         (MissingExtra("no such package", hint="pip install it"), 2),
     ):
         result = verb_that_raises(error)

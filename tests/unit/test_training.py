@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 from holdall import models
 from holdall.cli.train import train
 from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported
-from holdall.training import TrainOptions, checkpoint
+from holdall.training import TrainOptions, checkpoint, loop
 from holdall.training.checkpoint import latest_checkpoint, save_checkpoint
 from holdall.training.data import load_sequences, make_encoder
 from holdall.training.loop import run_training
 
+ONE_LAYER = {}  # preset -> folder
 CORPUS = Path(str(files("holdall") / "data" / "corpus.txt"))
 
 
@@ -30,9 +31,18 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_layer(tmp_path_factory):
+    """The presets with a single layer, as folders: tracing a step costs more than running it."""
+    for name in ("tiny-llama", "tiny-gpt2"):
+        source = models.override(models.describe(name), {"num_hidden_layers": 1})
+        ONE_LAYER[name] = str(tmp_path_factory.mktemp("models") / name)
+        models.build(source, device="cpu").save_pretrained(ONE_LAYER[name])
+
+
 def options(out, **changes):
-    small = {"model": "tiny-llama", "data": CORPUS, "planner": "nop", "batch": 2, "seq": 32, "steps": 6, "save_every": 3}
-    rest = {"eval_fraction": 0.0, "warmup": 2, "lr": 1e-3, "device": "cpu", "keep": 9}
+    small = {"model": ONE_LAYER["tiny-llama"], "batch": 2, "seq": 32, "steps": 6, "save_every": 3, "keep": 9}
+    rest = {"data": CORPUS, "planner": "nop", "device": "cpu", "eval_fraction": 0.0, "warmup": 2, "lr": 1e-3}
     return TrainOptions(out=out, **{**small, **rest, **changes})
 
 
@@ -303,7 +313,7 @@ def assert_same_bits(one, other):
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])  # the second one drops out
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, model):
-    mine = torch.get_rng_state()
+    model, mine = ONE_LAYER[model], torch.get_rng_state()
     whole = run_training(options(tmp_path / "whole", model=model))
     assert torch.equal(torch.get_rng_state(), mine)  # the caller's numbers are the caller's
     with pytest.raises(KeyboardInterrupt):
@@ -328,8 +338,8 @@ def test_a_run_may_go_on_under_another_budget(tmp_path):
 
 
 def test_the_loss_goes_down_and_what_was_held_out_is_asked(tmp_path):
-    changes = {"steps": 30, "batch": 4, "lr": 3e-3, "eval_fraction": 0.005, "eval_every": 10, "save_every": 0}
-    result = run_training(options(tmp_path, **changes))
+    changes = {"model": "tiny-llama", "steps": 30, "batch": 4, "lr": 3e-3, "eval_fraction": 0.005, "eval_every": 10}
+    result = run_training(options(tmp_path, **changes, save_every=0))
     rows = rows_of(tmp_path)
     assert result.loss < result.first_loss - 1.0
     asked = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
@@ -356,10 +366,15 @@ def test_a_local_folder_is_fine_tuned_from_its_weights(tmp_path):
     assert not result.notes
 
 
-def test_a_folder_without_a_tokenizer_is_read_as_bytes_and_says_so(tmp_path):
-    models.build(models.describe("tiny-llama"), device="cpu").save_pretrained(tmp_path / "mine")
+def test_a_folder_without_weights_or_tokenizer_says_so(tmp_path):
+    models.describe("tiny-llama").config.save_pretrained(tmp_path / "mine")
+    config = tmp_path / "mine" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["LlamaForCausalLM"]}))
     result = run_training(options(tmp_path / "out", model=str(tmp_path / "mine"), steps=1))
-    assert "holds no tokenizer" in result.notes[0]
+    assert [note.split(" holds ")[1] for note in result.notes] == [
+        "no weights: training begins with random ones",
+        "no tokenizer: each byte of the text is a token",
+    ]
 
 
 def test_accumulated_gradients_are_planned_for(tmp_path):
@@ -380,6 +395,13 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     assert f"at step {good.step + 1};" in caught.value.fact
     assert all(torch.isfinite(t).all() for t in load_file(good.folder / "model.safetensors").values())
     assert len(rows_of(tmp_path)) == good.step
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_check_finite", lambda *_: None)  # as if loss and gradient had still been numbers
+    with pytest.raises(HoldallError, match="weights are no longer finite at step 2"):
+        run_training(options(tmp_path, lr=1e30, clip=0.0, save_every=1, warmup=0))
+    assert folders(tmp_path) == ["step-000001"]
 
 
 def test_a_failed_save_in_a_run_leaves_the_one_before_to_go_on_from(tmp_path, monkeypatch):
@@ -403,13 +425,13 @@ def test_what_cannot_be_continued_is_refused_and_what_was_changed_is_said(tmp_pa
     run_training(options(tmp_path, steps=1))
     with pytest.raises(InvalidInput, match="already holds a checkpoint of step 1"):
         run_training(options(tmp_path, steps=2, resume=False))
-    for change in ({"seed": 1}, {"dtype": "bfloat16"}, {"seq": 16}, {"model": "tiny-gpt2"}):
+    for change in ({"seed": 1}, {"dtype": "bfloat16"}, {"seq": 16}, {"model": ONE_LAYER["tiny-gpt2"]}):
         with pytest.raises(InvalidInput, match="is not that of the checkpoint"):
             run_training(options(tmp_path, steps=2, **change))
     nothing = run_training(options(tmp_path, steps=1))
     assert "nothing to do" in nothing.notes[-1] and nothing.loss is None
     changed = run_training(options(tmp_path, steps=2, lr=2e-3))
-    assert changed.notes == ("resumed with steps 2, which was 1", "resumed with lr 0.002, which was 0.001")
+    assert changed.notes[:2] == ("resumed with steps 2, which was 1", "resumed with lr 0.002, which was 0.001")
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
 
 
@@ -424,11 +446,17 @@ def test_only_causal_language_models_are_trained(tmp_path):
         run_training(options(tmp_path, model="tiny-bert"))
 
 
+@pytest.mark.parametrize("change", [{"planner": "magic"}, {"budget": "much"}, {"device": "gpu"}, {"hardware": "rtx-4090"}])
+def test_a_wrong_name_or_size_is_said_before_the_data_is_read(tmp_path, change):
+    with pytest.raises(InvalidInput, match=next(iter(change.values()))):
+        run_training(options(tmp_path, data=tmp_path / "nowhere.txt", **change))
+
+
 def test_a_checkpoint_that_the_disk_cannot_hold_is_refused_at_the_start(tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
-    with pytest.raises(InvalidInput, match=r"a checkpoint takes 2\.9 MiB, but .* has 1000 B free"):
+    with pytest.raises(InvalidInput, match=r"a checkpoint takes 1\.3 MiB, but .* has 1000 B free"):
         run_training(options(tmp_path))
 
 

@@ -1,0 +1,126 @@
+"""`auto` against brute force: every combination of what may be done with each block, simulated whole."""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from holdall.errors import Infeasible
+from holdall.planners._chain import best_choices
+from holdall.planners._menu import actions_for, make_menus
+from holdall.planners.auto import Auto
+from holdall.simulator import simulate
+from holdall.testing.contracts import UNLIMITED, traced
+from holdall.testing.worlds import chain, machine
+from holdall.types import Problem
+
+
+def problem(trace, *, budget=UNLIMITED, overlap=False, rate=40.0):
+    """Copies at 40 bytes a second: for these chains neither free nor hopeless."""
+    return Problem(trace=trace, hardware=machine(overlap=overlap, read=rate, write=rate), budget={"cpu": budget})
+
+
+def every_outcome(asked, labels):
+    """(peak, seconds, labels) of each combination; `labels`: per block, what may be done with it."""
+    blocks = [item.block for item in make_menus(asked).items]
+    found = []
+    for combination in itertools.product(*labels):
+        actions = [a for block, label in zip(blocks, combination, strict=True) for a in actions_for(asked, block, label)]
+        got = simulate(asked, actions)
+        found.append((got.peak["cpu"], got.seconds, combination))
+    return found
+
+
+def planned(asked):
+    try:
+        return Auto()(asked)
+    except Infeasible:
+        return None
+
+
+def random_chain(rng):
+    n = rng.randint(2, 4)
+    return chain([rng.randint(5, 120) for _ in range(n)], [rng.choice([0.3, 1.0, 2.5]) * rng.uniform(0.5, 2) for _ in range(n)])
+
+
+def some_budgets(everything):
+    """From what nothing meets to what everything meets, through what single combinations need."""
+    peaks = sorted({peak for peak, _, _ in everything})
+    step = max(1, len(peaks) // 5)
+    return [peaks[0] - 1, *peaks[::step], peaks[-1]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_auto_finds_the_fastest_mix_that_fits(seed, overlap):
+    trace = random_chain(random.Random(seed))
+    asked = problem(trace, overlap=overlap)
+    everything = every_outcome(asked, [[c.label for c in item.choices] for item in make_menus(asked).items])
+    for budget in some_budgets(everything):
+        fitting = [(seconds, labels) for peak, seconds, labels in everything if peak <= budget]
+        plan = planned(problem(trace, budget=budget, overlap=overlap))
+        if not fitting:
+            assert plan is None or plan.predicted.peak["cpu"] <= budget  # segments may still fit
+            continue
+        least, labels = min(fitting)
+        assert plan is not None, (budget, labels)
+        assert plan.predicted.peak["cpu"] <= budget
+        assert plan.predicted.seconds == pytest.approx(least, rel=1e-9), (budget, labels, plan.actions)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_dynamic_program_refuses_only_what_nothing_meets(seed, overlap):
+    asked = problem(random_chain(random.Random(100 + seed)), overlap=overlap)
+    menus = make_menus(asked)
+    everything = every_outcome(asked, [[c.label for c in item.choices] for item in menus.items])
+    smallest = min(peak for peak, _, _ in everything)
+    plain = sum(op.seconds for op in asked.trace.ops)
+    assert best_choices(menus.items, smallest - 1, asked.hardware) is None
+    found = best_choices(menus.items, smallest, asked.hardware)
+    assert found is not None
+    least = min(seconds for peak, seconds, _ in everything if peak == smallest)
+    assert plain + found[0] == pytest.approx(least, rel=1e-9)
+    assert best_choices(menus.items, UNLIMITED, asked.hardware)[0] == 0
+
+
+def test_auto_finds_the_fastest_mix_for_a_real_model():
+    trace = traced("tied")[3]
+    asked = problem(trace, rate=1e9)
+    items = make_menus(asked).items
+    everything = every_outcome(asked, [["keep", "recompute", "offload"] for _ in items])
+    kept = simulate(asked, []).peak["cpu"]
+    lowest = min(peak for peak, _, _ in everything)
+    budget = (kept + lowest) // 2
+    plan = planned(problem(trace, budget=budget, rate=1e9))
+    least = min(seconds for peak, seconds, _ in everything if peak <= budget)
+    assert plan is not None
+    assert plan.predicted.peak["cpu"] <= budget
+    assert plan.predicted.seconds <= least * (1 + 1e-9)  # it may also keep single ops' results, which may be faster still
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_hundred_blocks_are_planned_in_seconds(overlap):
+    rng = random.Random(5)
+    trace = chain([rng.randint(5, 500) for _ in range(100)], [rng.uniform(0.1, 3) for _ in range(100)])
+    kept = simulate(problem(trace), []).peak["cpu"]
+    began = time.perf_counter()
+    plan = planned(problem(trace, budget=kept * 2 // 3, overlap=overlap))
+    assert time.perf_counter() - began < 15
+    assert plan is not None
+    assert plan.predicted.peak["cpu"] <= kept * 2 // 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("label", ["recompute", "offload"])
+def test_auto_is_never_slower_than_one_rule_for_all(label, overlap):
+    for seed in range(15):
+        trace = random_chain(random.Random(seed))
+        asked = problem(trace, overlap=overlap, rate=[10.0, 40.0, 1000.0][seed % 3])
+        actions = [a for item in make_menus(asked).items for a in actions_for(asked, item.block, label)]
+        rule = simulate(asked, actions)
+        for budget in (rule.peak["cpu"], rule.peak["cpu"] + 15):
+            plan = planned(Problem(trace=trace, hardware=asked.hardware, budget={"cpu": budget}))
+            assert plan is not None
+            assert plan.predicted.seconds <= rule.seconds * (1 + 1e-9)
