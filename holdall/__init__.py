@@ -1,11 +1,17 @@
 """Train any model in the memory you have: trace -> plan -> apply -> report."""
 
-from holdall.api import apply, fit, plan, trace
-from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, TraceMismatch, Unsupported
-from holdall.reporting import Report
-from holdall.runtime.harness import Harness
-from holdall.runtime.probe import probe
-from holdall.types import Hardware, Outcome, Plan, Tier, Trace
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdall.api import apply, fit, plan, trace
+    from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, TraceMismatch, Unsupported
+    from holdall.reporting import Report
+    from holdall.runtime.harness import Harness
+    from holdall.runtime.probe import probe
+    from holdall.types import Hardware, Outcome, Plan, Tier, Trace
 
 __version__ = "0.1.0"
 
@@ -29,3 +35,24 @@ __all__ = [
     "probe",
     "trace",
 ]
+
+_WHERE = {
+    "holdall.api": ("apply", "fit", "plan", "trace"),
+    "holdall.errors": ("HoldallError", "Infeasible", "InvalidInput", "OverBudget", "TraceMismatch", "Unsupported"),
+    "holdall.reporting": ("Report",),
+    "holdall.runtime.harness": ("Harness",),
+    "holdall.runtime.probe": ("probe",),
+    "holdall.types": ("Hardware", "Outcome", "Plan", "Tier", "Trace"),
+}
+_HOME = {name: module for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when asked for: `holdall --help` need not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'holdall' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -17,7 +17,6 @@ from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
 from holdall.runtime.harness import Harness
 from holdall.runtime.probe import probe
-from holdall.simulator import simulate
 from holdall.tracing import model_signature, trace_step
 from holdall.types import Hardware, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
@@ -215,10 +214,3 @@ def _store_for(plan: Plan, model: torch.nn.Module) -> Any:
         raise Unsupported(f"there is no tier `{tiers[1]}`", hint="plan again with this version")
     device = next(model.parameters()).device
     return member_class("tiers", tiers[1])(capacity=plan.budget[tiers[1]], device=device)
-
-
-def predict(trace: Trace, hardware: Hardware | str | Path | None = None) -> Any:
-    """What plain training would cost: the outcome with no action at all."""
-    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
-    problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget=resolve_budget("auto", machine))
-    return simulate(problem, [], full=True)

@@ -35,16 +35,14 @@ def parse_bytes(text: str | int | float, *, total: int | None = None, what: str 
             raise InvalidInput(f"`{what}` is {text!r}, which is not a size", hint=example)
         number, unit = float(match[1]), match[2].lower()
         if unit == "%":
-            return parse_bytes(number / 100 if number != 100 else 1.0, total=total, what=what)
+            return _share(number / 100, text, total, what, example)
         if unit not in _UNITS:
             raise InvalidInput(f"`{what}` is {text!r}: unknown unit `{match[2]}`", hint=example)
         if not unit and "." in match[1]:
-            return parse_bytes(number, total=total, what=what)
+            return _share(number, text, total, what, example)
         size = number * _UNITS[unit]
     elif isinstance(text, float) and 0 < text <= 1:
-        if total is None:
-            raise InvalidInput(f"`{what}` is {text}, a fraction, but of what is not known here", hint=example)
-        size = text * total
+        return _share(text, text, total, what, example)
     else:
         size = float(text)
     if math.isnan(size) or size <= 0:
@@ -54,12 +52,20 @@ def parse_bytes(text: str | int | float, *, total: int | None = None, what: str 
     return int(size)
 
 
+def _share(number: float, text: str | float, total: int | None, what: str, example: str) -> int:
+    if not 0 < number <= 1:
+        raise InvalidInput(f"`{what}` is {text!r}, but a share is above 0 and at most 100%", hint=example)
+    if total is None:
+        raise InvalidInput(f"`{what}` is {text!r}, a share, but of what is not known here", hint=example)
+    return int(number * total)
+
+
 def format_bytes(size: float) -> str:
-    """GiB with one decimal, as everywhere; smaller units below a tenth of a GiB."""
+    """GiB with one decimal, as everywhere; smaller units below one GiB."""
     sign, size = ("-", -size) if size < 0 else ("", size)
-    if size >= 0.1 * GiB:
+    if size >= GiB:
         return f"{sign}{size / GiB:.1f} GiB"
-    if size >= 0.1 * MiB:
+    if size >= MiB:
         return f"{sign}{size / MiB:.1f} MiB"
     if size >= KiB:
         return f"{sign}{size / KiB:.1f} KiB"

@@ -109,26 +109,13 @@ def find_machine(name: str | None, path: Path | None, progress: Progress, *, dev
     if name is not None:
         return gpu(name)
     if path is not None:
-        return load_machine(path)
+        return Hardware.load(path)
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
             "the trace is for a GPU, and this machine has none to measure",
             hint="name the GPU to plan for, as in `--gpu rtx-4090`, or trace again with `--device cpu`",
         )
     return probe(device, quick=True, progress=progress)
-
-
-def load_machine(path: Path) -> Hardware:
-    """The machine of a file; one that could not exist is refused before its figures are divided by."""
-    machine = Hardware.load(path)
-    figures = [machine.bandwidth, *machine.flops.values()]
-    figures += [figure for tier in machine.tiers for figure in (tier.capacity, tier.read, tier.write)]
-    if not machine.tiers or not all(figure > 0 for figure in figures):
-        raise InvalidInput(
-            f"`{path}` describes a machine without memory, or with a rate that is not above zero",
-            hint="write it again with `holdall probe --out`",
-        )
-    return machine
 
 
 def check_device(trace: Trace, machine: Hardware) -> None:

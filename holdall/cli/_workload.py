@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from holdall.runtime.probe import host_memory
 from holdall.types import Trace
 from holdall.units import format_bytes
 
-OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
+OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Workload:
 
 def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str) -> Workload:
     """A workload from what was typed; wrong names are refused before anything slow begins."""
-    dtype = _SHORT.get(dtype, dtype)
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if optimizer not in OPTIMIZERS:

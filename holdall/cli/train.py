@@ -61,7 +61,7 @@ def train(
     Example: holdall train tiny-llama --data notes.txt --out run --seq 128 --budget 20MiB
     """
     from holdall.cli._planning import read_budget
-    from holdall.cli._workload import _SHORT
+    from holdall.cli._workload import DTYPE_ALIASES
     from holdall.training import TrainOptions
     from holdall.training.loop import run_training
 
@@ -87,7 +87,7 @@ def train(
         keep=keep,
         resume=resume,
         seed=seed,
-        dtype=_SHORT.get(dtype, dtype),
+        dtype=DTYPE_ALIASES.get(dtype, dtype),
         field=field,
     )
     try:

@@ -50,7 +50,9 @@ class Workspaces:
         with _disable_current_modes(), torch.no_grad():
 
             def empty(t: torch.Tensor) -> torch.Tensor:
-                made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                # attention reads its random seed and offset, single integers, through host pointers
+                device = "cpu" if t.dim() == 0 and not t.is_floating_point() else t.device
+                made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
                 return made.zero_() if not t.is_floating_point() else made.normal_()
 
             real_args, real_kwargs = tree_map_only(torch.Tensor, empty, (args, kwargs))

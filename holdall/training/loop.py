@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from holdall import api, models
-from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported, unknown_name
-from holdall.registry import member_class
+from holdall.errors import HoldallError, InvalidInput, OverBudget, Unsupported, unknown_name
 from holdall.runtime.harness import Harness
 from holdall.training import TrainOptions, TrainResult
 from holdall.training.checkpoint import (
@@ -36,7 +34,8 @@ from holdall.training.checkpoint import (
     save_checkpoint,
 )
 from holdall.training.data import Encoder, Sequences, load_sequences, make_encoder
-from holdall.types import Hardware, Kind, Outcome, Plan, Progress, Trace
+from holdall.training.planning import make_plan, resolve_machine
+from holdall.types import Progress
 from holdall.types._json import write_text
 from holdall.types.plan import silent
 from holdall.units import format_bytes
@@ -56,7 +55,7 @@ def run_training(
     source = _causal_lm(options.model)
     device = _device(options.device)
     models.sample_batch(source, batch=1, seq=options.seq)  # refuses a sequence longer than the model's positions
-    machine = _machine(options, device)
+    machine = resolve_machine(options, device)
     found = _checkpoint_to_resume(options)
     progress("reading the data", 0, 0, "")
     encoder = make_encoder(source.folder)
@@ -85,7 +84,7 @@ def run_training(
         check_can_save(options.out, model)
         progress("tracing one step", 0, 0, "")
         traced = api.trace(model, data.batch(0, options.batch, device), optimizer=optimizer)
-        plan = _make_plan(options, traced, machine, progress)
+        plan = make_plan(options, traced, machine, progress)
         with api.apply(plan, model, optimizer) as harness:
             run = _Run(
                 options=options,
@@ -321,17 +320,6 @@ def _device(asked: str) -> str:
     return asked
 
 
-def _machine(options: TrainOptions, device: str) -> Hardware:
-    """What to plan with. A wrong planner or size is said here, before anything slow."""
-    member_class("planners", options.planner)
-    machine = api.resolve_hardware(options.hardware, torch.device(device).type)
-    if machine.device != torch.device(device).type:
-        hint = "leave it out: this machine is then measured"
-        raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)
-    api.resolve_budget(options.budget, machine)
-    return machine
-
-
 def _make_optimizer(model: torch.nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
     """AdamW that decays matrices only: norms and biases have no directions to prefer."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -354,55 +342,6 @@ def _make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, star
     for group in optimizer.param_groups:
         group["initial_lr"] = options.lr
     return LambdaLR(optimizer, factor, last_epoch=start - 1)
-
-
-def _make_plan(options: TrainOptions, trace: Trace, machine: Hardware, progress: Progress) -> Plan:
-    progress("planning", 0, 0, "")
-
-    def plan_for(budget: Any) -> Plan:
-        return api.plan(trace, budget=budget, planner=options.planner, hardware=machine, progress=progress)
-
-    made = plan_for(options.budget)
-    return made if options.accumulate == 1 else _make_room_for_gradients(made, trace, plan_for)
-
-
-# accumulation: a trace is of one forward and backward, but from the second on the gradients are there all the time
-
-_LOSSES = 1024  # bytes: the losses of the forwards before, and their shares
-
-
-def _make_room_for_gradients(made: Plan, trace: Trace, plan_for: Callable[[Any], Plan]) -> Plan:
-    """A plan that fits with the gradients of the forwards before in memory; its peak says so."""
-    home, limit = next(iter(made.budget.items()))
-    gradients = sum(t.nbytes for t in trace.tensors.values() if t.kind is Kind.GRAD)
-    why = f"accumulation keeps {format_bytes(gradients)} of gradients in memory from the second forward on"
-    try:
-        while (peak := _peak_with_gradients(made.predicted, gradients)) > limit:
-            budget = made.predicted.peak[home] - (peak - limit)  # less than this plan takes: the next one is another
-            if budget <= 0:
-                raise Infeasible(f"{format_bytes(limit)} is less than the gradients need", smallest=peak)
-            made = plan_for({**made.budget, home: budget})
-    except Infeasible as error:
-        raise Infeasible(
-            f"{error.fact} ({why}, out of {format_bytes(limit)})", hint="use a larger budget or `--accumulate 1`"
-        ) from error
-    return replace(
-        made,
-        budget={**made.budget, home: limit},
-        predicted=replace(made.predicted, peak={**made.predicted.peak, home: peak}),
-        why=(*made.why, why),
-    )
-
-
-def _peak_with_gradients(outcome: Outcome, gradients: int) -> int:
-    """The largest moment, with every gradient present and those just made still apart from their sums."""
-    home_peak = next(iter(outcome.peak.values()))
-    peak = home_peak if outcome.timeline else home_peak + gradients
-    made: deque[int] = deque([0], maxlen=4)  # autograd adds a gradient once all that its node returns are computed
-    for moment in outcome.timeline:
-        made.append(moment.kinds.get(Kind.GRAD, 0))
-        peak = max(peak, moment.total + gradients - min(made))
-    return peak + _LOSSES
 
 
 # surroundings

@@ -38,8 +38,8 @@ def unpack(kind: Any, value: Any, where: str) -> Any:
     """The inverse of `pack`, guided by the annotations of `kind`; anything that does not fit is refused."""
     try:
         return _unpack(kind, value)
-    except InvalidInput:
-        raise
+    except InvalidInput as error:
+        raise InvalidInput(f"`{where}`: {error.fact}", hint=error.hint) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidInput(
             f"`{where}` does not hold what it should ({error})", hint="write it again with the same version of holdall"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdall.errors import InvalidInput
 from holdall.types import _json
 
 FORMAT = "holdall-hardware-1"
@@ -52,6 +53,14 @@ class Hardware:
     link: float = 0.0  # bytes/s to other ranks
     source: str = ""  # datasheet or "measured", with versions
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rates = [self.bandwidth, *self.flops.values(), *(r for t in self.tiers for r in (t.read, t.write, t.capacity))]
+        if not self.tiers or not self.flops or any(not 0 < r < float("inf") for r in rates):
+            raise InvalidInput(
+                f"the hardware {self.name!r} could not exist: it needs a tier, and rates and capacities above zero",
+                hint="measure a machine with `holdall probe --out FILE`",
+            )
 
     @property
     def home(self) -> Tier:

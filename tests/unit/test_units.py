@@ -30,7 +30,8 @@ def test_a_fraction_is_of_the_device():
 
 
 @pytest.mark.parametrize(
-    "text", ["24 florps", "-1GiB", 0, "0", -5, "nan", "", "GiB", "1e30GiB", True, float("inf"), float("nan"), "1 2GiB"]
+    "text",
+    ["1.5", "24 florps", "-1GiB", 0, "0", -5, "nan", "", "1e30GiB", True, float("inf"), float("nan"), "1 2GiB", "150%"],
 )
 def test_what_is_not_a_size_is_refused_with_a_hint(text):
     with pytest.raises(InvalidInput) as refused:

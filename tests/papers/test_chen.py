@@ -1,0 +1,169 @@
+"""Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174): what the paper says, on real models."""
+
+import copy
+import gc
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import holdall
+from holdall.planners.chen import cost, greedy_segments, held_bytes, input_bytes
+from holdall.simulator.curve import memory_curve
+from holdall.testing.contracts import problem_for, traced, train
+from holdall.testing.worlds import chain, machine
+
+WIDTH = 64
+
+
+class Counted(nn.Module):
+    """A block that counts how often it is run; it saves its input and four times as much inside."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
+        self.ran = 0
+
+    def forward(self, x):
+        self.ran += 1
+        return self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, n, dropout=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(Counted(dropout) for _ in range(n))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def make(n, dropout=0.0):
+    torch.manual_seed(0)
+    model, x = Stack(n, dropout), torch.randn(64, WIDTH, requires_grad=True)
+    return model, x, holdall.trace(model, x)
+
+
+def planned(trace, **options):
+    return holdall.plan(trace, planner="chen", hardware=machine(), **options)
+
+
+def segments(plan):
+    return [len(action.blocks) for action in plan.actions]
+
+
+@pytest.mark.parametrize("variant", ["sqrt", "greedy", "all"])
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_are_the_same_bits_with_dropout_on(variant, last):
+    """Claim: recomputation changes nothing but memory and time; masks are drawn again as they were."""
+    model, x, trace = make(9, dropout=0.3)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    reference(x).backward()
+    plan = planned(trace, variant=variant, last=last)
+    assert plan.actions
+    with holdall.apply(plan, model) as harness:
+        torch.manual_seed(1)
+        model(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert harness.step_peaks == [plan.predicted.peak["cpu"]]
+
+
+@pytest.mark.parametrize("n", [4, 9, 16, 10])
+def test_what_is_held_between_forward_and_backward_is_the_inputs_and_one_interior(n):
+    """Claim: n equal blocks in k segments hold k inputs and the interior of the segment that is not recomputed."""
+    model, x, trace = make(n)
+    plan = planned(trace)
+    count = len(plan.actions) + 1
+    block = trace.blocks[1]
+    size, interior = input_bytes(trace, block), held_bytes(trace, block)
+    last = n - sum(segments(plan))
+    expected = count * size + last * interior + (last - 1) * size  # inside the last segment each block holds its input
+
+    def held(plan):
+        """Bytes that autograd holds after forward, beside the batch and the loss."""
+        with holdall.apply(plan, model) as harness:
+            x.grad = None
+            loss = model(x)
+            gc.collect()
+            after = harness.ledger.live
+            loss.backward()
+        return after
+
+    live = held(plan) - sum(p.nbytes for p in model.parameters()) - loss_bytes()
+    assert live == pytest.approx(expected, rel=0.01)
+    first_backward = next(op.id for op in trace.ops if op.site.phase.value == "backward")
+    simulated = memory_curve(problem_for(trace), plan.actions).before[first_backward]
+    assert simulated - sum(p.nbytes for p in model.parameters()) - loss_bytes() == pytest.approx(expected, rel=0.01)
+
+
+def loss_bytes():
+    """The loss, and what `pow` holds for it: the last block's output."""
+    return 4 + 64 * WIDTH * 4
+
+
+@pytest.mark.parametrize(("n", "variant"), [(4, "sqrt"), (9, "sqrt"), (10, "sqrt"), (9, "greedy"), (5, "all")])
+def test_one_more_forward_but_for_the_last_segment(n, variant):
+    """Claim: 2n - (size of the last segment) block executions in a step."""
+    model, x, trace = make(n)
+    plan = planned(trace, variant=variant)
+    last = n - sum(segments(plan))
+    for layer in model.layers:
+        layer.ran = 0
+    with holdall.apply(plan, model):
+        model(x).backward()
+    assert sum(layer.ran for layer in model.layers) == 2 * n - last
+    assert [layer.ran for layer in model.layers] == [2] * (n - last) + [1] * last
+
+
+@pytest.mark.parametrize("n", [4, 9, 16, 25, 100])
+def test_equal_blocks_are_cut_into_about_sqrt_n_segments(n):
+    """Claim: sqrt(n) segments of sqrt(n) blocks, hence O(sqrt(n)) memory."""
+    plan = planned(chain([50] * n))
+    assert segments(plan) == [math.isqrt(n)] * (math.isqrt(n) - 1)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_greedy_never_needs_more_than_equal_lengths(seed):
+    """Claim: with b searched around sqrt(xy), kept inputs x + largest segment y is no more than the uniform plan's."""
+    rng = random.Random(seed)
+    trace = chain([rng.choice([rng.randint(1, 50), rng.randint(1, 1000)]) for _ in range(rng.randint(1, 40))])
+    row = trace.blocks
+    sizes, inputs = [held_bytes(trace, b) for b in row], [input_bytes(trace, b) for b in row]
+    cut = greedy_segments(trace, row)
+    assert [b for segment in cut for b in segment] == list(row)
+    k = math.isqrt(len(row))
+    uniform = list(range(0, len(row), math.ceil(len(row) / k)))
+    assert sum(cost(sizes, inputs, [s[0].id for s in cut])) <= sum(cost(sizes, inputs, uniform))
+
+
+@pytest.mark.parametrize("variant", ["sqrt", "greedy", "all"])
+def test_every_variant_trains_a_real_model_to_the_same_weights(variant):
+    """A transformer with dropout and tied weights: same losses, same weights, the predicted peak, below plain training's."""
+    model, batch, optimizer, trace = traced("tied")
+    reference = copy.deepcopy(model)
+    expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3))
+    plan = planned(trace, variant=variant)
+    with holdall.apply(plan, model, optimizer) as harness:
+        losses = train(model, batch, optimizer)
+    assert losses == expected
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+    assert harness.notes == []
+
+
+def test_memory_grows_like_the_square_root_and_time_by_one_forward():
+    """Claim: a long chain needs O(sqrt(n)) bytes for at most one forward more."""
+    plain, needed = {}, {}
+    for n in (16, 64, 256):
+        trace = chain([100] * n)
+        plain[n] = holdall.plan(trace, planner="nop", hardware=machine()).predicted
+        needed[n] = planned(trace).predicted
+        forward = sum(op.seconds for op in trace.ops if op.site.phase.value == "forward")
+        assert needed[n].recompute_seconds < forward
+    assert plain[256].peak["cpu"] > 14 * plain[16].peak["cpu"]
+    assert needed[256].peak["cpu"] < 6 * needed[16].peak["cpu"]
