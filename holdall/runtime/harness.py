@@ -26,6 +26,18 @@ from holdall.types import Moment, Outcome, Plan
 log = logging.getLogger("holdall")
 
 
+class Notes:
+    """What the user should know: said once, kept for the report. Knows no harness, so that no cycle holds the model."""
+
+    def __init__(self, kept: list[str]) -> None:
+        self._kept = kept
+
+    def __call__(self, message: str) -> None:
+        if message not in self._kept:
+            self._kept.append(message)
+            log.warning("holdall: %s", message)
+
+
 class Harness:
     """A context manager around the user's own loop; also usable as it is, with `close()` at the end."""
 
@@ -53,7 +65,7 @@ class Harness:
         self._curve: list[tuple[float, int]] = []
         self._device = _device_of(model)
         self._home = next(iter(plan.budget), "cpu")
-        self._meter: Meter = CpuMeter(self) if self._device.type == "cpu" else CudaMeter(self)
+        self._meter: Meter = CpuMeter(model, optimizer) if self._device.type == "cpu" else CudaMeter(self._device)
         self._enforce = enforce
         self._closed = False
         for action in sorted(plan.actions, key=lambda a: a.rank):
@@ -74,19 +86,13 @@ class Harness:
             raise Unsupported(f"the model has no module `{path}`", hint="plan again for this model") from None
         return self._policies.setdefault(block, Policy())
 
-    def note(self, message: str) -> None:
-        """Something the user should know; said once, kept for the report."""
-        if message not in self.notes:
-            self.notes.append(message)
-            log.warning("holdall: %s", message)
-
     # installing and leaving
 
     def _install(self) -> None:
         resident = {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
         self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
         self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__)
-        self._watch = Watch(self)
+        self._watch = Watch(self.plan, Notes(self.notes))
         buffers = dict(self.model.named_buffers())
         modules = dict(self.model.named_modules())
         names = [name for name, _ in self.plan.about.get("blocks", ())] or list(self._policies)

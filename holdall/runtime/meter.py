@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from holdall.runtime.ledger import Ledger
-
-if TYPE_CHECKING:
-    from holdall.runtime.harness import Harness
 
 
 class Meter(Protocol):
@@ -33,12 +30,13 @@ class Meter(Protocol):
 class CpuMeter:
     """Counts storages; raises `OverBudget` at the op that passes the budget."""
 
-    def __init__(self, harness: Harness) -> None:
-        self._harness = harness
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._model = model
+        self._optimizer = optimizer
         self.ledger: Ledger | None = None
 
     def start(self, budget: int | None) -> None:
-        model, optimizer = self._harness.model, self._harness.optimizer
+        model, optimizer = self._model, self._optimizer
         there: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
         there += [p.grad for p in model.parameters() if p.grad is not None]
         if optimizer is not None:
@@ -74,9 +72,8 @@ class CudaMeter:
 
     ledger: Ledger | None = None
 
-    def __init__(self, harness: Harness) -> None:
-        first = next(harness.model.parameters())
-        self._device = first.device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._before: float | None = None
         self._reserved = 0
 

@@ -3,20 +3,20 @@ once."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    from holdall.runtime.harness import Harness
+from holdall.types import Plan
 
 
 class Watch:
-    def __init__(self, harness: Harness) -> None:
-        self._harness = harness
-        self._expected = [(name, shapes) for name, shapes in harness.plan.about.get("blocks", ())]
-        self._batch = harness.plan.about.get("batch")
+    def __init__(self, plan: Plan, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._expected = [(name, shapes) for name, shapes in plan.about.get("blocks", ())]
+        self._batch = plan.about.get("batch")
         self._counts: dict[str, int] = {}
         self._next = 0
 
@@ -25,7 +25,7 @@ class Watch:
         self.again()
         shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if self._batch is not None and shapes and sorted(shapes) != sorted(self._batch):
-            self._harness.note(f"the loop left the trace: a batch of {shapes} where {self._batch} was planned")
+            self._note(f"the loop left the trace: a batch of {shapes} where {self._batch} was planned")
 
     def again(self) -> None:
         """Another forward: calls are counted anew."""
@@ -42,17 +42,17 @@ class Watch:
         if self._next < len(self._expected):
             expected, shapes = self._expected[self._next]
             if name != expected:
-                self._harness.note(f"the loop left the trace: `{name}` ran where `{expected}` was planned")
+                self._note(f"the loop left the trace: `{name}` ran where `{expected}` was planned")
             else:
                 seen = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
                 if seen != [list(s) for s in shapes]:
-                    self._harness.note(f"the loop left the trace: `{name}` got {seen} where {shapes} was planned")
+                    self._note(f"the loop left the trace: `{name}` got {seen} where {shapes} was planned")
         self._next += 1
         return name
 
     def end(self) -> None:
         """A step is over."""
         if self._next < len(self._expected):
-            self._harness.note(
+            self._note(
                 f"the loop left the trace: {self._next} of {len(self._expected)} blocks ran in the last forward of a step"
             )

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 _KINDS = (
     "attention",
+    "softmax",
     "embedding_dense_backward",
     "convolution",
     "sort",
@@ -47,7 +48,8 @@ class Workspaces:
         return self._known[key]
 
     def _measure(self, func: Any, args: Any, kwargs: Any) -> int:
-        with _disable_current_modes(), torch.no_grad():
+        assert self._device is not None
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
 
             def empty(t: torch.Tensor) -> torch.Tensor:
                 # attention reads its random seed and offset, single integers, through host pointers

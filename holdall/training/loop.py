@@ -21,7 +21,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from holdall import api, models
-from holdall.errors import HoldallError, InvalidInput, OverBudget, Unsupported, unknown_name
+from holdall.errors import HoldallError, InvalidInput, OverBudget, Unsupported
 from holdall.runtime.harness import Harness
 from holdall.training import TrainOptions, TrainResult
 from holdall.training.checkpoint import (
@@ -34,7 +34,7 @@ from holdall.training.checkpoint import (
     save_checkpoint,
 )
 from holdall.training.data import Encoder, Sequences, load_sequences, make_encoder
-from holdall.training.planning import make_plan, resolve_machine
+from holdall.training.planning import make_plan, resolve_device, resolve_machine
 from holdall.types import Progress
 from holdall.types._json import write_text
 from holdall.types.plan import silent
@@ -53,7 +53,7 @@ def run_training(
     state is left as it was.
     """
     source = _causal_lm(options.model)
-    device = _device(options.device)
+    device = resolve_device(options.device)
     models.sample_batch(source, batch=1, seq=options.seq)  # refuses a sequence longer than the model's positions
     machine = resolve_machine(options, device)
     found = _checkpoint_to_resume(options)
@@ -307,17 +307,6 @@ def _missing_from(source: models.ModelSource, encoder: Encoder) -> list[str]:
         "tokenizer: each byte of the text is a token": encoder.tokenizer is not None,
     }
     return [f"`{source.folder}` holds no {what}" for what, is_there in missing.items() if not is_there]
-
-
-def _device(asked: str) -> str:
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = asked.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise unknown_name("device", asked, ("auto", "cpu", "cuda"))
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("no CUDA device is available here", hint="train on the CPU: `--device cpu`")
-    return asked
 
 
 def _make_optimizer(model: torch.nn.Module, options: TrainOptions) -> torch.optim.Optimizer:

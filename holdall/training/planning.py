@@ -1,4 +1,4 @@
-"""The plan of a training run: the machine that it is for, and room for the gradients that accumulate.
+"""The plan of a training run: the device and the machine that it is for, and room for the gradients that accumulate.
 
 A trace is of one forward and backward, but with accumulation the gradients are there all the time from the second forward on. A
 planner does not know of them, so it is asked again with less, until its plan and the gradients fit the budget together.
@@ -14,13 +14,25 @@ from typing import Any
 import torch
 
 from holdall import api
-from holdall.errors import Infeasible, InvalidInput
+from holdall.errors import Infeasible, InvalidInput, Unsupported, unknown_name
 from holdall.registry import member_class
 from holdall.training import TrainOptions
 from holdall.types import Hardware, Kind, Outcome, Plan, Progress, Trace
 from holdall.units import format_bytes
 
 _LOSSES = 1024  # bytes: the losses of the forwards before, and their shares
+
+
+def resolve_device(asked: str) -> str:
+    """Where the run computes, as torch names it."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = asked.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise unknown_name("device", asked, ("auto", "cpu", "cuda"))
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("no CUDA device is available here", hint="train on the CPU: `--device cpu`")
+    return asked
 
 
 def resolve_machine(options: TrainOptions, device: str) -> Hardware:

@@ -45,7 +45,25 @@ def tied():
 
 @pytest.mark.parametrize(
     "budget",
-    ["24GX", "24 parsecs", "-1GiB", -1, 0, "0", "0GiB", 0.0, "1e30GiB", 2**70, float("nan"), float("inf"), "", "lots", True, "50%%", "NaN"],
+    [
+        "24GX",
+        "24 parsecs",
+        "-1GiB",
+        -1,
+        0,
+        "0",
+        "0GiB",
+        0.0,
+        "1e30GiB",
+        2**70,
+        float("nan"),
+        float("inf"),
+        "",
+        "lots",
+        True,
+        "50%%",
+        "NaN",
+    ],
 )
 def test_a_budget_that_is_no_size(budget):
     error = refused(lambda: planned(budget=budget))
@@ -143,7 +161,9 @@ def change(path, edit):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("content", [b"", b"not json", b"\xff\xfe\x00", b"[]", b"null", b"3", b'{"format": "other"}', b'{"a": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"not json", b"\xff\xfe\x00", b"[]", b"null", b"3", b'{"format": "other"}', b'{"a": 1}']
+)
 def test_a_foreign_file(good, kind, content):
     path = good / f"{kind}.json"
     path.write_bytes(content)

@@ -8,12 +8,16 @@ import pytest
 
 from holdall.errors import Infeasible
 from holdall.planners._chain import best_choices
-from holdall.planners._menu import actions_for, make_menus
+from holdall.planners._menu import _labels, actions_for, make_menus
 from holdall.planners.auto import Auto
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED, traced
 from holdall.testing.worlds import chain, machine
 from holdall.types import Problem
+
+UNTIL_MENUS_ARE_EXACT = pytest.mark.xfail(
+    reason="menus leave out hidden copies and the last block, and `Curve.high` counts what an op frees to the op after it"
+)
 
 
 def problem(trace, *, budget=UNLIMITED, overlap=False, rate=40.0):
@@ -21,15 +25,25 @@ def problem(trace, *, budget=UNLIMITED, overlap=False, rate=40.0):
     return Problem(trace=trace, hardware=machine(overlap=overlap, read=rate, write=rate), budget={"cpu": budget})
 
 
+def blocks_of(trace):
+    return [b for b in trace.blocks if b.backward is not None and b.saves]
+
+
 def every_outcome(asked, labels):
     """(peak, seconds, labels) of each combination; `labels`: per block, what may be done with it."""
-    blocks = [item.block for item in make_menus(asked).items]
+    blocks = blocks_of(asked.trace)
     found = []
     for combination in itertools.product(*labels):
         actions = [a for block, label in zip(blocks, combination, strict=True) for a in actions_for(asked, block, label)]
         got = simulate(asked, actions)
         found.append((got.peak["cpu"], got.seconds, combination))
     return found
+
+
+def every_label(asked):
+    """All that may be done with each block, before the menus leave out what they think useless."""
+    blocks = blocks_of(asked.trace)
+    return [["keep", *_labels(asked, block, last=block is blocks[-1])] for block in blocks]
 
 
 def planned(asked):
@@ -51,15 +65,17 @@ def some_budgets(everything):
     return [peaks[0] - 1, *peaks[::step], peaks[-1]]
 
 
+@UNTIL_MENUS_ARE_EXACT
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_auto_finds_the_fastest_mix_that_fits(seed, overlap):
     trace = random_chain(random.Random(seed))
-    asked = problem(trace, overlap=overlap)
-    everything = every_outcome(asked, [[c.label for c in item.choices] for item in make_menus(asked).items])
+    rate = [10.0, 40.0, 100.0, 400.0][seed % 4]
+    asked = problem(trace, overlap=overlap, rate=rate)
+    everything = every_outcome(asked, every_label(asked))
     for budget in some_budgets(everything):
         fitting = [(seconds, labels) for peak, seconds, labels in everything if peak <= budget]
-        plan = planned(problem(trace, budget=budget, overlap=overlap))
+        plan = planned(problem(trace, budget=budget, overlap=overlap, rate=rate))
         if not fitting:
             assert plan is None or plan.predicted.peak["cpu"] <= budget  # segments may still fit
             continue
@@ -69,27 +85,26 @@ def test_auto_finds_the_fastest_mix_that_fits(seed, overlap):
         assert plan.predicted.seconds == pytest.approx(least, rel=1e-9), (budget, labels, plan.actions)
 
 
+@UNTIL_MENUS_ARE_EXACT
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_dynamic_program_refuses_only_what_nothing_meets(seed, overlap):
+def test_the_dynamic_program_knows_the_smallest_peak_and_its_price(seed, overlap):
     asked = problem(random_chain(random.Random(100 + seed)), overlap=overlap)
-    menus = make_menus(asked)
-    everything = every_outcome(asked, [[c.label for c in item.choices] for item in menus.items])
+    items = make_menus(asked).items
+    everything = every_outcome(asked, every_label(asked))
     smallest = min(peak for peak, _, _ in everything)
-    plain = sum(op.seconds for op in asked.trace.ops)
-    assert best_choices(menus.items, smallest - 1, asked.hardware) is None
-    found = best_choices(menus.items, smallest, asked.hardware)
-    assert found is not None
     least = min(seconds for peak, seconds, _ in everything if peak == smallest)
-    assert plain + found[0] == pytest.approx(least, rel=1e-9)
-    assert best_choices(menus.items, UNLIMITED, asked.hardware)[0] == 0
+    assert best_choices(items, smallest - 1, asked.hardware) is None
+    found = best_choices(items, smallest, asked.hardware)
+    assert found is not None
+    assert sum(op.seconds for op in asked.trace.ops) + found[0] == pytest.approx(least, rel=1e-9)
+    assert best_choices(items, UNLIMITED, asked.hardware)[0] == 0
 
 
 def test_auto_finds_the_fastest_mix_for_a_real_model():
     trace = traced("tied")[3]
     asked = problem(trace, rate=1e9)
-    items = make_menus(asked).items
-    everything = every_outcome(asked, [["keep", "recompute", "offload"] for _ in items])
+    everything = every_outcome(asked, [["keep", "recompute", "offload"] for _ in blocks_of(trace)])
     kept = simulate(asked, []).peak["cpu"]
     lowest = min(peak for peak, _, _ in everything)
     budget = (kept + lowest) // 2
@@ -112,13 +127,14 @@ def test_a_hundred_blocks_are_planned_in_seconds(overlap):
     assert plan.predicted.peak["cpu"] <= kept * 2 // 3
 
 
+@UNTIL_MENUS_ARE_EXACT
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("label", ["recompute", "offload"])
 def test_auto_is_never_slower_than_one_rule_for_all(label, overlap):
     for seed in range(15):
         trace = random_chain(random.Random(seed))
         asked = problem(trace, overlap=overlap, rate=[10.0, 40.0, 1000.0][seed % 3])
-        actions = [a for item in make_menus(asked).items for a in actions_for(asked, item.block, label)]
+        actions = [a for block in blocks_of(trace) for a in actions_for(asked, block, label)]
         rule = simulate(asked, actions)
         for budget in (rule.peak["cpu"], rule.peak["cpu"] + 15):
             plan = planned(Problem(trace=trace, hardware=asked.hardware, budget={"cpu": budget}))
