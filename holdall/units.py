@@ -43,6 +43,8 @@ def parse_bytes(text: str | int | float, *, total: int | None = None, what: str 
         size = number * _UNITS[unit]
     elif isinstance(text, float) and 0 < text <= 1:
         return _share(text, text, total, what, example)
+    elif not isinstance(text, (int, float)):
+        raise InvalidInput(f"`{what}` is {text!r}, which is not a size", hint=example)
     else:
         size = float(text)
     if math.isnan(size) or size <= 0:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from holdall.planners._menu import Choice, Item
 from holdall.types import Hardware
 
-_STATES = 4000  # beyond this, states closer together than a thousandth of the budget are merged, the smaller one kept
+_STATES = 1000  # beyond this, of states closer together than a thousandth of the budget only the fastest is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ def _extend(state: _State, item: Item, budget: int, hardware: Hardware) -> list[
         seconds = state.seconds + step_seconds(state.out, state.back, item, choice, hardware)
         freed = state.freed + state.late
         if choice.late:
-            found.append(_State(seconds, freed, choice.freed, choice.out, choice.back, (n, state.path)))
+            found.append(
+                _State(seconds, freed + choice.freed - choice.slow, choice.slow, choice.out, choice.back, (n, state.path))
+            )
         else:
             found.append(_State(seconds, freed + choice.freed, 0, 0, 0, (n, state.path)))
     return found

@@ -31,6 +31,7 @@ class Choice:
     seconds: float = 0.0  # recomputation
     out: int = 0  # bytes copied out after its forward
     back: int = 0  # bytes copied back before its backward
+    slow: int = 0  # of `freed`, the bytes that go only after the next block's forward (late choices)
     late: bool = False  # the memory is free only after the next block's forward, and taken before its backward
 
 
@@ -107,6 +108,21 @@ def make_menus(problem: Problem) -> Menus:
                 choices=(kept, *_worthwhile(found.get(same, []))),
             )
         )
+    if chain:  # from the end of the last block to the first backward: nothing to decide, but what is freed counts there
+        begin, end = chain[-1].last + 1, min(b for _, (b, _) in windows.values())
+        if begin < end:
+            items.append(
+                Item(
+                    block=chain[-1],
+                    before_forward=plain.before[begin],
+                    before_backward=0,
+                    forward_seconds=sum(trace.ops[k].seconds for k in range(begin, end)),
+                    backward_seconds=0.0,
+                    choices=(
+                        Choice(label="keep", freed=0, forward=max(plain.high[begin:end]) - plain.before[begin], backward=0),
+                    ),
+                )
+            )
     covered = {k for f, b in windows.values() for k in (*range(*f), *range(*b))}
     floor = max((plain.high[k] for k in range(len(trace.ops)) if k not in covered), default=0)
     return Menus(items=tuple(items), floor=floor, plain=plain)
@@ -115,11 +131,10 @@ def make_menus(problem: Problem) -> Menus:
 def _windows(trace: Trace, chain: Sequence[Block]) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
     """For every block the ops [from, to) of its forward and of its backward, each up to where the next one begins."""
     backwards = sorted({(b.backward or 0) + 1 for b in chain})
-    first_backward = backwards[0] if backwards else len(trace.ops)
     step = next((op.id for op in trace.ops if op.site.phase.value == "step"), len(trace.ops))
     found = {}
     for n, block in enumerate(chain):
-        until = chain[n + 1].first if n + 1 < len(chain) else first_backward
+        until = chain[n + 1].first if n + 1 < len(chain) else block.last + 1
         begin = (block.backward or 0) + 1
         end = next((k for k in backwards if k > begin), step)
         found[block.id] = ((block.first, max(until, block.last + 1)), (begin, max(end, begin + 1)))
@@ -188,6 +203,7 @@ def _compare(
         after = min((w[0][1] for w in following), default=f[1])
     after = min(after, len(plain.before) - 1)
     freed = (plain.before[after] - curve.before[after]) - changed_before
+    at_once = (plain.before[f[1]] - curve.before[f[1]]) - changed_before
     copied_out = _between(curve.out, f[0], after + 1) if "offload" in label else 0
     overhead = _MODE_SECONDS * (block.last - block.first + 1) * 2 if ":" in label else 0.0
     return Choice(
@@ -198,6 +214,7 @@ def _compare(
         seconds=sum(curve.seconds[k] for k in range(*b)) + overhead,
         out=copied_out,
         back=copied_out,
+        slow=max(0, freed - at_once) if late else 0,
         late=late,
     )
 
@@ -218,7 +235,7 @@ def _worthwhile(choices: Iterable[Choice]) -> list[Choice]:
             and o.backward <= c.backward
             and o.seconds <= c.seconds
             and o.out <= c.out
-            and (o.late <= c.late)
+            and (o.late == c.late or not o.out)  # at once is smaller, but nothing hides its copies
             and (o.freed, -o.seconds, -o.out, o.label) > (c.freed, -c.seconds, -c.out, c.label)
             for o in useful
         )

@@ -28,6 +28,7 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
     count = len(problem.trace.ops)
     curve = Curve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count)
     high, again, out, back = live, 0.0, 0, 0
+    done = True  # nothing has happened since the last op but frees
     for step in close(schedule):
         if isinstance(step, Run):
             if step.op >= 0 and not step.again:
@@ -37,7 +38,9 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
                 curve.high[k] = max(high, live + step.workspace)
                 curve.seconds[k], curve.out[k], curve.back[k] = again, out, back
                 high, again, out, back = live, 0.0, 0, 0
+                done = True
             else:
+                done = False
                 live += sum(info[x].nbytes for x in step.writes)
                 high = max(high, live + step.workspace)
                 again += step.seconds
@@ -46,9 +49,12 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
             if step.dst == home:
                 live += size
                 high = max(high, live)
+                done = False
                 back += size
             else:
                 out += size
         elif isinstance(step, Drop) and step.tier == home:
             live -= info[step.tensor].nbytes
+            if done:  # what the op itself lets go belongs to it, not to what follows
+                high = live
     return curve

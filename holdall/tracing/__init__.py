@@ -31,8 +31,8 @@ def trace_step(
     device: str | torch.device | None = None,
 ) -> Trace:
     """One training step of `model` on `batch`; see `holdall.trace`."""
-    target = _target_device(model, device)
     _check_inputs(model, batch, optimizer)
+    target = _target_device(model, device)
     run = loss or default_loss
     notes: list[str] = []
     source = "fake"
