@@ -1,6 +1,6 @@
 """What every member must do, found by folder. A file added to `actions/` or `planners/` is tested by existing.
 
-Elsewhere: subclass `PlannerContract` or `ActionContract`, set the class attribute, and let pytest collect it.
+Elsewhere: subclass `PlannerContract`, `ActionContract` or `TierContract`, set the class attribute, and let pytest collect it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.cost.roofline import cost_trace
-from holdall.errors import Infeasible
+from holdall.errors import Infeasible, OverBudget
 from holdall.planners._finish import finish, over_budget
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
@@ -208,6 +208,45 @@ class ActionContract:
             with Harness(plan, model, optimizer, store=Far()):
                 pass
             assert fingerprint(model, optimizer) == before
+
+
+class TierContract:
+    """Bytes come back as they were, whole storages travel, counts are exact, and a capacity is kept."""
+
+    tier: ClassVar[Any]  # the class
+    device: ClassVar[str] = "cpu"
+    keeps: ClassVar[bool] = True  # false: a tier for simulations, which keeps no bytes
+
+    def test_bytes_come_back_as_they_were_and_counts_return_to_zero(self) -> None:
+        store = self.tier(device=self.device)
+        sources = [torch.randn(n, device=self.device) for n in (1, 7, 4096)]
+        tickets = [store.put(t.untyped_storage()) for t in sources]
+        if self.keeps:
+            assert store.used == sum(t.untyped_storage().nbytes() for t in sources)
+        for source, ticket in zip(sources, tickets, strict=True):
+            store.wait(ticket)
+            fetched = store.get(ticket, self.device)
+            store.wait_in(ticket)
+            assert fetched.nbytes() == source.untyped_storage().nbytes()
+            if self.keeps:
+                assert torch.equal(torch.empty(0, device=self.device).set_(fetched), source)
+            store.free(ticket)
+        assert store.used == 0
+        store.close()
+
+    def test_a_capacity_is_kept(self) -> None:
+        if not self.keeps:
+            return
+        store = self.tier(device=self.device, capacity=1024)
+        store.put(torch.zeros(256, device=self.device).untyped_storage())
+        try:
+            store.put(torch.zeros(1, device=self.device).untyped_storage())
+        except OverBudget as error:
+            assert error.hint
+        else:
+            raise AssertionError("a full tier took more")
+        assert store.peak == 1024
+        store.close()
 
 
 def _clash(first: Any, second: Any) -> bool:

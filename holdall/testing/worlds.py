@@ -218,7 +218,7 @@ PLAIN: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 """Families that need nothing but torch: name -> (model, batch)."""
 
-HUGGING_FACE = ("tiny-gpt2", "tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-bert", "tiny-t5", "tiny-vit")
+HUGGING_FACE = ("tiny-gpt2", "tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mixtral", "tiny-bert", "tiny-t5", "tiny-vit")
 """Families that need transformers; see `holdall.models`."""
 
 
