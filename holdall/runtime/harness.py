@@ -146,7 +146,7 @@ class Harness:
     # steps
 
     def _begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        if not torch.is_grad_enabled() or not self.model.training:
+        if not torch.is_grad_enabled():  # evaluation
             return
         if self._began is not None and self.optimizer is not None:
             self._watch.again()  # gradient accumulation: another forward of the same step
