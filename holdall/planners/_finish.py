@@ -70,6 +70,8 @@ def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None
     kinds = ", ".join(f"{k.value} {format_bytes(v)}" for k, v in outcome.peak_kinds.items() if v)
     where = f"; at the peak ({outcome.peak_where}): {kinds}" if kinds and tier == problem.home else ""
     options = "" if problem.allow >= {"recompute", "offload"} else "allow recompute and offload, or "
+    if "_foreach_" in outcome.peak_where:
+        options += "build the optimizer with `fused=True`, which needs no temporaries, or "
     raise Infeasible(
         f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; "
         f"the smallest found needs {exact_bytes(least)}{where}",

@@ -5,14 +5,16 @@ import random
 import time
 
 import pytest
+import torch
 
+import holdall
 from holdall.errors import Infeasible
 from holdall.planners._chain import best_choices
 from holdall.planners._menu import _labels, actions_for, make_menus
 from holdall.planners.auto import Auto
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED, traced
-from holdall.testing.worlds import chain, machine
+from holdall.testing.worlds import chain, family, machine
 from holdall.types import Problem
 
 
@@ -133,3 +135,11 @@ def test_auto_is_never_slower_than_one_rule_for_all(label, overlap):
             plan = planned(Problem(trace=trace, hardware=asked.hardware, budget={"cpu": budget}))
             assert plan is not None
             assert plan.predicted.seconds <= rule.seconds * (1 + 1e-9)
+
+
+def test_a_refusal_at_the_optimizers_temporaries_says_how_to_avoid_them():
+    model, batch = family("tied")
+    trace = holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), foreach=True))
+    with pytest.raises(holdall.Infeasible) as refused:
+        holdall.plan(trace, budget=1, hardware=machine())
+    assert "fused=True" in refused.value.hint
