@@ -125,6 +125,7 @@ def _why(problem: Problem, plain: _Candidate, best: _Candidate, found: list[_Can
         if other is not best and other is not plain:
             fits = not over_budget(problem, other.outcome)
             slower = other.outcome.seconds - best.outcome.seconds
-            verdict = f"would take {format_seconds(max(slower, 0.0))} more" if fits else "does not fit"
+            verdict = f"would take {format_seconds(slower)} more" if slower >= 0 else "leaves the allocator too little room"
+            verdict = verdict if fits else "does not fit"
             reasons.append(f"{other.label} ({format_bytes(other.outcome.peak[problem.home])}) {verdict}")
     return list(dict.fromkeys(reasons))
