@@ -16,6 +16,8 @@ from holdall.errors import Unsupported
 from holdall.types import Block, Kind, Op, Problem, Run, Schedule, Trace
 from holdall.types.schedule import Mark
 
+_WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: the mode that watches for them, measured on a CPU
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
@@ -142,6 +144,7 @@ class _Rewrite:
         for block in self.blocks:
             mine = [op for op in again if block.first <= op.id <= block.last]
             if mine:
+                runs += self._watched(block)
                 runs += [*self._remember(block, mine[-1].id, order[-1]), *(self._run(op, copies) for op in mine)]
         self.schedule.insert(after, runs)
         self._hold_inputs(again, (order[-1], 1))
@@ -203,6 +206,16 @@ class _Rewrite:
                 if save.unpacked < op <= until:
                     run = self.schedule.run(op)
                     self.schedule.runs[op] = replace(run, reads=tuple(copies[x] if x == save.tensor else x for x in run.reads))
+
+    def _watched(self, block: Block) -> list[Run]:
+        """Keeping results of ops costs time in the forward and in the replay, for every op of the block."""
+        if not self.kept:
+            return []
+        watch = Run(
+            op=-1, reads=(), writes=(), seconds=_WATCH_SECONDS * (block.last - block.first + 1), name="watch for kept ops"
+        )
+        self.schedule.insert(block.first - 1, [watch])
+        return [watch]
 
     def _remember(self, block: Block, last: int, end: int) -> list[Run]:
         """Buffers the block changes: one copy from before its forward, one for the time of its replay."""

@@ -17,8 +17,6 @@ from holdall.actions.recompute import Recompute, keepable, obstacle
 from holdall.simulator.curve import Curve, memory_curve
 from holdall.types import Action, Block, Problem, Trace
 
-_MODE_SECONDS = 2e-5  # per op of a block whose op results are kept: the dispatch mode that watches for them, measured on CPUs
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -205,13 +203,12 @@ def _compare(
     freed = (plain.before[after] - curve.before[after]) - changed_before
     at_once = (plain.before[f[1]] - curve.before[f[1]]) - changed_before
     copied_out = _between(curve.out, f[0], after + 1) if "offload" in label else 0
-    overhead = _MODE_SECONDS * (block.last - block.first + 1) * 2 if ":" in label else 0.0
     return Choice(
         label=label,
         freed=freed,
         forward=max(curve.high[k] for k in range(*f)) - curve.before[f[0]],
         backward=max(curve.high[k] for k in range(*b)) + changed_before - plain.before[b[0]],
-        seconds=sum(curve.seconds[k] for k in range(*b)) + overhead,
+        seconds=sum(curve.seconds[k] for k in (*range(*f), *range(*b))),
         out=copied_out,
         back=copied_out,
         slow=max(0, freed - at_once) if late else 0,
