@@ -16,7 +16,7 @@ from holdall.errors import Unsupported
 from holdall.types import Block, Kind, Op, Problem, Run, Schedule, Trace
 from holdall.types.schedule import Mark
 
-_WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: the mode that watches for them, measured on a CPU
+_WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,13 +45,6 @@ class Item:
     choices: tuple[Choice, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Menus:
-    items: tuple[Item, ...]
-    floor: int  # the highest outside all blocks' windows: no choice changes it
-    plain: Curve
-
-
 def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
     """The actions that a choice stands for."""
     trace = problem.trace
@@ -66,7 +59,7 @@ def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
     return actions
 
 
-def make_menus(problem: Problem) -> Menus:
+def make_menus(problem: Problem) -> tuple[Item, ...]:
     """The chain of blocks that hold something for backward, each with its menu."""
     trace = problem.trace
     chain = [b for b in trace.blocks if b.backward is not None and b.saves]
@@ -121,9 +114,7 @@ def make_menus(problem: Problem) -> Menus:
                     ),
                 )
             )
-    covered = {k for f, b in windows.values() for k in (*range(*f), *range(*b))}
-    floor = max((plain.high[k] for k in range(len(trace.ops)) if k not in covered), default=0)
-    return Menus(items=tuple(items), floor=floor, plain=plain)
+    return tuple(items)
 
 
 def _windows(trace: Trace, chain: Sequence[Block]) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:

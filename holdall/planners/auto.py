@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from holdall.planners._chain import best_choices
 from holdall.planners._finish import finish, over_budget
-from holdall.planners._menu import Menus, actions_for, make_menus
+from holdall.planners._menu import Item, actions_for, make_menus
 from holdall.planners._segments import segmented
 from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Plan, Problem
@@ -73,20 +73,18 @@ def _try(label: str, actions: Sequence[Action], problem: Problem) -> _Candidate:
     return _Candidate(label, tuple(actions), simulate(problem, actions))
 
 
-def _by_program(problem: Problem, menus: Menus) -> list[_Candidate]:
+def _by_program(problem: Problem, menus: Sequence[Item]) -> list[_Candidate]:
     """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
     budget = problem.limit(problem.home)
     found: list[_Candidate] = []
     allowed = budget
     for n in range(_TRIES):
         problem.progress("searching", n, _TRIES, "")
-        answer = best_choices(menus.items, allowed, problem.hardware)
+        answer = best_choices(menus, allowed, problem.hardware)
         if answer is None:
             break
         actions = [
-            a
-            for item, choice in zip(menus.items, answer[1], strict=True)
-            for a in actions_for(problem, item.block, choice.label)
+            a for item, choice in zip(menus, answer[1], strict=True) for a in actions_for(problem, item.block, choice.label)
         ]
         candidate = _try("the dynamic program's mix", actions, problem)
         found.append(candidate)
@@ -97,11 +95,11 @@ def _by_program(problem: Problem, menus: Menus) -> list[_Candidate]:
     return found
 
 
-def _fallbacks(problem: Problem, menus: Menus) -> list[_Candidate]:
+def _fallbacks(problem: Problem, menus: Sequence[Item]) -> list[_Candidate]:
     """What anyone would try by hand; the search must not lose to them."""
     found = []
     for label in ("recompute", "recompute + offload", "offload"):
-        blocks = [i.block for i in menus.items if any(c.label == label for c in i.choices)]
+        blocks = [i.block for i in menus if any(c.label == label for c in i.choices)]
         if blocks:
             found.append(_try(f"{label} all", [a for b in blocks for a in actions_for(problem, b, label)], problem))
     return found

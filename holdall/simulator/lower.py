@@ -40,6 +40,7 @@ def close(schedule: Schedule) -> list[Step]:
     begins: dict[tuple[TensorId, str], list[int]] = {}
     touched: dict[tuple[TensorId, str], list[int]] = {}
     home = schedule.home
+    tiers = {home}
     for x, info in schedule.trace.tensors.items():
         if info.born < 0:
             begins[(x, home)] = [-1]
@@ -52,12 +53,13 @@ def close(schedule: Schedule) -> list[Step]:
             for x in (*step.reads, *step.mutates):
                 touched.setdefault((x, home), []).append(i)
         elif isinstance(step, Copy):
+            tiers.add(step.dst)
             for x in step.tensors:
                 touched.setdefault((x, step.src), []).append(i)
                 begins.setdefault((x, step.dst), []).append(i)
         elif isinstance(step, Wait):
             for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
-                for key in [k for k in ((x, home), *_far_keys(x, begins, home)) if k in begins]:
+                for key in [(x, tier) for tier in tiers if (x, tier) in begins]:
                     touched.setdefault(key, []).append(i)
     drops: dict[int, list[Drop]] = {}
     for (x, tier), starts in begins.items():
@@ -80,7 +82,3 @@ def close(schedule: Schedule) -> list[Step]:
         closed.append(step)
         closed.extend(drops.get(i, ()))
     return closed
-
-
-def _far_keys(x: TensorId, begins: dict[tuple[TensorId, str], list[int]], home: str) -> list[tuple[TensorId, str]]:
-    return [(x, tier) for tier in ("cpu", "far", "nvme") if tier != home and (x, tier) in begins]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from holdall.cost.link import Links, copy_seconds
 from holdall.simulator.allocators import Allocator
-from holdall.types import Copy, Drop, Hardware, Holder, Kind, Moment, Outcome, Run, Schedule, Span, Step, Wait
+from holdall.types import Copy, Drop, Hardware, Holder, Kind, Moment, Op, Outcome, Run, Schedule, Span, Step, Wait
 
 _MOMENTS = 1200  # points of a timeline worth drawing
 
@@ -124,9 +124,9 @@ def replay(
     return _with_details(outcome, steps, schedule, clock, moments, worst) if full else outcome
 
 
-def _where(step: Step, ops: Sequence[object]) -> str:
+def _where(step: Step, ops: Sequence[Op]) -> str:
     if isinstance(step, Run) and step.op >= 0:
-        site = ops[step.op].site  # type: ignore[attr-defined]
+        site = ops[step.op].site
         again = "recompute for " if step.again else ""
         return f"{again}{site.phase.value} of `{site.module or 'model'}` ({site.op})"
     return step.name if isinstance(step, (Run, Copy)) else ""

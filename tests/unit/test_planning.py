@@ -86,7 +86,7 @@ def test_auto_finds_the_fastest_mix_that_fits(seed, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_dynamic_program_knows_the_smallest_peak_and_its_price(seed, overlap):
     asked = problem(random_chain(random.Random(100 + seed)), overlap=overlap)
-    items = make_menus(asked).items
+    items = make_menus(asked)
     everything = every_outcome(asked, every_label(asked))
     smallest = min(peak for peak, _, _ in everything)
     least = min(seconds for peak, seconds, _ in everything if peak == smallest)
