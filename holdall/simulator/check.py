@@ -11,13 +11,22 @@ class Illegal(AssertionError):
     """A schedule that no machine could run; a fault of an action or a planner, never of the user."""
 
 
-def check(steps: Iterable[Step], tensors: Mapping[int, TensorInfo], home: str) -> dict[str, int]:
-    """Walk the steps; raise `Illegal` at the first that cannot run. Returns the peak of every tier in bytes."""
-    present: dict[str, set[int]] = {home: {x for x, t in tensors.items() if t.born < 0}}
+def check(
+    steps: Iterable[Step], tensors: Mapping[int, TensorInfo], home: str, start: Mapping[int, str] | None = None
+) -> dict[str, int]:
+    """Walk the steps; raise `Illegal` at the first that cannot run. Returns the peak of every tier in bytes.
+
+    `start`: tensors that are not in `home` before the step, and where they are.
+    """
+    start = start or {}
+    present: dict[str, set[int]] = {home: set()}
+    for x, t in tensors.items():
+        if t.born < 0:
+            present.setdefault(start.get(x, home), set()).add(x)
     flying: dict[int, str] = {}  # tensor -> the tier it is being copied to
     peak: dict[str, int] = {}
 
-    total: dict[str, int] = {home: sum(tensors[x].nbytes for x in present[home])}
+    total: dict[str, int] = {tier: sum(tensors[x].nbytes for x in there) for tier, there in present.items()}
 
     def measure(workspace: int = 0) -> None:
         for tier, size in total.items():
@@ -27,6 +36,11 @@ def check(steps: Iterable[Step], tensors: Mapping[int, TensorInfo], home: str) -
     for number, step in enumerate(steps):
         if isinstance(step, Run):
             what = f"step {number}, {step.name} (op {step.op}, run {step.again})"
+            if step.stream == "host":
+                for x in (*step.reads, *step.mutates):
+                    if not any(x in there for tier, there in present.items() if tier != home):
+                        raise Illegal(f"{what} reads {tensors[x].name} (tensor {x}) on the host, where it is not")
+                continue
             for x in (*step.reads, *step.mutates):
                 if x not in present[home]:
                     raise Illegal(f"{what} reads {tensors[x].name} (tensor {x}), which is not there")
@@ -40,6 +54,11 @@ def check(steps: Iterable[Step], tensors: Mapping[int, TensorInfo], home: str) -
             measure(step.workspace)
         elif isinstance(step, Copy):
             for x in step.tensors:
+                if not step.lands:
+                    if x not in present.get(step.dst, ()):
+                        raise Illegal(f"step {number} overwrites tensor {x} in {step.dst}, where it is not")
+                    flying[x] = step.dst
+                    continue
                 if x not in present.get(step.src, ()):
                     raise Illegal(f"step {number} copies tensor {x} from {step.src}, where it is not")
                 if x in present.setdefault(step.dst, set()):

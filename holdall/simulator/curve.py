@@ -24,13 +24,15 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
     schedule = lower(problem, actions)
     info = {**problem.trace.tensors, **schedule.added}
     home = problem.home
-    live = sum(t.nbytes for t in problem.trace.tensors.values() if t.born < 0)
+    live = sum(t.nbytes for x, t in info.items() if t.born < 0 and x not in schedule.start)
     count = len(problem.trace.ops)
     curve = Curve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count)
     high, again, out, back = live, 0.0, 0, 0
     done = True  # nothing has happened since the last op but frees
     for step in close(schedule):
         if isinstance(step, Run):
+            if step.stream == "host":
+                continue
             if step.op >= 0 and not step.again:
                 k = step.op
                 curve.before[k] = live
@@ -46,6 +48,8 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
                 again += step.seconds
         elif isinstance(step, Copy):
             size = sum(info[x].nbytes for x in step.tensors)
+            if not step.lands:
+                continue
             if step.dst == home:
                 live += size
                 high = max(high, live)

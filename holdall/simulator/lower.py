@@ -32,7 +32,7 @@ def close(schedule: Schedule) -> list[Step]:
     """Add a Drop at the end of every stay of every tensor in every tier.
 
     A stay begins when the tensor is made or copied in, and ends after the last of: its uses, the waits for its copies, and the
-    moments until which something holds it. Frees are only ever derived here.
+    moments until which something holds it. Tensors that live in a farther tier stay there. Frees are only ever derived here.
     """
     steps = list(schedule.steps())
     never = len(steps)
@@ -41,13 +41,15 @@ def close(schedule: Schedule) -> list[Step]:
     touched: dict[tuple[TensorId, str], list[int]] = {}
     home = schedule.home
     tiers = {home}
-    for x, info in schedule.trace.tensors.items():
-        if info.born < 0:
+    for x, info in (*schedule.trace.tensors.items(), *schedule.added.items()):
+        if info.born < 0 and x not in schedule.start:
             begins[(x, home)] = [-1]
     for i, step in enumerate(steps):
         if isinstance(step, Run):
             if step.op >= 0:
                 at[(step.op, step.again)] = i
+            if step.stream == "host":
+                continue  # what it touches lives in a farther tier for good
             for x in step.writes:
                 begins.setdefault((x, home), []).append(i)
             for x in (*step.reads, *step.mutates):
@@ -56,7 +58,10 @@ def close(schedule: Schedule) -> list[Step]:
             tiers.add(step.dst)
             for x in step.tensors:
                 touched.setdefault((x, step.src), []).append(i)
-                begins.setdefault((x, step.dst), []).append(i)
+                if step.lands:
+                    begins.setdefault((x, step.dst), []).append(i)
+                else:
+                    touched.setdefault((x, step.dst), []).append(i)
         elif isinstance(step, Wait):
             for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
                 for key in [(x, tier) for tier in tiers if (x, tier) in begins]:

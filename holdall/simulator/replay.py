@@ -6,24 +6,17 @@ kept apart: a Copy takes its space when it is issued, whenever it arrives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from holdall.cost.link import Links, copy_seconds
+from holdall.cost.link import copy_seconds
 from holdall.simulator.allocators import Allocator
+from holdall.simulator.clock import COMPUTE, Clock
 from holdall.types import Copy, Drop, Hardware, Holder, Kind, Moment, Op, Outcome, Run, Schedule, Span, Step, Wait
 
 _MOMENTS = 1200  # points of a timeline worth drawing
 
-
-@dataclass
-class _Clock:
-    """Computation's clock and what was spent on it."""
-
-    now: float = 0.0
-    recompute: float = 0.0
-    stall: float = 0.0
-    lanes: list[Span] = field(default_factory=list)
+_Moment = tuple[tuple[int, float], int, int, tuple[int, ...]]  # (task and seconds into it), step, bytes, bytes by kind
 
 
 def replay(
@@ -32,32 +25,35 @@ def replay(
     """`full`: with timeline, lanes and who sits at the peak. `allocator`: also what it reserves."""
     home = schedule.home
     info = {**schedule.trace.tensors, **schedule.added}
-    ops = schedule.trace.ops
-    clock, links = _Clock(), Links(hardware)
+    clock = Clock(hardware)
     live: dict[str, int] = {home: 0}
     peak: dict[str, int] = {}
     kinds = dict.fromkeys(Kind, 0)
-    present: dict[int, None] = {}
     traffic: dict[str, int] = {}
-    flying: dict[int, tuple[int, str, str]] = {}
-    moments: list[tuple[float, int, int, tuple[int, ...]]] = []
+    busy: dict[int, int] = {}  # tensor -> the task after which its copy or its host update is over
+    moments: list[_Moment] = []
     worst: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # bytes, step, kinds
+    spans: list[tuple[int, float, float, str, str]] = []  # task, from, for, lane, name
+    recompute = work = 0.0
 
     def enter(x: int, tier: str) -> None:
         t = info[x]
         live[tier] = live.get(tier, 0) + t.nbytes
         if tier == home:
             kinds[t.kind] += t.nbytes
-            present[x] = None
             if allocator is not None:
                 allocator.alloc(x, t.nbytes)
 
-    for x, t in schedule.trace.tensors.items():
+    for x, t in info.items():
         if t.born < 0:
-            enter(x, home)
-    peak[home] = live[home]
+            enter(x, schedule.start.get(x, home))
+    peak.update(live)
     for number, step in enumerate(steps):
         if isinstance(step, Run):
+            if step.stream == "host" and hardware.overlap:
+                task = clock.beside("host", step.seconds, after=_busy(busy, (*step.reads, *step.mutates)), name=step.name)
+                busy.update(dict.fromkeys(step.mutates, task))
+                continue
             for x in step.writes:
                 enter(x, home)
             if step.workspace and allocator is not None:
@@ -65,63 +61,81 @@ def replay(
                 allocator.free(-1)
             now = live[home] + step.workspace
             peak[home] = max(peak[home], now)
+            at = clock.compute(step.seconds)
+            work += step.seconds
+            if step.again:
+                recompute += step.seconds
             if full:
                 if now > worst[0]:
                     worst = (now, number, tuple(kinds.values()))
-                moments.append((clock.now, number, now, tuple(kinds.values())))
-                _span(clock, "recompute" if step.again else "compute", _where(step, ops), step.seconds)
-            clock.now += step.seconds
-            if step.again:
-                clock.recompute += step.seconds
+                moments.append((at, number, now, tuple(kinds.values())))
+                lane = "recompute" if step.again else "host" if step.stream == "host" else "compute"
+                _span(spans, at, step.seconds, lane, _where(step, schedule.trace.ops))
         elif isinstance(step, Copy):
             total = sum(info[x].nbytes for x in step.tensors)
-            for x in step.tensors:
-                enter(x, step.dst)
-            peak[step.dst] = max(peak.get(step.dst, 0), live[step.dst])
+            if step.lands:
+                for x in step.tensors:
+                    enter(x, step.dst)
+            peak[step.dst] = max(peak.get(step.dst, 0), live.get(step.dst, 0))
             far, direction = (step.dst, "out") if step.src == home else (step.src, "in")
             traffic[f"{step.src}->{step.dst}"] = traffic.get(f"{step.src}->{step.dst}", 0) + total
             if hardware.overlap:
-                ticket = links.start(clock.now, far, direction, total)
-                for x in step.tensors:
-                    flying[x] = (ticket, f"copy {direction}", step.name)
+                after = _busy(busy, step.tensors)
+                task = clock.copy(far, direction, total, after=after, lane=step.lane, name=step.name)
+                busy.update(dict.fromkeys(step.tensors, task))
             else:  # the processor that computes also copies: honest about it
                 seconds = copy_seconds(total, hardware.tier(far), hardware, direction)
+                at = clock.compute(seconds)
                 if full:
-                    _span(clock, f"copy {direction}", step.name, seconds)
-                clock.now += seconds
-                clock.stall += seconds
+                    _span(spans, at, seconds, f"copy {direction}", step.name)
         elif isinstance(step, Wait):
-            before = clock.now
-            for x in step.tensors:
-                if x not in flying:
-                    continue
-                ticket, lane, name = flying.pop(x)
-                start, done = links.span(ticket)
-                clock.now = max(clock.now, done)
-                span = Span(lane=lane, name=name, start=start, end=done)
-                if full and (not clock.lanes or clock.lanes[-1] != span):
-                    clock.lanes.append(span)
-            clock.stall += clock.now - before
-            if full and clock.now > before:
-                clock.lanes.append(Span(lane="waiting", name="waiting for copies", start=before, end=clock.now))
+            clock.wait(_busy(busy, step.tensors))
         elif isinstance(step, Drop):
             t = info[step.tensor]
             live[step.tier] -= t.nbytes
             if step.tier == home:
                 kinds[t.kind] -= t.nbytes
-                present.pop(step.tensor, None)
                 if allocator is not None:
                     allocator.free(step.tensor)
+    seconds = clock.run()
     outcome = Outcome(
         source="simulated",
-        seconds=clock.now,
+        seconds=seconds,
         peak=peak,
-        recompute_seconds=clock.recompute,
-        stall_seconds=clock.stall,
+        recompute_seconds=recompute,
+        stall_seconds=max(0.0, seconds - work),
         reserved=allocator.peak_reserved if allocator is not None else None,
         traffic=traffic,
     )
-    return _with_details(outcome, steps, schedule, clock, moments, worst) if full else outcome
+    if not full:
+        return outcome
+    return _with_details(outcome, steps, schedule, _lanes(clock, spans), _dated(moments, clock), worst)
+
+
+def _busy(busy: dict[int, int], tensors: Iterable[int]) -> list[int]:
+    """The tasks that still move or make these tensors, each once."""
+    return list(dict.fromkeys(busy[x] for x in tensors if x in busy))
+
+
+def _dated(moments: list[_Moment], clock: Clock) -> list[tuple[float, int, int, tuple[int, ...]]]:
+    return [(clock.tasks[task].start + into, number, total, kinds) for (task, into), number, total, kinds in moments]
+
+
+def _lanes(clock: Clock, spans: list[tuple[int, float, float, str, str]]) -> list[Span]:
+    """Everything that took time, lane by lane; computation under the names of its ops."""
+    found = []
+    for task, into, length, lane, name in spans:
+        begun = clock.tasks[task].start + into
+        found.append(Span(lane=lane, name=name, start=begun, end=begun + length))
+    idle_from = 0.0
+    for task in clock.tasks:
+        if task.lane != COMPUTE:
+            found.append(Span(lane=task.lane, name=task.name, start=task.start, end=task.end))
+            continue
+        if task.start > idle_from:
+            found.append(Span(lane="waiting", name="waiting", start=idle_from, end=task.start))
+        idle_from = task.end
+    return sorted(found, key=lambda span: span.start)
 
 
 def _where(step: Step, ops: Sequence[Op]) -> str:
@@ -132,26 +146,25 @@ def _where(step: Step, ops: Sequence[Op]) -> str:
     return step.name if isinstance(step, (Run, Copy)) else ""
 
 
-def _span(clock: _Clock, lane: str, name: str, seconds: float) -> None:
+def _span(spans: list[tuple[int, float, float, str, str]], at: tuple[int, float], seconds: float, lane: str, name: str) -> None:
     """Add time to a lane; neighbours of the same name become one span."""
-    if clock.lanes:
-        last = clock.lanes[-1]
-        if last.lane == lane and last.name == name and abs(last.end - clock.now) < 1e-12:
-            clock.lanes[-1] = Span(lane=lane, name=name, start=last.start, end=clock.now + seconds)
+    task, into = at
+    if spans:
+        last_task, last_into, length, last_lane, last_name = spans[-1]
+        if (last_task, last_lane, last_name) == (task, lane, name) and abs(last_into + length - into) < 1e-12:
+            spans[-1] = (task, last_into, length + seconds, lane, name)
             return
-    clock.lanes.append(Span(lane=lane, name=name, start=clock.now, end=clock.now + seconds))
+    spans.append((task, into, seconds, lane, name))
 
 
 def _with_details(
     outcome: Outcome,
     steps: Sequence[Step],
     schedule: Schedule,
-    clock: _Clock,
+    lanes: Sequence[Span],
     moments: list[tuple[float, int, int, tuple[int, ...]]],
     worst: tuple[int, int, tuple[int, ...]],
 ) -> Outcome:
-    from dataclasses import replace
-
     ops = schedule.trace.ops
     names = list(Kind)
     return replace(
@@ -168,18 +181,18 @@ def _with_details(
             )
             for at, number, total, values in _thin(moments)
         ),
-        lanes=tuple(clock.lanes),
+        lanes=tuple(lanes),
     )
 
 
 def _holders(steps: Sequence[Step], schedule: Schedule, until: int) -> tuple[Holder, ...]:
     """The largest tensors present when step `until` has allocated its results."""
     info = {**schedule.trace.tensors, **schedule.added}
-    present = {x for x, t in schedule.trace.tensors.items() if t.born < 0}
+    present = {x for x, t in info.items() if t.born < 0 and schedule.start.get(x, schedule.home) == schedule.home}
     for step in steps[: until + 1]:
         if isinstance(step, Run):
             present.update(step.writes)
-        elif isinstance(step, Copy) and step.dst == schedule.home:
+        elif isinstance(step, Copy) and step.lands and step.dst == schedule.home:
             present.update(step.tensors)
         elif isinstance(step, Drop) and step.tier == schedule.home:
             present.discard(step.tensor)

@@ -5,6 +5,7 @@ Glossary, one word per idea across the package:
 tensor    a value together with the bytes it owns; views are folded into the tensor that owns the bytes
 site      the address shared by trace and runtime: (phase, module, op, nth call)
 block     one call of one module, the unit that planners decide about
+unit      parameters that move and are updated together: a block's, or a module's outside of every block
 save      one reference that autograd takes to a tensor, from packing it to releasing it
 tier      a memory (gpu, cpu, nvme; on a machine that computes on its CPU: cpu and far)
 budget    bytes allowed in a tier
@@ -20,7 +21,7 @@ from holdall.types.hardware import Hardware, Rate, Tier
 from holdall.types.outcome import Holder, Moment, Outcome, Span
 from holdall.types.plan import Action, Plan, Planner, Problem, Progress
 from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
-from holdall.types.trace import Block, Kind, Op, Phase, Save, Site, TensorInfo, Trace
+from holdall.types.trace import Block, Kind, Op, Phase, Save, Site, TensorInfo, Trace, Unit
 
 __all__ = [
     "Action",
@@ -48,5 +49,6 @@ __all__ = [
     "TensorInfo",
     "Tier",
     "Trace",
+    "Unit",
     "Wait",
 ]

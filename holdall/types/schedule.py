@@ -26,17 +26,22 @@ class Run:
     workspace: Bytes = 0
     again: int = 0
     name: str = ""
-    stream: str = "compute"
+    stream: str = "compute"  # "host": on the host's processors, beside the device; what it touches may lie there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Start copying tensors between tiers; they take space at `dst` from here on and are usable there after a Wait."""
+    """Start copying tensors between tiers; they take space at `dst` from here on and are usable there after a Wait.
+
+    `lands` false: they overwrite what lies at `dst` already (a gradient into its buffer, new weights over old ones).
+    """
 
     tensors: tuple[TensorId, ...]
     src: str
     dst: str
     name: str = ""
+    lands: bool = True
+    lane: str = ""  # copies of one lane go one after the other; lanes share the link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,7 @@ class Schedule:
     holds: dict[TensorId, list[Mark]] = field(default_factory=dict)  # references by moment, where they differ from the trace
     added: dict[TensorId, TensorInfo] = field(default_factory=dict)
     replays: dict[int, OpId] = field(default_factory=dict)  # block -> the op after which it is run again
+    start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
 
     def copy(self) -> Schedule:
         return replace(
@@ -77,6 +83,7 @@ class Schedule:
             holds={k: list(v) for k, v in self.holds.items()},
             added=dict(self.added),
             replays=dict(self.replays),
+            start=dict(self.start),
         )
 
     # what is there

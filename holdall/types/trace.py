@@ -115,12 +115,29 @@ class Block:
         return self.module if self.nth == 0 else f"{self.module}#{self.nth}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that move and are updated together: those of one block, or of one module outside of every block."""
+
+    id: int
+    name: str  # path of the module
+    params: tuple[str, ...]  # names, in the model's order; a tied one under its first
+    weights: tuple[TensorId, ...]  # what the module computes with
+    grads: tuple[TensorId, ...]
+    states: tuple[TensorId, ...]  # the optimizer's, and the master copy where the weights are a narrower one
+    numel: int  # parameters that are trained
+    moved: Bytes  # bytes that its update reads and writes
+    workspace: Bytes  # bytes that its update takes and gives back
+    same_as: int | None = None  # the earlier unit that it repeats
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     ops: tuple[Op, ...]
     tensors: Mapping[TensorId, TensorInfo]
     blocks: tuple[Block, ...]
     saves: tuple[Save, ...]
+    units: tuple[Unit, ...] = ()  # in the order of their first use
     about: Mapping[str, Any] = field(default_factory=dict)  # model, signature, device, source, batch, versions, notes
 
     @cached_property
@@ -173,6 +190,13 @@ class Trace:
         if name not in self._block_names:
             raise unknown_name("block", name, self._block_names)
         return self._block_names[name]
+
+    def unit(self, name: str) -> Unit:
+        """The unit of that name."""
+        for unit in self.units:
+            if unit.name == name:
+                return unit
+        raise unknown_name("unit", name, [u.name for u in self.units])
 
     @cached_property
     def fingerprint(self) -> str:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdall.cost.link import Links, copy_seconds
+from holdall.cost.link import copy_seconds
 from holdall.cost.roofline import cost_trace, families, family_of, op_seconds
 from holdall.cost.table import build_curves, measured_rate, merge_tables, rate_at
 from holdall.errors import InvalidInput
+from holdall.simulator.clock import Clock
 from holdall.types import Hardware, Op, Phase, Rate, Site, Tier, Trace
 
 
@@ -41,6 +42,25 @@ def op(name="aten.mm.default", flops=0, moved=0, dtype="float32", number=0):
 
 
 # copies
+
+
+class Links:
+    """Copies alone on the simulator's clock, each issued at a moment."""
+
+    def __init__(self, hardware):
+        self.clock, self.now = Clock(hardware), 0.0
+
+    def start(self, now, tier, direction, nbytes):
+        self.clock.compute(now - self.now)
+        self.now = now
+        return self.clock.copy(tier, direction, nbytes)
+
+    def span(self, ticket):
+        self.clock.run()
+        return self.clock.tasks[ticket].start, self.clock.tasks[ticket].end
+
+    def finish(self, ticket):
+        return self.span(ticket)[1]
 
 
 def test_a_copy_takes_its_latency_and_its_bytes_at_the_rate_of_its_direction():
@@ -147,11 +167,32 @@ def test_without_contention_both_directions_are_plain_queues(copies):
 
 
 def test_ten_thousand_copies_are_served_in_a_moment():
-    links, begun, now = Links(machine()), time.perf_counter(), 0.0
+    clock, begun = Clock(machine()), time.perf_counter()
     for i in range(10_000):
-        ticket = links.start(now, "cpu", "out" if i % 2 else "in", 1)
-        now = max(now, links.finish(ticket) - 2.0)
-    assert time.perf_counter() - begun < 2.0
+        clock.compute(0.1)
+        clock.copy("cpu", "out" if i % 2 else "in", 1)
+    clock.run()
+    assert time.perf_counter() - begun < 4.0
+
+
+def test_copies_of_one_direction_on_two_lanes_share_its_rate():
+    clock = Clock(machine())
+    first, second = clock.copy("cpu", "out", 16), clock.copy("cpu", "out", 8, lane="update")
+    clock.run()
+    # latency to 0.5; both at 2 a second until 4.5, when 8 are through; the last 8 of the first at 4 a second
+    assert (clock.tasks[second].end, clock.tasks[first].end) == (4.5, 6.5)
+
+
+def test_computation_waits_for_what_it_awaits_and_for_nothing_else():
+    clock = Clock(machine())
+    clock.compute(1.0)
+    host = clock.beside("host", 5.0)
+    copied = clock.copy("cpu", "in", 8, after=[host])
+    clock.compute(2.0)
+    clock.wait([copied])
+    last, _ = clock.compute(1.0)
+    assert clock.run() == 7.5
+    assert clock.tasks[last].start == 6.5
 
 
 # measured tables

@@ -1,0 +1,242 @@
+// One step of Adam or AdamW over a list of arrays, in one pass over memory: what is read is the gradient, the fp32 weight and
+// its two moments; what is written is the weight and the moments, and beside them the weight in low precision where asked.
+// With bf16 in and out that is 28 bytes per parameter, and memory is the limit from a few cores on.
+//
+// The order of operations is that of torch's own CPU kernel (ATen/native/cpu/FusedAdamKernel.cpp), so that the bits agree. That
+// kernel leaves it to its compiler which products join the sum behind them without rounding in between; FUSE says what it did:
+//
+//     0  nothing is fused          2  all, in exp_avg_sq the product exp_avg_sq * beta2 (GCC's choice)
+//     1  only the first moment     3  all, in exp_avg_sq the product with the gradient
+//
+// Compile with -ffp-contract=off: every fused product is then one written `fma` here. No header but the standard library's.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#ifndef FUSE
+#define FUSE 2
+#endif
+#if FUSE > 0 && !defined(__FP_FAST_FMAF)
+#error "this CPU has no fused multiply-add"
+#endif
+
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace {
+
+enum Kind : int32_t { kNone = 0, kFloat = 1, kBfloat16 = 2, kHalf = 3 };
+
+struct Array {  // the same fields in the same order in _host.py
+  float* param;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* grad;
+  void* out;  // null: none; may be `grad`, for an element is read before it is written
+  int64_t size;
+  double step;
+  int32_t grad_kind;
+  int32_t out_kind;
+};
+
+struct Rule {  // likewise
+  double lr, beta1, beta2, eps, weight_decay, scale;
+  int32_t decoupled, maximize;
+};
+
+struct Coefficients {
+  float scale, shrink, decay, lerp, beta2, rest2, root2, eps, step_size;
+};
+
+struct Piece {
+  int64_t array, begin, end;
+};
+
+constexpr int64_t kPiece = 1 << 16;  // elements: small enough to share out evenly, long enough for the hardware to prefetch
+
+float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+struct None {
+  using type = char;
+  static void write(type*, int64_t, float) {}
+};
+
+struct Float {
+  using type = float;
+  static float read(float value) { return value; }
+};
+
+struct Bfloat16 {
+  using type = uint16_t;
+  static float read(uint16_t value) { return from_bits(uint32_t(value) << 16); }
+  static void write(uint16_t* out, int64_t i, float value) {
+    const uint32_t bits = to_bits(value);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+    out[i] = uint16_t(value != value ? 0x7fc0u : rounded);                   // rounding could carry a NaN to infinity
+  }
+};
+
+struct Half {  // by integers and normal floats alone: subnormal floats are slow on some CPUs, subnormal half gradients common
+  using type = uint16_t;
+  static float read(uint16_t value) {
+    const uint32_t magnitude = uint32_t(value & 0x7fffu) << 13;
+    const uint32_t rebiased = magnitude + (112u << 23);
+    const uint32_t subnormal = to_bits(from_bits(magnitude + (113u << 23)) - 0x1p-14f);
+    uint32_t bits = magnitude < (1u << 23) ? subnormal : rebiased;
+    bits = magnitude >= (31u << 23) ? magnitude + (224u << 23) : bits;  // infinity and NaN
+    return from_bits(bits | uint32_t(value & 0x8000u) << 16);
+  }
+  static void write(uint16_t* out, int64_t i, float value) {
+    const uint32_t bits = to_bits(value);
+    const uint32_t doubled = bits + bits;  // without the sign
+    // Adding a power of two that leaves ten bits below it rounds to nearest even; what exceeds half's range became infinite.
+    const float clamped = std::fabs(value) * 0x1p112f * 0x1p-110f;
+    const uint32_t exponent = std::max(doubled & 0xff000000u, 0x71000000u);
+    const uint32_t sum = to_bits(from_bits((exponent >> 1) + 0x07800000u) + clamped);
+    const uint32_t rounded = ((sum >> 13) & 0x7c00u) + (sum & 0x0fffu);
+    out[i] = uint16_t((bits >> 16 & 0x8000u) | (doubled > 0xff000000u ? 0x7e00u : rounded));
+  }
+};
+
+template <int kLeast>
+float multiply_add(float a, float b, float c) {
+#if FUSE > 0
+  if (FUSE >= kLeast) return __builtin_fmaf(a, b, c);
+#endif
+  return a * b + c;
+}
+
+float second_moment(float before, float beta2, float part, float grad) {
+#if FUSE == 2
+  return __builtin_fmaf(before, beta2, part * grad);
+#elif FUSE == 3
+  return __builtin_fmaf(part, grad, before * beta2);
+#else
+  return before * beta2 + part * grad;
+#endif
+}
+
+// All arithmetic in float, as torch's; the coefficients are computed in double and rounded once.
+Coefficients coefficients(const Rule& rule, double step) {
+  Coefficients c;
+  c.scale = rule.maximize ? -float(rule.scale) : float(rule.scale);
+#if FUSE >= 2
+  c.shrink = rule.decoupled ? float(std::fma(-rule.lr, rule.weight_decay, 1.0)) : 1.0f;
+#else
+  c.shrink = rule.decoupled ? float(1 - rule.lr * rule.weight_decay) : 1.0f;
+#endif
+  c.decay = rule.decoupled ? 0.0f : float(rule.weight_decay);
+  c.lerp = float(1 - rule.beta1);
+  c.beta2 = float(rule.beta2);
+  c.rest2 = float(1 - rule.beta2);
+  c.root2 = float(std::sqrt(1 - std::pow(rule.beta2, step)));
+  c.eps = float(rule.eps);
+  c.step_size = float(-(rule.lr / (1 - std::pow(rule.beta1, step))));
+  return c;
+}
+
+template <class Grad, class Out, bool kCoupled>
+void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) {
+  float* __restrict param = array.param;
+  float* __restrict exp_avg = array.exp_avg;
+  float* __restrict exp_avg_sq = array.exp_avg_sq;
+  const auto* grad = static_cast<const typename Grad::type*>(array.grad);
+  auto* out = static_cast<typename Out::type*>(array.out);
+  const bool is_near = std::fabs(c.lerp) < 0.5f;  // a lerp starts from the nearer end
+  const float weight = is_near ? c.lerp : c.lerp - 1.0f;
+  INDEPENDENT
+  for (int64_t i = begin; i < end; ++i) {
+    float p = param[i];
+    float g = Grad::read(grad[i]) * c.scale;
+    if (kCoupled) {
+      g = multiply_add<2>(p, c.decay, g);
+    } else {
+      p = p * c.shrink;
+    }
+    float m = exp_avg[i];
+    m = multiply_add<1>(weight, g - m, is_near ? m : g);
+    const float v = second_moment(exp_avg_sq[i], c.beta2, c.rest2 * g, g);
+    const float denominator = std::sqrt(v) / c.root2 + c.eps;
+    p = p + c.step_size * m / denominator;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    param[i] = p;
+    Out::write(out, i, p);
+  }
+}
+
+template <class Grad, class Out>
+void walk_either(const Array& array, const Coefficients& c, int64_t begin, int64_t end) {
+  if (c.decay != 0.0f) {
+    walk<Grad, Out, true>(array, c, begin, end);
+  } else {
+    walk<Grad, Out, false>(array, c, begin, end);
+  }
+}
+
+template <class Grad>
+void walk_grad(const Array& array, const Coefficients& c, int64_t begin, int64_t end) {
+  switch (array.out_kind) {
+    case kBfloat16: return walk_either<Grad, Bfloat16>(array, c, begin, end);
+    case kHalf: return walk_either<Grad, Half>(array, c, begin, end);
+    default: return walk_either<Grad, None>(array, c, begin, end);
+  }
+}
+
+void walk_any(const Array& array, const Coefficients& c, int64_t begin, int64_t end) {
+  switch (array.grad_kind) {
+    case kBfloat16: return walk_grad<Bfloat16>(array, c, begin, end);
+    case kHalf: return walk_grad<Half>(array, c, begin, end);
+    default: return walk_grad<Float>(array, c, begin, end);
+  }
+}
+
+}  // namespace
+
+// Returns how many threads took part, the caller's included. They live for this call: starting one costs some microseconds,
+// a call some milliseconds, and nothing is left behind that a fork or torch's own pool could meet.
+extern "C" int32_t holdall_adam(const Array* arrays, int64_t count, const Rule* rule, int32_t threads) {
+  std::vector<Coefficients> coefs;
+  std::vector<Piece> pieces;
+  for (int64_t a = 0; a < count; ++a) {
+    coefs.push_back(coefficients(*rule, arrays[a].step));
+    for (int64_t begin = 0; begin < arrays[a].size; begin += kPiece) {
+      pieces.push_back({a, begin, std::min(begin + kPiece, arrays[a].size)});
+    }
+  }
+  std::atomic<size_t> next{0};  // pieces are taken as threads get free: cores are not equally fast beside other work
+  auto work = [&] {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces.size();) {
+      const Piece& piece = pieces[i];
+      walk_any(arrays[piece.array], coefs[piece.array], piece.begin, piece.end);
+    }
+  };
+  std::vector<std::thread> others;
+  try {
+    while (int32_t(others.size()) + 1 < threads && others.size() + 1 < pieces.size()) others.emplace_back(work);
+  } catch (const std::system_error&) {
+    // no more threads to be had: those that started do the work
+  }
+  work();
+  for (auto& other : others) other.join();
+  return int32_t(others.size()) + 1;
+}

@@ -1,0 +1,169 @@
+"""When everything happens: tasks on lanes, each lane served in order, copies sharing the link.
+
+A lane is whatever works through its tasks one after the other: the device's compute stream, the host's processors, a stream of
+copies. A task begins when it is the first of its lane and everything it waits for is done. Copies of one direction share its
+rate; while bytes flow both ways each direction keeps `hardware.duplex` of its rate; a copy's latency takes time but no rate.
+
+    compute  |####|##########|....|######|          .... waits for the copy in
+    out           |lat|##shared##|
+    in                |lat|#shared#|##full##|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdall.cost.link import IN, OUT, link_rate
+from holdall.types import Hardware
+
+COMPUTE = "compute"
+_NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class Task:
+    """Something that occupies a lane: seconds of work, or bytes in a direction after a latency."""
+
+    lane: str
+    after: tuple[int, ...]  # tasks that must be done before
+    seconds: float = 0.0  # of work, or of latency before the bytes flow
+    nbytes: float = 0.0
+    rate: float = 0.0
+    direction: str = ""
+    name: str = ""
+    start: float = 0.0
+    end: float = 0.0
+
+
+class Clock:
+    """Told what the program issues, in its order; `run` then works out the times."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.tasks: list[Task] = []
+        self._awaited: list[int] = []  # what the next computation waits for
+        self._last = -1  # the last task of computation
+        self._open = False  # whether it may still grow: nothing has been ordered after it
+
+    def compute(self, seconds: float) -> tuple[int, float]:
+        """Computation, after all before it; (task, when in it this begins)."""
+        if self._open and not self._awaited:
+            task = self.tasks[self._last]
+            begins = task.seconds
+            task.seconds += seconds
+            return self._last, begins
+        before = (self._last,) if self._last >= 0 else ()
+        self._last = self._add(Task(lane=COMPUTE, after=(*before, *self._awaited), seconds=seconds))
+        self._awaited = []
+        self._open = True
+        return self._last, 0.0
+
+    def copy(self, far: str, direction: str, nbytes: int, *, after: Iterable[int] = (), lane: str = "", name: str = "") -> int:
+        """A copy issued now: it follows the computation issued so far, and `after`."""
+        tier = self.hardware.tier(far)
+        rate = link_rate(tier, direction)
+        task = Task(
+            lane=f"copy {direction} {lane}".rstrip(),
+            after=(*self._issued(), *after),
+            seconds=tier.latency,
+            nbytes=float(nbytes),
+            rate=rate,
+            direction=direction,
+            name=name,
+        )
+        return self._add(task)
+
+    def beside(self, lane: str, seconds: float, *, after: Iterable[int] = (), name: str = "") -> int:
+        """Work on another lane than the device's, issued now; it does not wait for the device, only for `after`."""
+        return self._add(Task(lane=lane, after=tuple(after), seconds=seconds, name=name))
+
+    def wait(self, tasks: Iterable[int]) -> None:
+        """Computation issued from here on waits for these."""
+        self._awaited += tasks
+        self._issued()
+
+    def _issued(self) -> tuple[int, ...]:
+        self._open = False
+        return (self._last,) if self._last >= 0 else ()
+
+    def _add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def run(self) -> float:
+        """Fill in every task's start and end; the time when all is done, and computation has waited for what it awaits."""
+        lanes: dict[str, list[int]] = {}
+        for n, task in enumerate(self.tasks):
+            lanes.setdefault(task.lane, []).append(n)
+        heads = dict.fromkeys(lanes, 0)
+        done = [False] * len(self.tasks)
+        active: dict[str, list[float]] = {}  # lane -> [seconds left, bytes left]
+        now = 0.0
+        while True:
+            self._begin(lanes, heads, done, active, now)
+            if not active:
+                break
+            flowing = {
+                lane: self.tasks[lanes[lane][heads[lane]]] for lane, left in active.items() if left[0] <= 0 and left[1] > 0
+            }
+            ways = [task.direction for task in flowing.values()]
+            share = {
+                d: (self.hardware.duplex if OUT in ways and IN in ways else 1.0) / max(1, ways.count(d)) for d in (OUT, IN)
+            }
+            turn = _NEVER
+            for lane, (seconds, nbytes) in active.items():
+                left = seconds if seconds > 0 else nbytes / (flowing[lane].rate * share[flowing[lane].direction])
+                turn = min(turn, left)
+            now += turn
+            for lane in list(active):
+                left_over = active[lane]
+                if left_over[0] > 0:
+                    left_over[0] = 0.0 if left_over[0] <= turn else left_over[0] - turn
+                else:
+                    task = flowing[lane]
+                    flowed = turn * task.rate * share[task.direction]
+                    left_over[1] = 0.0 if left_over[1] <= flowed * (1 + 1e-12) else left_over[1] - flowed
+                if left_over[0] <= 0 and left_over[1] <= 0:
+                    self._end(lanes, heads, done, active, lane, now)
+        assert all(done), "tasks wait for each other"
+        return max((task.end for task in self.tasks), default=0.0)
+
+    def _begin(
+        self,
+        lanes: dict[str, list[int]],
+        heads: dict[str, int],
+        done: list[bool],
+        active: dict[str, list[float]],
+        now: float,
+    ) -> None:
+        """Start every head whose waiting is over; those that take no time are done at once and may let others go."""
+        again = True
+        while again:
+            again = False
+            for lane, numbers in lanes.items():
+                if lane in active or heads[lane] >= len(numbers):
+                    continue
+                task = self.tasks[numbers[heads[lane]]]
+                if not all(done[n] for n in task.after):
+                    continue
+                task.start = now
+                active[lane] = [task.seconds, task.nbytes]
+                if task.seconds <= 0 and task.nbytes <= 0:
+                    self._end(lanes, heads, done, active, lane, now)
+                    again = True
+
+    def _end(
+        self,
+        lanes: dict[str, list[int]],
+        heads: dict[str, int],
+        done: list[bool],
+        active: dict[str, list[float]],
+        lane: str,
+        now: float,
+    ) -> None:
+        number = lanes[lane][heads[lane]]
+        self.tasks[number].end = now
+        done[number] = True
+        heads[lane] += 1
+        del active[lane]
