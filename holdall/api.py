@@ -24,7 +24,7 @@ from holdall.units import parse_bytes
 
 Budget = str | int | float | Mapping[str, str | int | float]
 
-_ALLOWED = ("keep", "recompute", "offload")
+_ALLOWED = ("keep", "recompute", "offload", "place", "head")
 
 
 def trace(
@@ -208,9 +208,9 @@ def _check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Op
 def _store_for(plan: Plan, model: torch.nn.Module) -> Any:
     """The far tier of the plan, if any action uses one."""
     tiers = list(plan.budget)
-    if len(tiers) < 2 or not any(action.name == "offload" for action in plan.actions):
+    if len(tiers) < 2 or not any(action.name in ("offload", "place") for action in plan.actions):
         return None
     if tiers[1] not in member_names("tiers"):
         raise Unsupported(f"there is no tier `{tiers[1]}`", hint="plan again with this version")
-    device = next(model.parameters()).device
+    device = torch.device(str(plan.about.get("device") or next(model.parameters()).device.type))
     return member_class("tiers", tiers[1])(capacity=plan.budget[tiers[1]], device=device)

@@ -22,7 +22,7 @@
 #ifndef FUSE
 #define FUSE 2
 #endif
-#if FUSE > 0 && !defined(__FP_FAST_FMAF)
+#if FUSE > 0 && !defined(__FP_FAST_FMAF) && !defined(__FMA__) && !defined(__aarch64__)
 #error "this CPU has no fused multiply-add"
 #endif
 

@@ -43,6 +43,8 @@ def _what_the_harness_needs(problem: Problem) -> dict[str, Any]:
         "model": trace.about.get("model"),
         "device": trace.about.get("device"),
         "batch": trace.about.get("batch"),
+        "precision": trace.about.get("precision"),
+        "units": [[u.name, list(u.params)] for u in trace.units],
         "blocks": [[b.name, [list(s) for s in b.shapes]] for b in trace.blocks],
     }
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from holdall.errors import Unsupported
+from holdall.runtime.engine import Engine
 from holdall.runtime.ledger import Ledger
 from holdall.runtime.meter import CpuMeter, CudaMeter, Meter
 from holdall.runtime.parking import Bank
 from holdall.runtime.policy import Blocks, Policy
+from holdall.runtime.units import Placement
 from holdall.runtime.watch import Watch
 from holdall.types import Moment, Outcome, Plan
 
@@ -56,16 +59,16 @@ class Harness:
         self.optimizer = optimizer
         self.store = store
         self.notes: list[str] = []
-        self.step_seconds: list[float] = []
-        self.step_peaks: list[int] = []
+        self.engine: Engine | None = None
         self._make_report = make_report
         self._policies: dict[str, Policy] = {}
+        self._placing: Placing | None = None
         self._undo: list[Callable[[], object]] = []
-        self._began: float | None = None
-        self._curve: list[tuple[float, int]] = []
-        self._device = _device_of(model)
+        self._is_stepping = False
+        self._outside = 0  # host memory that model states took beside the store
+        self._device = _device_of(model, plan)
         self._home = next(iter(plan.budget), "cpu")
-        self._meter: Meter = CpuMeter(model, optimizer) if self._device.type == "cpu" else CudaMeter(self._device)
+        self._meter: Meter = CpuMeter(self._there) if self._device.type == "cpu" else CudaMeter(self._device)
         self._enforce = enforce
         self._closed = False
         for action in sorted(plan.actions, key=lambda a: a.rank):
@@ -86,12 +89,26 @@ class Harness:
             raise Unsupported(f"the model has no module `{path}`", hint="plan again for this model") from None
         return self._policies.setdefault(block, Policy())
 
+    def place(self, placing: Placing) -> None:
+        """Where model states live; once."""
+        self._placing = placing
+
+    def on_close(self, undo: Callable[[], object]) -> None:
+        """To be called when the harness leaves the model."""
+        self._undo.append(undo)
+
     # installing and leaving
 
     def _install(self) -> None:
-        resident = {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
+        if self._placing is not None:
+            self.engine = self._make_engine(self._placing)
+        kept = [t.untyped_storage() for t in (*self.model.parameters(), *self.model.buffers())]
+        kept += self.engine.storages() if self.engine is not None else []
+        resident = {s._cdata for s in kept}
         self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
-        self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__)
+        if self._meter.ledger is not None and self.engine is not None:
+            self._meter.ledger.elsewhere = self.engine.elsewhere()
+        self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__, self.engine)
         self._watch = Watch(self.plan, Notes(self.notes))
         buffers = dict(self.model.named_buffers())
         modules = dict(self.model.named_modules())
@@ -101,8 +118,44 @@ class Harness:
                 self._wrap(path, modules[path], buffers)
         handle = self.model.register_forward_pre_hook(self._begin_step, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
+        if self.engine is not None:
+            self._undo.append(self.model.register_forward_hook(self._end_forward).remove)
         if self.optimizer is not None:
             self._undo.append(self.optimizer.register_step_post_hook(self._end_step).remove)
+
+    def _make_engine(self, placing: Placing) -> Engine:
+        return Engine(
+            self.model,
+            self.optimizer,
+            placing.units,
+            store=self.store,
+            device=self._device,
+            dtype=placing.dtype,
+            when=placing.when,
+            slots=placing.slots,
+            share=placing.share,
+            release=placing.release,
+            paths=[name.partition("#")[0] for name, _ in self.plan.about.get("blocks", ())],
+            tell=self._tell,
+            quiet=self._quiet,
+        )
+
+    def _there(self) -> list[torch.Tensor]:
+        """What lies on the device."""
+        if self.engine is not None:
+            return [*self.engine.tensors(), *self.model.buffers()]
+        found: list[torch.Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        found += [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.optimizer is not None:
+            found += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return found
+
+    def _tell(self, storage: torch.UntypedStorage) -> None:
+        if self._meter.ledger is not None:
+            self._meter.ledger.see(storage, "weights")
+
+    def _quiet(self) -> AbstractContextManager[object]:
+        return self._meter.ledger.paused() if self._meter.ledger is not None else nullcontext()
 
     def _wrap(self, path: str, module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
         forward = module.forward
@@ -110,7 +163,7 @@ class Harness:
 
         def planned(*args: Any, **kwargs: Any) -> Any:
             name = self._watch.called(path, args, kwargs)
-            return self._blocks.run(name, module, forward, buffers, args, kwargs)
+            return self._blocks.run(name, path, module, forward, buffers, args, kwargs)
 
         module.forward = planned  # type: ignore[method-assign]
 
@@ -132,6 +185,10 @@ class Harness:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        if self.engine is not None:
+            self._outside = self.engine.outside
+            self.engine.close()
+            self.engine = None
         self._blocks.restart()
         self._meter.stop()
         if self.store is not None:
@@ -145,10 +202,15 @@ class Harness:
 
     # steps
 
-    def _begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        if not torch.is_grad_enabled():  # evaluation
-            return
-        if self._began is not None and self.optimizer is not None:
+    def _begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ARG002
+        if self.engine is not None:
+            args, kwargs = self.engine.begin(args, kwargs)
+        if torch.is_grad_enabled():  # else: evaluation
+            self._begin(args, kwargs)
+        return None if self.engine is None else (args, kwargs)
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        if self._is_stepping and self.optimizer is not None:
             self._watch.again()  # gradient accumulation: another forward of the same step
             return
         if self.optimizer is None:
@@ -156,22 +218,30 @@ class Harness:
         self._blocks.restart()
         self._watch.begin(args, kwargs)
         self._meter.begin()
-        self._began = time.perf_counter()
+        self._is_stepping = True
+
+    def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        assert self.engine is not None
+        self.engine.end_forward()
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._finish_step()
 
     def _finish_step(self) -> None:
-        if self._began is None:
-            return
-        self._meter.settle()
-        self.step_seconds.append(time.perf_counter() - self._began)
-        self.step_peaks.append(self._meter.peak())
-        self._curve = self._meter.curve(self._began)
-        self._began = None
-        self._watch.end()
+        if self._is_stepping:
+            self._is_stepping = False
+            self._meter.end()
+            self._watch.end()
 
     # results
+
+    @property
+    def step_seconds(self) -> list[float]:
+        return self._meter.seconds()
+
+    @property
+    def step_peaks(self) -> list[int]:
+        return self._meter.peaks()
 
     @property
     def ledger(self) -> Ledger | None:
@@ -184,11 +254,13 @@ class Harness:
         seconds = statistics.median(self.step_seconds[1:] or self.step_seconds)
         peak = {self._home: max(self.step_peaks)}
         if self.store is not None:
-            peak[self.store.name] = self.store.peak
-        width = max(1, len(self._curve) // 1200)
+            outside = self.engine.outside if self.engine is not None else self._outside
+            peak[self.store.name] = self.store.peak + outside
+        curve = self._meter.curve()
+        width = max(1, len(curve) // 1200)
         timeline = tuple(
             Moment(at=at, where="", total=total)
-            for at, total in (max(self._curve[i : i + width], key=lambda m: m[1]) for i in range(0, len(self._curve), width))
+            for at, total in (max(curve[i : i + width], key=lambda m: m[1]) for i in range(0, len(curve), width))
         )
         return Outcome(source="measured", seconds=seconds, peak=peak, reserved=self._meter.reserved(), timeline=timeline)
 
@@ -199,9 +271,24 @@ class Harness:
         return self._make_report(self)
 
 
-def _device_of(model: torch.nn.Module) -> torch.device:
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """What an action says about model states as a whole; see `Engine`."""
+
+    units: tuple[Placement, ...]
+    when: str
+    dtype: torch.dtype | None = None
+    slots: int = 2
+    share: bool = True
+    release: str = ""
+
+
+def _device_of(model: torch.nn.Module, plan: Plan) -> torch.device:
+    """Where the model computes: where it lies, or where the plan brings it."""
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     if device.type == "meta":
         raise Unsupported("the model has no weights (it lies on the meta device)", hint="build it on a real device")
+    if device.type == "cpu" and plan.about.get("device") == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,8 @@ class Ledger(TorchDispatchMode):
         self.curve: list[tuple[float, int]] = []  # (time, live bytes) after each op since the last `restart`
         self._size: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
-        self._paused = 0
+        self._paused = threading.local()  # only the thread that pauses is not counted
+        self.elsewhere: set[int] = set()  # storages that are another tier's
         for tensor in seed:
             self.see(tensor.untyped_storage(), "there before")
         self.restart()
@@ -45,16 +47,17 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Ops inside work on another tier's memory and are not counted."""
-        self._paused += 1
+        before = getattr(self._paused, "is_on", False)
+        self._paused.is_on = True
         try:
             yield
         finally:
-            self._paused -= 1
+            self._paused.is_on = before
 
     def see(self, storage: torch.UntypedStorage, op: str) -> None:
         key, size = storage._cdata, storage.nbytes()
         before = self._size.get(key)
-        if before == size:
+        if before == size or key in self.elsewhere:
             return
         self._size[key] = size
         self.live += size - (before or 0)
@@ -76,7 +79,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._paused:
+        if getattr(self._paused, "is_on", False):
             return out
         name = str(func)
         for t in tree_iter((args, kwargs)):

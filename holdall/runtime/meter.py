@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -16,13 +18,17 @@ class Meter(Protocol):
 
     def begin(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def end(self) -> None: ...
 
-    def peak(self) -> int: ...
+    def seconds(self) -> list[float]:
+        """Of every step that has ended."""
+        ...
+
+    def peaks(self) -> list[int]: ...
 
     def reserved(self) -> int | None: ...
 
-    def curve(self, began: float) -> list[tuple[float, int]]: ...
+    def curve(self) -> list[tuple[float, int]]: ...
 
     def stop(self) -> None: ...
 
@@ -30,37 +36,40 @@ class Meter(Protocol):
 class CpuMeter:
     """Counts storages; raises `OverBudget` at the op that passes the budget."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self._model = model
-        self._optimizer = optimizer
+    def __init__(self, there: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._there = there  # what lies on the device when counting starts
         self.ledger: Ledger | None = None
+        self._seconds: list[float] = []
+        self._peaks: list[int] = []
+        self._curve: list[tuple[float, int]] = []
+        self._began = 0.0
 
     def start(self, budget: int | None) -> None:
-        model, optimizer = self._model, self._optimizer
-        there: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-        there += [p.grad for p in model.parameters() if p.grad is not None]
-        if optimizer is not None:
-            there += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        self.ledger = Ledger(seed=there, budget=budget)
+        self.ledger = Ledger(seed=self._there(), budget=budget)
         self.ledger.__enter__()
 
     def begin(self) -> None:
         assert self.ledger is not None
         self.ledger.restart()
+        self._began = time.perf_counter()
 
-    def settle(self) -> None:
-        """Nothing is pending on a CPU."""
-
-    def peak(self) -> int:
+    def end(self) -> None:
         assert self.ledger is not None
-        return self.ledger.peak
+        self._seconds.append(time.perf_counter() - self._began)
+        self._peaks.append(self.ledger.peak)
+        self._curve = [(at - self._began, live) for at, live in self.ledger.curve]
+
+    def seconds(self) -> list[float]:
+        return self._seconds
+
+    def peaks(self) -> list[int]:
+        return self._peaks
 
     def reserved(self) -> int | None:
         return None
 
-    def curve(self, began: float) -> list[tuple[float, int]]:
-        assert self.ledger is not None
-        return [(at - began, live) for at, live in self.ledger.curve]
+    def curve(self) -> list[tuple[float, int]]:
+        return self._curve
 
     def stop(self) -> None:
         if self.ledger is not None:
@@ -68,7 +77,10 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Reads the caching allocator, and lowers its limit to the budget while the harness is on."""
+    """Reads the caching allocator, and lowers its limit to the budget while the harness is on.
+
+    Steps are timed by events on the stream, so that nothing waits: what one step leaves to the next is counted there.
+    """
 
     ledger: Ledger | None = None
 
@@ -76,6 +88,10 @@ class CudaMeter:
         self._device = device
         self._before: float | None = None
         self._reserved = 0
+        self._peaks: list[int] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: list[float] = []
+        self._began: torch.cuda.Event | None = None
 
     def start(self, budget: int | None) -> None:
         if budget is None:
@@ -85,20 +101,34 @@ class CudaMeter:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), self._device)
 
     def begin(self) -> None:
-        torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+        self._began = self._mark()
 
-    def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def peak(self) -> int:
+    def end(self) -> None:
+        assert self._began is not None
+        self._events.append((self._began, self._mark()))
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
-        return torch.cuda.max_memory_allocated(self._device)
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self) -> list[float]:
+        for begun, ended in self._events:
+            ended.synchronize()
+            self._seconds.append(begun.elapsed_time(ended) / 1000)
+        self._events = []
+        return self._seconds
+
+    def peaks(self) -> list[int]:
+        return self._peaks
 
     def reserved(self) -> int | None:
         return self._reserved or None
 
-    def curve(self, began: float) -> list[tuple[float, int]]:  # noqa: ARG002
+    def curve(self) -> list[tuple[float, int]]:
         return []
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from holdall.runtime.engine import Engine
 from holdall.runtime.parking import Bank, Group, park_inputs, park_saved
 from holdall.runtime.replaying import Segment
 
@@ -31,11 +32,19 @@ class Policy:
 class Blocks:
     """Runs every block call by its policy. Holds nothing of a step beyond what the policies ask for."""
 
-    def __init__(self, policies: dict[str, Policy], store: Any, bank: Bank, stay: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        policies: dict[str, Policy],
+        store: Any,
+        bank: Bank,
+        stay: Callable[[int], bool],
+        engine: Engine | None = None,
+    ) -> None:
         self._policies = policies
         self._store = store
         self._bank = bank
         self._stay = stay
+        self._engine = engine
         self._open: Segment | None = None
         self._leaving: list[Group] = []
         self._awaited: dict[str, list[Group]] = {}  # block -> groups to fetch when its backward begins
@@ -47,8 +56,19 @@ class Blocks:
         self._leaving = []
         self._awaited = {}
 
-    def run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
-        """The block's forward under its policy."""
+    def run(self, name: str, path: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
+        """The block's forward under its policy, with its weights there."""
+        engine = self._engine
+        if engine is None:
+            return self._run(name, module, forward, buffers, args, kwargs)
+        engine.need(path)
+        out = self._run(name, module, forward, buffers, args, kwargs)
+        engine.leave(path)
+        if engine.streams and torch.is_grad_enabled():
+            _at_backward(out, lambda: engine.backward_begins(path))
+        return out
+
+    def _run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         policy = self._policies.get(name)
@@ -85,15 +105,24 @@ class Blocks:
     def _fetch_at(self, name: str, out: Any) -> None:
         """When the backward of this block begins, fetch the groups that wait for it."""
         groups = self._awaited.pop(name, [])
-        done = False
 
-        def begins(_: object) -> None:
-            nonlocal done
-            if not done:
-                done = True
-                for group in groups:
-                    group.fetch()
+        def fetch() -> None:
+            for group in groups:
+                group.fetch()
 
-        for t in tree_iter(out):
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                t.grad_fn.register_prehook(begins)
+        _at_backward(out, fetch)
+
+
+def _at_backward(out: Any, call: Callable[[], None]) -> None:
+    """Call once, when the backward of whoever made `out` begins."""
+    done = False
+
+    def begins(_: object) -> None:
+        nonlocal done
+        if not done:
+            done = True
+            call()
+
+    for t in tree_iter(out):
+        if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+            t.grad_fn.register_prehook(begins)

@@ -36,10 +36,10 @@ def check(
     for number, step in enumerate(steps):
         if isinstance(step, Run):
             what = f"step {number}, {step.name} (op {step.op}, run {step.again})"
-            if step.stream == "host":
+            if step.stream != "compute":
                 for x in (*step.reads, *step.mutates):
-                    if not any(x in there for tier, there in present.items() if tier != home):
-                        raise Illegal(f"{what} reads {tensors[x].name} (tensor {x}) on the host, where it is not")
+                    if not any(x in there for there in present.values()):
+                        raise Illegal(f"{what} reads {tensors[x].name} (tensor {x}), which is nowhere")
                 continue
             for x in (*step.reads, *step.mutates):
                 if x not in present[home]:
@@ -55,8 +55,8 @@ def check(
         elif isinstance(step, Copy):
             for x in step.tensors:
                 if not step.lands:
-                    if x not in present.get(step.dst, ()):
-                        raise Illegal(f"step {number} overwrites tensor {x} in {step.dst}, where it is not")
+                    if x not in present.get(step.dst, ()) and x not in present.get(step.src, ()):
+                        raise Illegal(f"step {number} copies tensor {x} over what is in {step.dst}, and it is nowhere")
                     flying[x] = step.dst
                     continue
                 if x not in present.get(step.src, ()):

@@ -31,7 +31,7 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
     done = True  # nothing has happened since the last op but frees
     for step in close(schedule):
         if isinstance(step, Run):
-            if step.stream == "host":
+            if step.stream != "compute":
                 continue
             if step.op >= 0 and not step.again:
                 k = step.op

@@ -48,8 +48,8 @@ def close(schedule: Schedule) -> list[Step]:
         if isinstance(step, Run):
             if step.op >= 0:
                 at[(step.op, step.again)] = i
-            if step.stream == "host":
-                continue  # what it touches lives in a farther tier for good
+            if step.stream != "compute":
+                continue  # what it works on stays for other reasons
             for x in step.writes:
                 begins.setdefault((x, home), []).append(i)
             for x in (*step.reads, *step.mutates):

@@ -50,9 +50,15 @@ def replay(
     peak.update(live)
     for number, step in enumerate(steps):
         if isinstance(step, Run):
-            if step.stream == "host" and hardware.overlap:
-                task = clock.beside("host", step.seconds, after=_busy(busy, (*step.reads, *step.mutates)), name=step.name)
+            if step.stream != COMPUTE and hardware.overlap:
+                task = clock.beside(step.stream, step.seconds, after=_busy(busy, (*step.reads, *step.mutates)), name=step.name)
                 busy.update(dict.fromkeys(step.mutates, task))
+                continue
+            if step.stream != COMPUTE:  # the same processors, one after the other
+                at = clock.compute(step.seconds)
+                work += step.seconds
+                if full:
+                    _span(spans, at, step.seconds, step.stream, step.name)
                 continue
             for x in step.writes:
                 enter(x, home)
@@ -69,7 +75,7 @@ def replay(
                 if now > worst[0]:
                     worst = (now, number, tuple(kinds.values()))
                 moments.append((at, number, now, tuple(kinds.values())))
-                lane = "recompute" if step.again else "host" if step.stream == "host" else "compute"
+                lane = "recompute" if step.again else "compute"
                 _span(spans, at, step.seconds, lane, _where(step, schedule.trace.ops))
         elif isinstance(step, Copy):
             total = sum(info[x].nbytes for x in step.tensors)
@@ -80,9 +86,9 @@ def replay(
             far, direction = (step.dst, "out") if step.src == home else (step.src, "in")
             traffic[f"{step.src}->{step.dst}"] = traffic.get(f"{step.src}->{step.dst}", 0) + total
             if hardware.overlap:
-                after = _busy(busy, step.tensors)
+                after = _busy(busy, (*step.tensors, *step.uses))
                 task = clock.copy(far, direction, total, after=after, lane=step.lane, name=step.name)
-                busy.update(dict.fromkeys(step.tensors, task))
+                busy.update(dict.fromkeys((*step.tensors, *step.uses), task))
             else:  # the processor that computes also copies: honest about it
                 seconds = copy_seconds(total, hardware.tier(far), hardware, direction)
                 at = clock.compute(seconds)
@@ -128,13 +134,13 @@ def _lanes(clock: Clock, spans: list[tuple[int, float, float, str, str]]) -> lis
         begun = clock.tasks[task].start + into
         found.append(Span(lane=lane, name=name, start=begun, end=begun + length))
     idle_from = 0.0
-    for task in clock.tasks:
-        if task.lane != COMPUTE:
-            found.append(Span(lane=task.lane, name=task.name, start=task.start, end=task.end))
+    for done in clock.tasks:
+        if done.lane != COMPUTE:
+            found.append(Span(lane=done.lane, name=done.name, start=done.start, end=done.end))
             continue
-        if task.start > idle_from:
-            found.append(Span(lane="waiting", name="waiting", start=idle_from, end=task.start))
-        idle_from = task.end
+        if done.start > idle_from:
+            found.append(Span(lane="waiting", name="waiting", start=idle_from, end=done.start))
+        idle_from = done.end
     return sorted(found, key=lambda span: span.start)
 
 

@@ -6,6 +6,14 @@
     wait_in  from here on the current stream may read what `get` returned
     free     the bytes are no longer needed here
 
+Model states live in a farther memory for good. For them:
+
+    reserve  takes room there, and nothing is copied
+    memory   that room as bytes that the host's processors can work on
+    push     starts copying into it; `arrived` lets the host wait for that
+    pull     starts copying from it into memory that is there already
+    lane     the same memory by copy streams of its own, so that its copies do not queue behind others
+
 The same calls in the same order are right for every member: where copies are synchronous the waits do nothing. Whole storages
 travel, not tensors, because views share them. Copies are hidden from dispatch modes, so that whoever watches the user's ops
 does not see them. A store serves one thread at a time.
@@ -68,3 +76,23 @@ class Store(Protocol):
     def close(self) -> None:
         """Give all memory back. Tickets that are still out become void."""
         ...
+
+
+class Keeper(Store, Protocol):
+    """A store that model states can live in."""
+
+    def reserve(self, nbytes: int, *, pinned: bool = True) -> Ticket: ...
+
+    def memory(self, ticket: Ticket) -> torch.Tensor: ...
+
+    def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:
+        """`after`: an event to wait for, in the place of what was issued so far on the current stream."""
+        ...
+
+    def arrived(self, ticket: Ticket) -> None: ...
+
+    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:
+        """The event after which the target may be read; None: now."""
+        ...
+
+    def lane(self) -> Keeper: ...

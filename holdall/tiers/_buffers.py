@@ -52,9 +52,9 @@ class Buffers:
         self._kept: dict[int, deque[Buffer]] = {}  # by size; oldest first, for its copies are the most likely to be over
         self._out: set[Buffer] = set()  # so that memory in use by a copy outlives a caller that lost its ticket
 
-    def take(self, nbytes: int) -> Buffer:
+    def take(self, nbytes: int, *, prepare: bool = True) -> Buffer:
         kept = self._kept.get(nbytes)
-        buffer = kept.popleft() if kept else self._make(nbytes)
+        buffer = kept.popleft() if kept else self._make(nbytes, prepare)
         self._out.add(buffer)
         self.used += nbytes
         self.peak = max(self.peak, self.used)
@@ -84,7 +84,7 @@ class Buffers:
             if not kept:
                 del self._kept[size]
 
-    def _make(self, nbytes: int) -> Buffer:
+    def _make(self, nbytes: int, prepare: bool = True) -> Buffer:
         if self.capacity is not None and self.held + nbytes > self.capacity:
             self.trim(self.capacity - nbytes)
             if self.held + nbytes > self.capacity:
@@ -94,7 +94,8 @@ class Buffers:
         except (OSError, ValueError, OverflowError) as error:
             raise self._over(nbytes, f"the system refuses ({error})") from error
         buffer = Buffer(nbytes, torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage())  # which owns the mapping
-        self._prepare(buffer)
+        if prepare:
+            self._prepare(buffer)
         self.held += nbytes
         return buffer
 
@@ -134,6 +135,21 @@ def _map(nbytes: int) -> mmap.mmap:
     if nbytes >= 2 * MiB and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # first touch by 2 MiB pages: half the time or less
     return mapping
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as a tensor of bytes; no dispatch mode sees it made."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def copy_tensor(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy a tensor, or of two flat ones as much as the shorter holds, without any dispatch mode seeing it."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        if target.dim() == source.dim() == 1 and target.numel() != source.numel():
+            n = min(target.numel(), source.numel())
+            target, source = target[:n], source[:n]
+        target.copy_(source, non_blocking=non_blocking)
 
 
 def copy_bytes(target: torch.UntypedStorage, source: torch.UntypedStorage, *, non_blocking: bool = False) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
@@ -26,7 +27,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffer, Buffers, Counted, copy_bytes
+from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of, copy_bytes, copy_tensor
 from holdall.units import format_bytes
 
 logger = logging.getLogger("holdall")
@@ -47,8 +48,9 @@ class Cpu(Counted):
         self._in = torch.cuda.Stream(self.device)
         self._buffers = Buffers(self.name, capacity, prepare=partial(_pin, self.notes), dispose=_unpin)
         # Pinned memory must be unpinned before it is unmapped, also when nobody calls `close`; at exit the system does both.
-        self._shut = weakref.finalize(self, _shut, self._out, self._in, self._buffers)
-        self._shut.atexit = False
+        shut = weakref.finalize(self, _shut, self.device, self._buffers)
+        shut.atexit = False
+        self._shut: Callable[[], object] = shut
 
     def put(self, source: torch.UntypedStorage) -> Ticket:
         ticket = Ticket(source.nbytes())
@@ -105,11 +107,56 @@ class Cpu(Counted):
             self._buffers.give(ticket.buffer)
             ticket.buffer = None
 
+    def reserve(self, nbytes: int, *, pinned: bool = True) -> Ticket:
+        ticket = Ticket(nbytes)
+        if nbytes:
+            ticket.buffer = self._buffers.take(nbytes, prepare=pinned)
+        return ticket
+
+    def memory(self, ticket: Ticket) -> torch.Tensor:
+        return bytes_of(ticket.buffer.storage)
+
+    def push(self, ticket: Ticket, source: torch.Tensor, *, after: torch.cuda.Event | None = None) -> None:
+        self.wait(ticket)  # of an earlier push
+        self._out.wait_event(after or self._compute().record_event())
+        if ticket.back is not None:
+            self._out.wait_event(ticket.back)  # whoever still reads what is there
+        with torch.cuda.stream(self._out):
+            copy_tensor(self.memory(ticket), source, non_blocking=True)
+        ticket.out = self._out.record_event()
+        ticket.source = source.untyped_storage()
+
+    def arrived(self, ticket: Ticket) -> None:
+        if ticket.out is not None:
+            ticket.out.synchronize()
+
+    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        self._in.wait_event(after or self._compute().record_event())
+        if ticket.out is not None:
+            self._in.wait_event(ticket.out)
+        with torch.cuda.stream(self._in):
+            copy_tensor(target, self.memory(ticket), non_blocking=True)
+        done: torch.cuda.Event = self._in.record_event()
+        ticket.back = done
+        return done
+
+    def lane(self) -> Cpu:
+        """Shares the buffers, with two streams of its own; goes with the store it was made from."""
+        other = object.__new__(Cpu)
+        other.__dict__.update(self.__dict__)
+        other._out, other._in = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        other._shut = _nothing
+        return other
+
     def close(self) -> None:
         self._shut()
 
     def _compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
+
+
+def _nothing() -> None:
+    """A lane has nothing to shut."""
 
 
 def _pin(notes: list[str], buffer: Buffer) -> None:
@@ -134,7 +181,6 @@ def _unpin(buffer: Buffer) -> None:
         buffer.is_pinned = False
 
 
-def _shut(out: torch.cuda.Stream, back: torch.cuda.Stream, buffers: Buffers) -> None:
-    out.synchronize()
-    back.synchronize()
+def _shut(device: torch.device, buffers: Buffers) -> None:
+    torch.cuda.synchronize(device)
     buffers.clear()

@@ -6,12 +6,12 @@ where there is no accelerator. Copies are synchronous: the processor that would 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffers, Counted, copy_bytes
+from holdall.tiers._buffers import Buffers, Counted, bytes_of, copy_bytes, copy_tensor
 
 
 class Far(Counted):
@@ -51,6 +51,27 @@ class Far(Counted):
         if ticket.buffer is not None:
             self._buffers.give(ticket.buffer)
             ticket.buffer = None
+
+    def reserve(self, nbytes: int, *, pinned: bool = True) -> Ticket:  # noqa: ARG002 - there is no device to pin it for
+        ticket = Ticket(nbytes)
+        if nbytes:
+            ticket.buffer = self._buffers.take(nbytes)
+        return ticket
+
+    def memory(self, ticket: Ticket) -> torch.Tensor:
+        return bytes_of(ticket.buffer.storage)
+
+    def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
+        copy_tensor(self.memory(ticket), source)
+
+    def arrived(self, ticket: Ticket) -> None:
+        """Nothing to wait for."""
+
+    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
+        copy_tensor(target, self.memory(ticket))
+
+    def lane(self) -> Far:
+        return self
 
     def close(self) -> None:
         self._buffers.clear()

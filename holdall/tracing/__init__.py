@@ -10,11 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import HoldallError, InvalidInput, Unsupported
-from holdall.tracing.blocks import find_blocks
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
-from holdall.tracing.recorder import Recorder
-from holdall.tracing.step import Loss, default_loss
+from holdall.tracing.step import Loss, Recorded, default_loss
 from holdall.tracing.values import UnknownValue
 from holdall.types import Trace
 from holdall.types.trace import signature_of
@@ -29,6 +27,7 @@ def trace_step(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
     device: str | torch.device | None = None,
+    precision: torch.dtype | None = None,
 ) -> Trace:
     """One training step of `model` on `batch`; see `holdall.trace`."""
     _check_inputs(model, batch, optimizer)
@@ -37,21 +36,21 @@ def trace_step(
     notes: list[str] = []
     source = "fake"
     try:
-        recorder = record_fake_step(model, batch, optimizer, run, target)
+        recorded = record_fake_step(model, batch, optimizer, run, target, precision=precision)
     except UnknownValue as error:
-        recorder, source = _watch(model, batch, optimizer, run, target, error.fact, notes), "eager"
+        recorded, source = _watch(model, batch, optimizer, run, target, precision, error.fact, notes), "eager"
     except HoldallError:
         raise
     except Exception as error:  # whatever a model may raise
         if not _can_run(model, target):
             raise _rejected(error) from error
-        recorder, source = _watch(model, batch, optimizer, run, target, _first_line(error), notes), "eager"
-    ops, tensors, saves = recorder.finish(align=512 if target.type == "cuda" else 1)
+        recorded, source = _watch(model, batch, optimizer, run, target, precision, _first_line(error), notes), "eager"
     return Trace(
-        ops=ops,
-        tensors=tensors,
-        blocks=find_blocks(recorder.calls, ops, saves),
-        saves=saves,
+        ops=recorded.ops,
+        tensors=recorded.tensors,
+        blocks=recorded.blocks,
+        saves=recorded.saves,
+        units=recorded.units,
         about={
             "model": type(model).__name__,
             "signature": model_signature(model),
@@ -59,6 +58,7 @@ def trace_step(
             "source": source,
             "optimizer": type(optimizer).__name__ if optimizer is not None else None,
             "batch": [list(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)],
+            "precision": str(precision).removeprefix("torch.") if precision is not None else None,
             "torch": torch.__version__,
             "notes": notes,
         },
@@ -71,24 +71,30 @@ def _watch(
     optimizer: torch.optim.Optimizer | None,
     loss: Loss,
     device: torch.device,
+    precision: torch.dtype | None,
     reason: str,
     notes: list[str],
-) -> Recorder:
+) -> Recorded:
     """A real step, watched; for models whose course depends on their values."""
+    if precision is not None:
+        raise Unsupported(
+            f"the step cannot be traced on fake tensors ({reason}), which another precision needs",
+            hint="leave `precision` out, and convert the model yourself",
+        )
     if not _can_run(model, device):
         raise Unsupported(
             f"the step cannot be traced on fake tensors ({reason}), and the model has no weights on {device.type}",
             hint=f"build the model on {device.type}, then its step is watched as it runs",
         )
     try:
-        recorder = record_real_step(model, batch, optimizer, loss)
+        recorded = record_real_step(model, batch, optimizer, loss)
     except HoldallError:
         raise
     except Exception as error:  # whatever a model may raise
         raise _rejected(error) from error
     notes.append(f"watched a real step instead of a fake one: {reason}")
     log.warning("holdall: %s", notes[-1])
-    return recorder
+    return recorded
 
 
 def _can_run(model: torch.nn.Module, device: torch.device) -> bool:

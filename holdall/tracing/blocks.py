@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdall.tracing.recorder import Call
-from holdall.types import Block, Op, Save
+from holdall.types import Block, Op
 
 
-def find_blocks(calls: Sequence[Call], ops: Sequence[Op], saves: Sequence[Save]) -> tuple[Block, ...]:
+def find_blocks(calls: Sequence[Call], ops: Sequence[Op], packed: Sequence[int]) -> tuple[Block, ...]:
+    """`packed`: for every save, the op after which autograd took it."""
     stacked = _stacked(calls)
-    large = len(saves) / 3
+    large = len(packed) / 3
     chosen = [c for root in calls for c in _choose(root, stacked, large) if c.last >= c.first]
     seen: dict[tuple[object, ...], int] = {}
     blocks: list[Block] = []
     for call in sorted(chosen, key=lambda c: c.first):
-        shape = _shape(call, ops, saves)
+        shape = _shape(call, ops, packed)
         blocks.append(
             Block(
                 id=len(blocks),
@@ -68,11 +69,11 @@ def _choose(call: Call, stacked: set[str], large: float) -> list[Call]:
     return [call]
 
 
-def _shape(call: Call, ops: Sequence[Op], saves: Sequence[Save]) -> tuple[object, ...]:
+def _shape(call: Call, ops: Sequence[Op], packed: Sequence[int]) -> tuple[object, ...]:
     """What a block does, without where: equal for two blocks that can share one decision."""
     inside = ops[call.first : call.last + 1]
     return (
         call.kind,
         tuple((op.site.op, op.flops, op.moved) for op in inside),
-        tuple(saves[i].packed - call.first for i in range(call.first_save, call.last_save)),
+        tuple(packed[i] - call.first for i in range(call.first_save, call.last_save)),
     )

@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from holdall.optim._part import clone_optimizer
+from holdall.tracing.blocks import find_blocks
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.step import Loss, Step, clone_optimizer, materialise_state, record_optimizer
+from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_optimizer
+from holdall.tracing.units import Updating, find_units
 from holdall.tracing.values import KnownValues
 from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind
 
 
-def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss) -> Recorder:
+def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss) -> Recorded:
     """Forward and backward run for real; the optimizer's step runs on fakes, so that no weight changes."""
     recorder = Recorder(values=KnownValues(None), real=True, workspaces=Workspaces(torch.device("cpu")))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters())
     with _left_as_found(model), contextlib.ExitStack() as stack:
         recorder.seed(parameters.items(), Kind.PARAM)
         recorder.seed(model.named_buffers(), Kind.BUFFER)
@@ -54,11 +57,19 @@ def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.
                         fakes[name].grad = torch.empty_like(fakes[name])
             _alias(recorder, parameters, fakes)
             with mode:
-                record_optimizer(recorder, clone, {})
+                record_optimizer(recorder, clone)
             recorder.values = KnownValues(None)
         recorder.close()
         del held
-    return recorder
+    ops, tensors, saves = recorder.finish()
+    blocks = find_blocks(recorder.calls, ops, [s.packed for s in saves])
+    updating = None
+    if clone is not None:
+        own = {id(p) for group in clone.param_groups for p in group["params"]}
+        updating = Updating(optimizer=clone, values={n: f for n, f in fakes.items() if id(f) in own}, narrow={}, sliced=False)
+    with mode:
+        units = find_units(list(parameters), blocks, ops, tensors, updating)
+    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units)
 
 
 def _alias(recorder: Recorder, parameters: dict[str, torch.nn.Parameter], fakes: dict[str, torch.nn.Parameter]) -> None:

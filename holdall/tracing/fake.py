@@ -12,18 +12,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from holdall.optim._part import clone_optimizer
+from holdall.tracing.blocks import find_blocks
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.step import Loss, Step, clone_optimizer, materialise_state, record_optimizer
+from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
+from holdall.tracing.units import Updating, find_units, group_parameters
 from holdall.tracing.values import KnownValues
 from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind
 
 
 def record_fake_step(
-    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss, device: torch.device
-) -> Recorder:
-    """Run one step of `model` on fakes of its parameters; the model itself is left as it was."""
+    model: torch.nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Loss,
+    device: torch.device,
+    *,
+    precision: torch.dtype | None = None,
+) -> Recorded:
+    """Run one step of `model` on fakes of its parameters; the model itself is left as it was.
+
+    `precision`: compute with copies of the float32 parameters in this dtype; the optimizer updates the originals.
+    """
     stand_in_for_cuda = device.type == "cuda" and not torch.cuda.is_available()
     on = torch.device("cpu") if stand_in_for_cuda else device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -32,44 +44,74 @@ def record_fake_step(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_tracing_branch())
         stack.enter_context(mode)
-        parameters, swapped = _fake_parameters(model, on)
+        parameters, swapped = _fake_parameters(model, on, precision)
+        unique = {name: parameters[name] for name, _ in model.named_parameters()}
+        masters = _masters(model, unique, on) if optimizer is not None else {}
+        swapped |= {id(p): masters[name] for name, p in model.named_parameters() if name in masters}
         buffers = {name: _fake_like(b, on) for name, b in model.named_buffers(remove_duplicate=False)}
         made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor, and must stay one
         fake_batch = tree_map_only(torch.Tensor, lambda t: _fake_input(t, on, values, made), batch)
-        recorder.seed(parameters.items(), Kind.PARAM)
+        recorder.seed(unique.items(), Kind.PARAM)
+        recorder.seed(((f"{name}.master", m) for name, m in masters.items()), Kind.STATE)
         recorder.seed(buffers.items(), Kind.BUFFER)
         recorder.seed(_named_inputs(fake_batch), Kind.INPUT)
-        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in parameters.items()})
+        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in unique.items()})
         stack.enter_context(recorder)
         clone = None
         if optimizer is not None:
-            names = {id(p): name for name, p in parameters.items()}
             clone = clone_optimizer(optimizer, swapped, foreach=device.type == "cuda")
-            materialise_state(recorder, clone, names)
+            stepped = {id(masters.get(name, p)): name for name, p in unique.items()}
+            materialise_state(recorder, clone, stepped)
         step = Step(model, recorder, loss)
         swap = {f"model.{name}": t for name, t in [*parameters.items(), *buffers.items()]}
         if stand_in_for_cuda:
             stack.enter_context(_CudaAttention())
         with watch_modules(model, recorder):
             held = torch.func.functional_call(step, swap, (fake_batch,))
+        blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
+        recorder.mark(((f"{n}.grad", p.grad) for n, p in unique.items() if p.grad is not None), Kind.GRAD)
+        updating = None
         if clone is not None:
-            record_optimizer(recorder, clone, parameters)
-        else:
-            recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
+            own = {id(p) for group in clone.param_groups for p in group["params"]}
+            updated = {name: masters.get(name, p) for name, p in unique.items() if id(masters.get(name, p)) in own}
+            updating = Updating(
+                optimizer=clone, values=updated, narrow={n: unique[n] for n in masters}, sliced=device.type == "cuda"
+            )
+            if masters:
+                record_narrow_update(recorder, updating, unique, group_parameters(list(unique), blocks))
+            else:
+                record_optimizer(recorder, clone)
         recorder.close()
         del held
-    return recorder
+        ops, tensors, saves = recorder.finish(align=512 if device.type == "cuda" else 1)
+        with recorder.quiet():
+            units = find_units(list(unique), blocks, ops, tensors, updating)
+    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units)
+
+
+def _masters(
+    model: torch.nn.Module, working: Mapping[str, torch.nn.Parameter], device: torch.device
+) -> dict[str, torch.nn.Parameter]:
+    """The originals, in their own width, of trained parameters that the model computes with in a narrower one."""
+    return {
+        name: torch.nn.Parameter(_fake_like(p, device))
+        for name, p in model.named_parameters()
+        if p.requires_grad and working[name].dtype != p.dtype
+    }
 
 
 def _fake_parameters(
-    model: torch.nn.Module, device: torch.device
+    model: torch.nn.Module, device: torch.device, precision: torch.dtype | None
 ) -> tuple[dict[str, torch.nn.Parameter], dict[int, torch.Tensor]]:
     """Fakes by name (a tied parameter appears under each of its names, the same object) and by the original's id."""
     by_id: dict[int, torch.nn.Parameter] = {}
     by_name: dict[str, torch.nn.Parameter] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) not in by_id:
-            by_id[id(p)] = torch.nn.Parameter(_fake_like(p, device), requires_grad=p.requires_grad)
+            fake = _fake_like(p, device)
+            if precision is not None and p.dtype == torch.float32:
+                fake = fake.to(precision)
+            by_id[id(p)] = torch.nn.Parameter(fake, requires_grad=p.requires_grad)
         by_name[name] = by_id[id(p)]
     return by_name, dict(by_id)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdall.errors import InvalidInput
 from holdall.tracing.recorder import Recorder
-from holdall.types import Kind, Phase
+from holdall.tracing.units import Updating
+from holdall.types import Block, Kind, Op, Phase, Save, TensorInfo, Unit
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -53,6 +53,17 @@ def check_loss(loss: Any) -> torch.Tensor:
     return loss
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A step, written down."""
+
+    ops: tuple[Op, ...]
+    tensors: dict[int, TensorInfo]
+    saves: tuple[Save, ...]
+    blocks: tuple[Block, ...]
+    units: tuple[Unit, ...]
+
+
 class Step(torch.nn.Module):
     """The whole step as one module, so that parameters swapped in for its call stay swapped in during backward."""
 
@@ -74,29 +85,6 @@ class Step(torch.nn.Module):
         return loss
 
 
-def clone_optimizer(
-    optimizer: torch.optim.Optimizer, replace: Mapping[int, torch.Tensor], *, foreach: bool
-) -> torch.optim.Optimizer:
-    """The same optimizer over other parameters, with no state and none of the user's hooks.
-
-    `foreach`: choose the multi-tensor form where the user left the choice open, as torch does on a GPU.
-    """
-    clone = copy.copy(optimizer)
-    clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-    for name, value in list(clone.__dict__.items()):
-        if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            clone.__dict__[name] = OrderedDict()
-    clone.state = defaultdict(dict)
-    clone.param_groups = [
-        {**group, "params": [replace[id(p)] for p in group["params"] if id(p) in replace]} for group in optimizer.param_groups
-    ]
-    if foreach:
-        for group in clone.param_groups:
-            if group.get("foreach", True) is None and not group.get("fused"):
-                group["foreach"] = True
-    return clone
-
-
 def state_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[tuple[str, torch.Tensor]]:
     """Every tensor of an optimizer's state with a name."""
     found = []
@@ -107,15 +95,28 @@ def state_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
     return found
 
 
-def record_optimizer(
-    recorder: Recorder, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
-) -> None:
+def record_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's step; its state is there already, as from the second step on."""
     recorder.phase = Phase.STEP
     recorder.values.guess = True
-    recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def record_narrow_update(
+    recorder: Recorder, updating: Updating, parameters: Mapping[str, torch.nn.Parameter], units: Mapping[str, list[str]]
+) -> None:
+    """The update of wider originals from the gradients of narrower copies, unit by unit."""
+    recorder.phase = Phase.STEP
+    recorder.values.guess = True
+    for names in units.values():
+        for narrow in (True, False):
+            part = [n for n in names if n in updating.values and (n in updating.narrow) == narrow]
+            part = [n for n in part if parameters[n].grad is not None]
+            if part:
+                updating.update(part, [parameters[n].grad for n in part])  # type: ignore[misc]
+        for n in names:
+            parameters[n].grad = None
 
 
 def materialise_state(recorder: Recorder, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

@@ -48,6 +48,7 @@ class Hardware:
     overlap: bool = True  # copies run beside computation (false where the CPU does both)
     efficiency: float = 0.6  # share of peak FLOP/s that a large matmul reaches, where nothing was measured
     table: tuple[Rate, ...] = ()  # measured points; empty: datasheet only
+    updates: float = 1e9  # parameters per second that the host's processors update, beside copies
     resident: int = 0  # bytes that libraries take once and keep (cuBLAS workspaces)
     world_size: int = 1
     link: float = 0.0  # bytes/s to other ranks

@@ -31,7 +31,7 @@ class Problem:
     trace: Trace
     hardware: Hardware
     budget: Mapping[str, int]  # tier -> bytes; a tier that is not named has its capacity
-    allow: frozenset[str] = frozenset({"keep", "recompute", "offload"})  # names of actions that may be used
+    allow: frozenset[str] = frozenset({"keep", "recompute", "offload", "place", "head"})  # names of actions that may be used
     progress: Progress = silent
 
     @property

@@ -26,7 +26,7 @@ class Run:
     workspace: Bytes = 0
     again: int = 0
     name: str = ""
-    stream: str = "compute"  # "host": on the host's processors, beside the device; what it touches may lie there
+    stream: str = "compute"  # else beside it, making nothing new; "host": by the host's processors, where it lies there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Copy:
     name: str = ""
     lands: bool = True
     lane: str = ""  # copies of one lane go one after the other; lanes share the link
+    uses: tuple[TensorId, ...] = ()  # room that it works in: whoever uses it too goes before or after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +159,8 @@ class Schedule:
     def hold(self, tensor: TensorId, *marks: Mark) -> None:
         """Something refers to the tensor until each of these moments."""
         self.holds[tensor] = [*self.held(tensor), *marks]
+
+    def hold_more(self, tensors: Iterable[TensorId], mark: Mark) -> None:
+        """The same for several tensors and one moment."""
+        for x in tensors:
+            self.hold(x, mark)

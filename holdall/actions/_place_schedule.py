@@ -1,0 +1,357 @@
+"""The schedule side of `place`: what the engine of the runtime will do, step by step and in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from holdall.errors import Unsupported
+from holdall.runtime.units import ALIGN
+from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
+from holdall.types.trace import OpId, TensorId
+
+if TYPE_CHECKING:
+    from holdall.actions.place import Place
+
+_PIECE = 1 << 26  # parameters whose gradients are widened at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A unit, what the plan says of it, and where in the step it is used."""
+
+    unit: Unit
+    streamed: bool
+    update: str
+    block: Block | None  # whose forward is the first to need it
+    ready: OpId  # the op after which its gradients are complete; -1: it has none
+    buffer: tuple[TensorId, ...] = ()  # host memory of its gradients
+
+
+def users(trace: Trace) -> dict[str, list[Block]]:
+    """Unit -> the block calls whose forward uses its weights."""
+    owner = {x: u.name for u in trace.units for x in u.weights}
+    found: dict[str, dict[int, Block]] = {u.name: {} for u in trace.units}
+    for block in trace.blocks:
+        for op in trace.ops[block.first : block.last + 1]:
+            for x in (*op.reads, *op.mutates):
+                if x in owner:
+                    found[owner[x]][block.id] = block
+    return {name: list(blocks.values()) for name, blocks in found.items()}
+
+
+def rewrite_placed(schedule: Schedule, problem: Problem, place: Place) -> Schedule:
+    return _Rewrite(schedule, problem, place).apply()
+
+
+class _Rewrite:
+    def __init__(self, schedule: Schedule, problem: Problem, place: Place) -> None:
+        self.schedule = schedule
+        self.problem = problem
+        self.place = place
+        self.trace = problem.trace
+        self.hardware = problem.hardware
+        self.home = problem.home
+        self.end = next((op.id for op in self.trace.ops if op.site.phase is Phase.STEP), len(self.trace.ops)) - 1
+        self.is_narrow = bool(self.trace.about.get("precision"))
+        self.beside = place.when == "spill" and self.hardware.overlap
+        self.units: list[_Placed] = []
+
+    @property
+    def far(self) -> str:
+        if self.hardware.far is None:
+            raise Unsupported("there is no tier for model states to leave to", hint="plan for hardware with a second tier")
+        return self.hardware.far.name
+
+    def apply(self) -> Schedule:
+        self._remove_step()
+        self._locate()
+        for placed in self.units:
+            self._settle(placed)
+        for placed in self.units:
+            if placed.streamed:
+                self._stream(placed)
+        before: TensorId = -1
+        for placed in sorted((p for p in self.units if p.ready >= 0), key=lambda p: p.ready):
+            before = self._gradient(placed, before)
+        if before >= 0:
+            self.schedule.insert(self.end, [Wait(tensors=(before,))])
+        self._updates()
+        return self.schedule
+
+    # what is where
+
+    def _remove_step(self) -> None:
+        """The optimizer's own step finds nothing to do."""
+        for op in self.trace.ops:
+            if op.site.phase is Phase.STEP:
+                self.schedule.runs[op.id] = Run(op=op.id, reads=(), writes=(), name=op.site.op)
+
+    def _locate(self) -> None:
+        used = users(self.trace)
+        for unit, (_, weights, update) in zip(self.trace.units, self.place.units, strict=True):
+            blocks = used[unit.name]
+            streamed = weights == "streamed"
+            if streamed and len(blocks) != 1:
+                raise Unsupported(
+                    f"the weights of `{unit.name}` cannot come and go: {len(blocks)} blocks use them",
+                    hint="leave them resident",
+                )
+            last = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
+            first = blocks[0] if blocks else None
+            self.units.append(_Placed(unit, streamed, update, first, max(last, default=-1)))
+
+    def _settle(self, placed: _Placed) -> None:
+        """Sizes and tiers of what is there all the time."""
+        unit, schedule = placed.unit, self.schedule
+        swapped = self.is_narrow or placed.streamed or placed.update != "device"
+        if swapped:  # one flat piece, each tensor at a boundary
+            for x in unit.weights:
+                info = schedule.info(x)
+                schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
+        if placed.update == "device" and not placed.streamed:
+            return
+        for x in unit.states:
+            schedule.start[x] = self.far
+        like = self.trace.tensors[unit.weights[0]]
+        grads = sum(-(-self.trace.tensors[g].nbytes // ALIGN) * ALIGN for g in unit.grads)
+        weights = sum(schedule.info(x).nbytes for x in unit.weights)
+        if placed.streamed:  # what is fetched lies in the farther tier for good
+            for x in unit.weights:
+                schedule.start[x] = self.far
+                schedule.holds[x] = []
+        elif not self.is_narrow:
+            self._there(schedule.add(like, name=f"{unit.name}: homes", nbytes=weights))
+        if grads and placed.update != "device":
+            if placed.streamed and self.is_narrow and self.place.share and grads == weights:
+                buffer = unit.weights
+            else:
+                buffer = (schedule.add(like, name=f"{unit.name}: gradients", kind=Kind.GRAD, nbytes=grads),)
+                self._there(buffer[0])
+            self.units[unit.id] = replace(placed, buffer=buffer)
+
+    def _there(self, tensor: TensorId) -> None:
+        self.schedule.start[tensor] = self.far
+
+    # weights that come and go
+
+    def _stream(self, placed: _Placed) -> None:
+        unit, block = placed.unit, placed.block
+        assert block is not None
+        fetch = Copy(tensors=unit.weights, src=self.far, dst=self.home, name=unit.name)
+        wait = Wait(tensors=unit.weights)
+        blocks = self.trace.blocks
+        streaming = sorted(p.block.id for p in self.units if p.streamed and p.block is not None)
+        at = streaming.index(block.id)
+        from_block = blocks[streaming[at - 1]] if at else blocks[0]
+        self._before(from_block.first, [fetch])
+        self._before(block.first, [wait])
+        self.schedule.hold_more(unit.weights, (block.last, 0))
+        if block.backward is None:
+            return
+        later = [b for b in blocks[block.id + 1 :] if b.backward is not None]
+        after = blocks[streaming[at + 1]] if at + 1 < len(streaming) else (later[-1] if later else block)
+        begins = after.backward if after.backward is not None else block.backward
+        if begins < block.backward:
+            self.schedule.insert(begins, [fetch])
+            self.schedule.insert(block.backward, [wait], first=True)
+        else:
+            self.schedule.insert(block.backward, [fetch, wait], first=True)
+        gone = placed.ready if placed.ready >= 0 else self._next_backward(block)
+        self.schedule.hold_more(unit.weights, (gone, 0))
+
+    def _before(self, op: OpId, steps: Sequence[Step]) -> None:
+        self.schedule.insert(op - 1, steps)
+
+    def _next_backward(self, block: Block) -> OpId:
+        """Where the backward of the block before this one begins: weights without gradients stay until then."""
+        earlier = [b.backward for b in self.trace.blocks[: block.id] if b.backward is not None]
+        return earlier[-1] if earlier else self.end
+
+    # gradients
+
+    def _gradient(self, placed: _Placed, before: TensorId) -> TensorId:
+        """Complete: they stay, or are gathered and leave. Returns what is on its way."""
+        unit, schedule = placed.unit, self.schedule
+        if placed.update == "device":
+            if self.is_narrow:
+                schedule.insert(placed.ready, [self._norms(unit)])
+            return before
+        for g in unit.grads:
+            schedule.holds[g] = [(placed.ready, 0)]
+        size = sum(schedule.info(x).nbytes for x in placed.buffer)
+        flat = schedule.add(self.trace.tensors[unit.grads[0]], name=f"{unit.name}: leaving", nbytes=size, born=placed.ready)
+        seconds = 2 * size / self.hardware.bandwidth + self.hardware.overhead
+        steps: list[Step] = [Wait(tensors=(before,))] if before >= 0 else []
+        if self.place.when != "backward":
+            steps.insert(0, self._norms(unit))
+        steps.append(Run(op=-1, reads=unit.grads, writes=(flat,), seconds=seconds, name=f"gather gradients of {unit.name}"))
+        steps.append(Copy(tensors=(flat,), src=self.home, dst=self.far, lands=False, uses=placed.buffer, name=unit.name))
+        if self.place.when == "backward":
+            steps += self._elsewhere(placed)
+        schedule.insert(placed.ready, steps)
+        return flat
+
+    def _norms(self, unit: Unit) -> Run:
+        """One number per gradient, for whoever clips."""
+        size = 4 * len(unit.grads)
+        if self.hardware.device == "cuda":
+            size = -(-size // 512) * 512
+        norms = self.schedule.add(self.trace.tensors[unit.grads[0]], name=f"{unit.name}: norms", kind=Kind.TEMP, nbytes=size)
+        self.schedule.holds[norms] = [(self.end, 0)]
+        moved = sum(self.trace.tensors[g].nbytes for g in unit.grads)
+        seconds = moved / self.hardware.bandwidth + 2 * self.hardware.overhead
+        return Run(op=-1, reads=unit.grads, writes=(norms,), seconds=seconds, name=f"norms of {unit.name}")
+
+    # updates
+
+    def _updates(self) -> None:
+        plain = [p for p in self.units if p.update == "device" and p.unit.numel and not self.is_narrow]
+        for placed in self.units:
+            if placed.update == "device" and placed.unit.numel and self.is_narrow:
+                self._on_device(placed)
+        if self.place.when != "backward":
+            if self.beside:
+                self._beside()
+            else:
+                for placed in self.units:
+                    if placed.buffer:
+                        steps = self._elsewhere(placed)
+                        copies = [x for s in steps if isinstance(s, Copy) for x in (*s.tensors, *s.uses)]
+                        self.schedule.insert(self.end, [*steps, Wait(tensors=tuple(dict.fromkeys(copies)))])
+        if plain:
+            sizes = [p.unit.workspace for p in plain]
+            self.schedule.insert(
+                self.end,
+                [
+                    Run(
+                        op=-1,
+                        reads=tuple(g for p in plain for g in p.unit.grads),
+                        writes=(),
+                        mutates=tuple(x for p in plain for x in (*p.unit.states, *p.unit.weights)),
+                        seconds=sum(self._device_seconds(p.unit) for p in plain),
+                        workspace=sum(sizes) if self.hardware.device == "cuda" else max(sizes),
+                        name="update on the device",
+                    )
+                ],
+            )
+
+    def _device_seconds(self, unit: Unit) -> float:
+        return unit.moved / self.hardware.bandwidth + 8 * self.hardware.overhead
+
+    def _on_device(self, placed: _Placed) -> None:
+        unit, schedule = placed.unit, self.schedule
+        grads = unit.grads
+        if self.beside:  # at the beginning, with the gradients of the step before
+            for g in unit.grads:
+                schedule.holds[g] = [(len(self.trace.ops), 0)]
+            grads = tuple(
+                schedule.add(self.trace.tensors[g], name=f"{self.trace.tensors[g].name} (before)", born=-1) for g in unit.grads
+            )
+        else:
+            for g in unit.grads:
+                schedule.holds[g] = []
+        run = Run(
+            op=-1,
+            reads=grads,
+            writes=(),
+            mutates=tuple(x for x in (*unit.states, *unit.weights)),
+            seconds=self._device_seconds(unit),
+            workspace=unit.workspace,
+            name=f"update of {unit.name}",
+        )
+        at = placed.ready if self.place.when == "backward" else -1 if self.beside else self.end
+        schedule.insert(at, [run])
+
+    def _elsewhere(self, placed: _Placed) -> list[Step]:
+        """An update in its place, everything in a row."""
+        return self._host_steps(placed) if placed.update == "host" else self._through_steps(placed, -1)
+
+    def _host_steps(self, placed: _Placed) -> list[Step]:
+        unit = placed.unit
+        touched = tuple(dict.fromkeys((*placed.buffer, *(unit.weights if placed.streamed else ()))))
+        steps: list[Step] = [
+            Run(
+                op=-1,
+                reads=(),
+                writes=(),
+                mutates=touched,
+                seconds=unit.numel / self.hardware.updates,
+                name=f"update of {unit.name}",
+                stream="host",
+            )
+        ]
+        if not placed.streamed:
+            steps.append(Copy(tensors=placed.buffer, src=self.far, dst=self.home, lands=False, lane="update", name=unit.name))
+        return steps
+
+    def _through_steps(self, placed: _Placed, slot: TensorId) -> list[Step]:
+        unit, schedule = placed.unit, self.schedule
+        steps: list[Step] = []
+        if slot < 0:
+            slot = self._slot([placed])
+            steps.append(Run(op=-1, reads=(), writes=(slot,), name="room for updates"))
+            schedule.holds[slot] = []
+        moving = (*unit.states, *placed.buffer)
+        steps += [
+            Copy(tensors=moving, src=self.far, dst=self.home, lands=False, lane="update", uses=(slot,), name=unit.name),
+            Run(
+                op=-1,
+                reads=(),
+                writes=(),
+                mutates=tuple(dict.fromkeys((*moving, *unit.weights))),
+                seconds=self._device_seconds(unit),
+                name=f"update of {unit.name}",
+                stream="update",
+            ),
+            Copy(tensors=unit.states, src=self.home, dst=self.far, lands=False, lane="update", uses=(slot,), name=unit.name),
+        ]
+        if placed.streamed:
+            steps.append(
+                Copy(
+                    tensors=placed.buffer,
+                    src=self.home,
+                    dst=self.far,
+                    lands=False,
+                    lane="update",
+                    uses=(slot,),
+                    name=unit.name,
+                )
+            )
+        return steps
+
+    def _slot(self, passing: Iterable[_Placed]) -> TensorId:
+        sizes = []
+        for p in passing:
+            weights = sum(self.schedule.info(x).nbytes for x in p.unit.weights)
+            grads = sum(self.schedule.info(x).nbytes for x in p.buffer)
+            states = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in p.unit.states)
+            homes = 0 if self.is_narrow else weights
+            wide = 4 * min(_PIECE, p.unit.numel) if self.is_narrow else 0
+            sizes.append((states + homes + grads + (weights if p.streamed else 0) + wide, p))
+        size, largest = max(sizes, key=lambda s: s[0])
+        like = self.trace.tensors[largest.unit.weights[0]]
+        return self.schedule.add(like, name="room for updates", kind=Kind.TEMP, nbytes=size, born=0)
+
+    def _beside(self) -> None:
+        """Updates of the step before run beside this forward; a unit's forward waits for its own."""
+        passing = [p for p in self.units if p.update == "through" and p.buffer]
+        slots = [self._slot(passing) for _ in range(min(self.place.slots, len(passing)))]
+        steps: list[Step] = [Run(op=-1, reads=(), writes=(s,), name="room for updates") for s in slots]
+        for placed in self.units:
+            if not placed.buffer:
+                continue
+            if placed.update == "through":
+                steps += self._through_steps(placed, slots[passing.index(placed) % len(slots)])
+            else:
+                steps += self._host_steps(placed)
+            if not placed.streamed and placed.block is not None:
+                done = placed.unit.weights if placed.update == "through" else placed.buffer
+                self._before(placed.block.first, [Wait(tensors=done)])
+        self.schedule.insert(-1, steps, first=True)
+        release = self.trace.block(self.place.release).first if self.place.release else self.end
+        for slot in slots:
+            self.schedule.holds[slot] = [(release - 1, 0)]
+        if slots:
+            self._before(release, [Wait(tensors=tuple(slots))])

@@ -1,0 +1,52 @@
+"""Head: the loss of a big vocabulary is taken a few rows at a time, and the logits never exist whole.
+
+A step with a chunked head is another step, with other ops; so the trace is taken with the head chunked already (its
+`about["head"]` says so), the schedule is right as it stands, and all that is left to do is to do the same to the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from holdall.errors import Unsupported
+from holdall.runtime.logits import chunk_head
+from holdall.types import Problem, Schedule, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    module: str  # path of the head
+    rows: int  # how many at a time
+
+    name: ClassVar[str] = "head"
+    exact: ClassVar[bool] = False  # the tolerance is in runtime/chunked_loss.py
+    rank: ClassVar[int] = 5
+
+    @staticmethod
+    def samples(trace: Trace) -> list[Head]:
+        traced = _of(trace)
+        return [] if traced is None else [traced]
+
+    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
+        traced = _of(problem.trace)
+        if traced != self:
+            how = "whole" if traced is None else f"`{traced.module}` {traced.rows} rows at a time"
+            raise Unsupported(
+                f"the plan takes `{self.module}` {self.rows} rows at a time, the trace has its head {how}",
+                hint="trace again with this head chunked",
+            )
+        return schedule
+
+    def install(self, harness: Any) -> None:
+        try:
+            head = harness.model.get_submodule(self.module)
+        except AttributeError:
+            raise Unsupported(f"the model has no module `{self.module}`", hint="plan again for this model") from None
+        harness.on_close(chunk_head(head, rows=self.rows))
+
+
+def _of(trace: Trace) -> Head | None:
+    """The head that the trace was taken with."""
+    about = trace.about.get("head")
+    return None if not about else Head(module=about["module"], rows=about["rows"])

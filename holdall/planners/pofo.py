@@ -1,0 +1,547 @@
+"""Pofo: cut the chain of blocks into segments; keep or offload each one's bytes, all of them or only its input.
+
+Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs" (NeurIPS 2021).
+Forward and backward of a stage nest around those of all later stages, so one walk in forward order sees both: backward is a
+second forward in reversed time, in which fetched bytes "leave". The program's state before a stage is therefore
+
+    K    bytes that earlier stages pin in memory, from their forward to their backward
+    D_F  bytes offloaded by earlier stages that have not left yet
+    D_B  bytes of earlier stages that must be back before this stage's backward ends
+
+and a stage that needs more than is free waits until enough of the backlog has left. Of two states the one that is no better in
+anything, though it paid for the difference in backlog by waiting, is dropped.
+
+`solve` knows only numbers. `costs_of_chain` gives it the paper's chain, where the inside of a recomputed segment is any nesting
+of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes, which is less: a segment is replayed
+once and as a whole, an offloaded block has left when the next block's forward is over, and is fetched during the backward of
+the next segment or, where no room is left, when it is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
+
+from holdall.actions.offload import Offload, own_inputs
+from holdall.actions.recompute import Recompute
+from holdall.errors import InvalidInput
+from holdall.planners._finish import finish, over_budget
+from holdall.planners._menu import Choice, Item, make_menus
+from holdall.planners._rotor import Stage, Table
+from holdall.planners._segments import runs
+from holdall.simulator import simulate
+from holdall.types import Action, Block, Outcome, Plan, Problem, Trace
+from holdall.units import format_bytes, format_seconds
+
+_TRIES = 6  # times the program may be asked again with a budget corrected by what the whole simulation said
+_FETCHED = ("recompute + offload", "recompute + offload now")  # labels of menus; without anything to move: plain recompute
+_ROUGH = 30  # slots of the quick look
+_TOLL = 1e-3  # share of a hidden copy's time that is charged, so that nothing is moved for nothing
+_HALVINGS = 12  # of the interval in which the smallest budget is looked for
+
+
+# the program
+
+
+class Way(NamedTuple):
+    """One way to leave bytes behind. `forward`, `backward`: what the stage needs on top of K and the backlog."""
+
+    place: str  # keep, offload
+    pinned: int  # what K gains
+    moved: int = 0  # what the backlog gains
+    forward: int = 0
+    backward: int = 0
+    at_once: bool = False  # nothing may hide the copies
+    toll: float = 0.0  # seconds that it costs even when everything is hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A stage as the program sees it."""
+
+    uf: float
+    ub: float
+    full: tuple[Way, ...]  # with everything it saves
+    input: tuple[Way, ...] = ()  # as the first of a recomputed segment, with its input alone
+    bare: int = 0  # what its forward needs when it saves nothing
+    inner: int = 0  # what K gains by it further inside a segment
+    joins: bool = False  # may follow the stage before it in a segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A chain for the program. The last stage is always run once: its backward comes next."""
+
+    nodes: Sequence[Node]
+    inside: Callable[
+        [int, int], Sequence[tuple[int, float]]
+    ]  # (s, t) -> (bytes on top of K, seconds) of its backward, by bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Bytes per second in both directions. `hidden_by`: how many later stages may pass before a copy is over."""
+
+    out: float
+    back: float
+    hidden_by: int | None = None  # None: any number (the paper); 1: our runtime; 0: nothing runs beside a copy
+
+
+class Segment(NamedTuple):
+    """A decision about stages first..last."""
+
+    first: int
+    last: int
+    saved: str  # all, input
+    place: str  # keep, offload
+    out_at_once: bool = False  # the next stage had no room for what was on its way
+    back_at_once: bool = False  # nor its backward for what was to be fetched
+
+
+Path = tuple[Any, ...]  # (segment, earlier path) or (): a linked list, so that states share their past
+State = tuple[float, int, float, float, Path]  # seconds, K, D_F, D_B, decisions
+
+
+def solve(
+    costs: Costs, budget: int, link: Link, *, recompute: bool = True, offload: bool = True, slots: int = 500
+) -> tuple[float, list[Segment]] | None:
+    """The least seconds and the segments, or None if nothing fits. Beyond `slots` states per stage, K is compared in slots."""
+    count = len(costs.nodes)
+    rough = None
+    if slots > _ROUGH:  # what a quick look finds bounds the search
+        rough = solve(costs, budget, link, recompute=recompute, offload=offload, slots=_ROUGH)
+    enough = rough[0] * (1 + 1e-12) if rough else float("inf")
+    still = [*accumulate((node.uf + node.ub for node in reversed(costs.nodes)), initial=0.0)][::-1]
+    places = {"keep", "offload"} if offload and link.out > 0 and link.back > 0 else {"keep"}
+    levels: list[list[State]] = [[] for _ in range(count + 1)]
+    levels[0].append((0.0, 0, 0.0, 0.0, ()))
+    for at in range(count):
+        for state in _front(levels[at], link, slots):
+            for to, grown in _grow(costs, budget, link, places, recompute, at, state):
+                if grown[0] + still[to] <= enough:
+                    levels[to].append(grown)
+        levels[at] = []
+    ended = [
+        (seconds + (0.0 if link.hidden_by is None else d_f / link.out + d_b / link.back), path)
+        for seconds, k, d_f, d_b, path in levels[count]
+        if k + max(d_f, d_b) <= budget  # at the turn, what never left and what must be there are the same bytes
+    ]
+    if not ended:
+        return None
+    seconds, path = min(ended, key=lambda e: e[0])
+    found: list[Segment] = []
+    while path:
+        found.append(path[0])
+        path = path[1]
+    return seconds, found[::-1]
+
+
+def _grow(
+    costs: Costs, budget: int, link: Link, places: set[str], recompute: bool, at: int, state: State
+) -> Iterator[tuple[int, State]]:
+    """Every segment that may begin at stage `at`, as (the stage after it, the state there)."""
+    seconds, k, d_f, d_b, path = state
+    nodes, hidden = costs.nodes, link.hidden_by
+    node = nodes[at]
+    for way in node.full:
+        if way.place not in places:
+            continue
+        ahead = pass_stage(d_f, budget - k - way.forward, node.uf, link.out, hidden)
+        behind = ahead and pass_stage(d_b, budget - k - way.backward, node.ub, link.back, hidden)
+        if ahead and behind:
+            then = (Segment(at, at, "all", way.place, way.at_once, way.at_once), _marked(path, ahead[2], behind[2]))
+            out, back = _copies(way, link)
+            spent = seconds + ahead[0] + behind[0] + out[0] + back[0]
+            yield at + 1, (spent, k + way.pinned, ahead[1] + out[1], behind[1] + back[1], then)
+    for way in node.input if recompute else ():
+        if way.place not in places:
+            continue
+        spent, pinned, backlog, first, own = seconds, k, d_f, False, way.at_once
+        out, back = _copies(way, link)
+        for t in range(at, len(nodes) - 1):
+            inner = nodes[t]
+            if t > at and not inner.joins:
+                break
+            ahead = pass_stage(backlog, budget - pinned - inner.bare, inner.uf, link.out, hidden)
+            if ahead is None:
+                break
+            spent, backlog = spent + ahead[0], ahead[1]
+            if t == at:
+                first = ahead[2]
+                spent, pinned, backlog = spent + out[0], pinned + way.pinned, backlog + out[1]
+            else:
+                own = own or ahead[2]
+                pinned += inner.inner
+            for need, takes in reversed(costs.inside(at, t)):
+                behind = pass_stage(d_b, budget - k - need, takes, link.back, hidden)
+                if behind is None:
+                    continue
+                then = (Segment(at, t, "input", way.place, own, way.at_once), _marked(path, first, behind[2]))
+                yield t + 1, (spent + behind[0] + back[0], pinned, backlog, behind[1] + back[1], then)
+                if d_b <= budget - k - need:
+                    break  # nothing waited: fewer bytes would only take longer
+
+
+def pass_stage(
+    backlog: float, room: float, seconds: float, rate: float, hidden_by: int | None = None
+) -> tuple[float, float, bool] | None:
+    """Run a stage of `seconds` beside a backlog: (seconds with waiting, what is left, whether it began by waiting).
+
+    `room`: bytes that the stage leaves free for the backlog; None is returned if they are below zero.
+    """
+    if room < 0:
+        return None
+    waited = backlog > room
+    if waited:
+        gone = backlog - room if hidden_by is None else backlog
+        total, backlog = seconds + gone / rate, backlog - gone
+    else:
+        total = seconds
+    if backlog:
+        backlog = max(0.0, backlog - rate * seconds)
+        if backlog and hidden_by is not None:
+            total, backlog = total + backlog / rate, 0.0
+    return total, backlog, waited
+
+
+def _copies(way: Way, link: Link) -> tuple[tuple[float, int], tuple[float, int]]:
+    """(seconds to wait at once, bytes left waiting) out and back."""
+    if way.moved and (way.at_once or link.hidden_by == 0):
+        return (way.moved / link.out, 0), (way.moved / link.back, 0)
+    return (way.toll, way.moved), (0.0, way.moved)
+
+
+def _marked(path: Path, out: bool, back: bool) -> Path:
+    """The path, its last segment marked where its copies had to be waited for."""
+    if not path or not (out or back):
+        return path
+    last: Segment = path[0]
+    return last._replace(out_at_once=last.out_at_once or out, back_at_once=last.back_at_once or back), path[1]
+
+
+def _front(states: list[State], link: Link, slots: int) -> list[State]:
+    """States that no other beats. A larger backlog is no worse than the time it takes to leave."""
+    groups: dict[tuple[float, float], list[State]] = {}
+    for state in states:
+        groups.setdefault((state[2], state[3]), []).append(state)
+    fronts: dict[tuple[float, float], tuple[list[float], list[State]]] = {}
+    for key, group in groups.items():
+        group.sort(key=lambda s: s[:2])
+        front: list[State] = []
+        for state in group:
+            if not front or state[1] < front[-1][1]:
+                front.append(state)
+        fronts[key] = [s[0] for s in front], front
+    kept = []
+    for key, (_, front) in fronts.items():
+        others = [(_price(other, key, link), *value) for other, value in fronts.items() if other != key]
+        kept += [s for s in front if not any(_beaten(s, price, times, by) for price, times, by in others)]
+    if len(kept) <= slots:
+        return kept
+    least = min(kept, key=lambda s: s[1])
+    grain = max(1, (max(s[1] for s in kept) - least[1]) // slots)
+    merged: dict[tuple[int, ...], State] = {}
+    for state in sorted(kept, key=lambda s: s[:4]):
+        merged.setdefault((state[1] // grain, int(state[2] // grain), int(state[3] // grain)), state)
+    return [least, *(s for s in merged.values() if s is not least)]
+
+
+def _price(mine: tuple[float, float], other: tuple[float, float], link: Link) -> float:
+    """Seconds of waiting after which one backlog is as good as another."""
+    total = 0.0
+    for more, less, rate in zip(mine, other, (link.out, link.back), strict=True):
+        if more > less:
+            total += (more - less if link.hidden_by is None else more) / rate
+    return total
+
+
+def _beaten(state: State, price: float, times: list[float], front: list[State]) -> bool:
+    """`front`: ever later states with ever smaller K; the last one in time is the one to compare with."""
+    at = bisect_right(times, state[0] - price)
+    return at > 0 and front[at - 1][1] <= state[1]
+
+
+# the paper's chain
+
+
+def costs_of_chain(chain: Sequence[Stage], budget: int, *, slots: int = 500) -> Costs:
+    """The paper's schedules: the inside of a segment is rotor's table, in slots where the budget is larger."""
+    unit = max(1, -(-budget // slots))
+    table = Table([_in_slots(stage, unit) for stage in chain], budget // unit)
+    after = [*(stage.a for stage in chain[1:]), 0]
+    nodes = []
+    for stage, out in zip(chain, after, strict=True):
+        forward, backward = stage.abar + 2 * out + stage.of, stage.a + stage.abar + out + stage.ob
+        nodes.append(
+            Node(
+                uf=stage.uf,
+                ub=stage.ub,
+                full=(
+                    Way("keep", stage.abar, 0, forward, backward),
+                    Way("offload", 0, stage.abar, forward, backward),
+                ),
+                input=(Way("keep", stage.a), Way("offload", 0, stage.a)),
+                bare=stage.a + out + stage.of,
+                joins=True,
+            )
+        )
+    stairs = {
+        (s, t): [(chain[s].a + m * unit, seconds) for m, seconds in table.stairs(s, t)]
+        for s in range(len(chain))
+        for t in range(s, len(chain))
+    }
+    return Costs(nodes=nodes, inside=lambda s, t: stairs[s, t])
+
+
+def _in_slots(stage: Stage, unit: int) -> Stage:
+    up = {name: -(-getattr(stage, name) // unit) for name in ("a", "abar", "of", "ob")}
+    return replace(stage, **up)
+
+
+# our blocks
+
+
+def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
+    """The blocks of a trace. K is what was freed, below zero; needs are those of the untouched step and of the menus."""
+    trace, overlap = problem.trace, problem.hardware.overlap
+    far = problem.hardware.far
+    toll = _TOLL * (1 / far.write + 1 / far.read) if far else 0.0
+    row = {block.id: n for n, blocks in enumerate(runs(trace)) for block in blocks}
+    nodes, again, between = [], [], []
+    for n, item in enumerate(menus):
+        named = {choice.label: choice for choice in item.choices}
+        before = menus[n - 1].block if n else None
+        tail = before is item.block  # from the last block to the first backward
+        recomputed = _recomputed(problem, item, named) if item.block.id in row and not tail else None
+        joins = recomputed is not None and before is not None and row.get(before.id) == row[item.block.id]
+        between.append(_bytes_between(trace, before, item.block) if joins and before is not None else 0)
+        again.append(recomputed)
+        hidden = overlap and item.block.id + 1 < len(trace.blocks)  # copies, by the next block
+        full = [_way("keep", item, item.choices[0]), *_moving(trace, item, named, "offload", hidden, toll)]
+        inputs = [] if recomputed is None else [_way("keep", item, recomputed)]
+        inputs += _moving(trace, item, named, "recompute + offload", hidden, toll) if inputs else []
+        nodes.append(
+            Node(
+                uf=item.forward_seconds,
+                ub=item.backward_seconds,
+                full=tuple(full),
+                input=tuple(inputs),
+                bare=inputs[0].forward if inputs else 0,
+                inner=inputs[0].pinned - between[-1] if inputs else 0,
+                joins=joins,
+            )
+        )
+    return Costs(nodes=nodes, inside=_Replays(menus, nodes, again, between))
+
+
+def _moving(trace: Trace, item: Item, named: Mapping[str, Choice], label: str, hidden: bool, toll: float) -> list[Way]:
+    """The ways to offload, hidden and at once; a choice that moves nothing is none.
+
+    Menus try one block of each kind. The first of a stack may move less than the others: its input is the user's.
+    """
+    found = [named[name] for name in (label, f"{label} now") if name in named]
+    most = _movable(trace, item.block, replayed=label != "offload")
+    ways = []
+    for choice in found:
+        moved = min(choice.out, most)
+        if moved:
+            way = _way("offload", item, choice)
+            ways.append(
+                way._replace(
+                    pinned=way.pinned + choice.out - moved,
+                    moved=moved,
+                    at_once=not (hidden and choice.late),
+                    toll=moved * toll,
+                )
+            )
+    return ways
+
+
+def _movable(trace: Trace, block: Block, *, replayed: bool) -> int:
+    """Bytes that offloading this block, or its input if it is `replayed`, takes away."""
+    own = {block.inputs[n] for n in own_inputs(trace, block)}
+    if not replayed:
+        saved = {trace.saves[n].tensor for n in block.saves}
+        inside = {x for x in saved if block.first <= trace.tensors[x].born <= block.last and x not in block.outputs}
+        own = inside | (own & saved)
+    return sum(trace.tensors[x].nbytes for x in own)
+
+
+def _first_of(named: Mapping[str, Choice], *labels: str) -> Choice | None:
+    return next((named[label] for label in labels if label in named), None)
+
+
+def _recomputed(problem: Problem, item: Item, named: Mapping[str, Choice]) -> Choice | None:
+    """The block run again; where that frees nothing by itself, it may still stand inside a segment."""
+    if "recompute" not in problem.allow:
+        return None
+    found = _first_of({label: c for label, c in named.items() if not c.out}, "recompute", *_FETCHED)
+    return found or replace(item.choices[0], label="recompute", seconds=item.forward_seconds)
+
+
+def _bytes_between(trace: Trace, before: Block, block: Block) -> int:
+    """Bytes that go from one block to the next and that only these two hold: gone if both are in one segment."""
+    numbers = {*before.saves, *block.saves}
+    held = {save.tensor for n, save in enumerate(trace.saves) if n not in numbers}
+    others = {x for other in trace.blocks if other.id != block.id for x in other.inputs}
+    passed = [x for x in block.inputs if x in before.outputs and x not in held and x not in others]
+    return sum(trace.tensors[x].nbytes for x in passed if before.first <= trace.tensors[x].born <= before.last)
+
+
+def _way(place: str, item: Item, choice: Choice) -> Way:
+    return Way(place, -choice.freed, choice.out, item.before_forward + choice.forward, item.before_backward + choice.backward)
+
+
+class _Replays:
+    """What the backward of a segment needs that is replayed once, as a whole; found when asked for."""
+
+    def __init__(
+        self, menus: Sequence[Item], nodes: Sequence[Node], again: Sequence[Choice | None], between: Sequence[int]
+    ) -> None:
+        self._menus, self._nodes, self._again, self._between = menus, nodes, again, between
+        self._found: dict[tuple[int, int], list[tuple[int, float]]] = {}
+
+    def __call__(self, s: int, t: int) -> list[tuple[int, float]]:
+        if (s, t) not in self._found:
+            self._found[s, t] = [self._replay(s, t)]
+        return self._found[s, t]
+
+    def _replay(self, s: int, t: int) -> tuple[int, float]:
+        """After the replay all is as in the untouched step; during it, blocks are there up to the one being run."""
+        menus, nodes, last = self._menus, self._nodes, self._again[t]
+        assert last is not None
+        seconds = sum(nodes[j].uf for j in range(s, t)) + last.seconds + sum(nodes[j].ub for j in range(s, t + 1))
+        if s == t:
+            return nodes[s].input[0].backward, seconds
+        need = max(nodes[j].full[0].backward for j in range(s, t + 1))
+        live = menus[t].before_backward
+        for j in range(t, s - 1, -1):
+            live += nodes[j].input[0].pinned  # without what block j makes again
+            need = max(need, live + menus[j].choices[0].forward)
+            if j > s:
+                live -= self._between[j]
+        return need, seconds
+
+
+def actions_of(problem: Problem, menus: Sequence[Item], segments: Sequence[Segment]) -> list[Action]:
+    """The actions that the decisions stand for."""
+    trace, overlap = problem.trace, problem.hardware.overlap
+    actions: list[Action] = []
+    for n, segment in enumerate(segments):
+        blocks = [item.block for item in menus[segment.first : segment.last + 1]]
+        if segment.saved == "input":
+            actions.append(Recompute.of(trace, blocks))
+        if segment.place == "offload":
+            following = menus[segments[n + 1].last].block if n + 1 < len(segments) else blocks[-1]
+            ahead = overlap and not segment.back_at_once and following.id > blocks[-1].id
+            offload = Offload.of(trace, blocks[0], overlap=overlap and not segment.out_at_once)
+            actions.append(replace(offload, fetch=following.name if ahead else ""))
+    return actions
+
+
+# the planner
+
+
+class _Candidate(NamedTuple):
+    segments: list[Segment]
+    actions: list[Action]
+    outcome: Outcome
+    missing: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pofo:
+    slots: int = 500  # more make the search finer and slower
+
+    name: ClassVar[str] = "pofo"
+    paper: ClassVar[str] = "Beaumont, Eyraud-Dubois, Shilova, NeurIPS 2021"
+    weighs_budget: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem) -> Plan:
+        began = time.perf_counter()
+        if self.slots < 1:
+            raise InvalidInput(f"slots of pofo is {self.slots}", hint="give it a number above zero; 500 is usual")
+        plain = _try(problem, (), [])
+        if not plain.missing:
+            return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
+        menus = make_menus(problem)
+        costs = costs_of_trace(problem, menus)
+        found = self._search(problem, menus, costs, offload=True)
+        if all(c.missing for c in found):
+            found += self._search(problem, menus, costs, offload=False)
+        if all(c.missing for c in found):  # from here on nothing depends on the budget, so that a refusal can be relied on
+            found = [plain, *(c for offload in (True, False) for c in self._smallest(problem, menus, costs, offload=offload))]
+        fitting = [c for c in found if not c.missing]
+        best = min(fitting or found, key=lambda c: (c.outcome.seconds, len(c.actions)) if fitting else _size(problem, c))
+        return finish(self, problem, best.actions, why=_why(problem, plain, best), began=began)
+
+    def _search(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
+        """The program's answer, simulated; asked again with less where the whole step turns out higher."""
+        allowed = problem.limit(problem.home)
+        found: list[_Candidate] = []
+        for n in range(_TRIES):
+            problem.progress("searching", n, _TRIES, "")
+            candidate = self._ask(problem, menus, costs, allowed, offload)
+            if candidate is None:
+                break
+            found.append(candidate)
+            if problem.home not in candidate.missing:
+                break
+            allowed -= candidate.missing[problem.home]
+        return found
+
+    def _smallest(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
+        """Answers for ever smaller budgets, whatever the one asked for: the last resort, and what a refusal names."""
+        low, high = 0, simulate(problem, []).peak[problem.home]
+        found = []
+        for n in range(_HALVINGS):
+            problem.progress("looking for the smallest", n, _HALVINGS, "")
+            middle = (low + high) // 2
+            candidate = self._ask(problem, menus, costs, middle, offload)
+            if candidate is None:
+                low = middle
+            else:
+                found.append(candidate)
+                high = middle
+        return found
+
+    def _ask(self, problem: Problem, menus: Sequence[Item], costs: Costs, allowed: int, offload: bool) -> _Candidate | None:
+        far = problem.hardware.far
+        link = Link(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else Link(out=0.0, back=0.0)
+        answer = solve(costs, allowed, link, offload=offload, slots=self.slots)
+        if answer is None:
+            return None
+        return _try(problem, answer[1], actions_of(problem, menus, answer[1]))
+
+
+def _try(problem: Problem, segments: Sequence[Segment], actions: Sequence[Action]) -> _Candidate:
+    allocator = "caching" if problem.hardware.device == "cuda" else None
+    outcome = simulate(problem, actions, allocator=allocator)
+    return _Candidate(list(segments), list(actions), outcome, over_budget(problem, outcome))
+
+
+def _size(problem: Problem, candidate: _Candidate) -> tuple[float, int]:
+    outcome = candidate.outcome
+    return max(outcome.peak[problem.home], outcome.reserved or 0), len(candidate.actions)
+
+
+def _why(problem: Problem, plain: _Candidate, best: _Candidate) -> list[str]:
+    home, limit = problem.home, problem.limit(problem.home)
+    counts: dict[tuple[str, str], int] = {}
+    for segment in best.segments:
+        counts[segment.saved, segment.place] = counts.get((segment.saved, segment.place), 0) + 1
+    words = {
+        ("all", "offload"): "blocks offloaded",
+        ("input", "keep"): "segments recomputed",
+        ("input", "offload"): "segments recomputed from an offloaded input",
+    }
+    done = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if key in counts) or "nothing"
+    extra = max(0.0, best.outcome.seconds - plain.outcome.seconds)
+    return [
+        f"keeping everything needs {format_bytes(plain.outcome.peak[home])}, over the budget of {format_bytes(limit)}",
+        f"{done}: {format_bytes(best.outcome.peak[home])} and {format_seconds(extra)} more a step",
+    ]

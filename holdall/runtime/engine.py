@@ -1,0 +1,701 @@
+"""Model states under a plan: weights come and go, gradients leave, updates happen where and when the plan says.
+
+One step, as the engine sees it:
+
+    forward    working weights take the homes' places in the modules; a unit's forward waits for its update and its weights
+    backward   streamed weights come back; when a unit's last gradient is there, it leaves the device (or stays, or is used up)
+    step()     the user's optimizer finds nothing to do; the engine makes the updates, at once ("step"), or beside the next
+               forward ("spill"), or has made them already ("backward")
+
+Between backward and `step()` every home has a `.grad`; where that is not a plain tensor, it is a `Gradient`. Whoever touches a
+home whose update is still under way waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from holdall.errors import Unsupported
+from holdall.optim._part import Groups, is_separable, snapshot
+from holdall.runtime.gradients import Gradient
+from holdall.runtime.units import DEVICE, THROUGH, Layout, Placement, Unit, find_members
+from holdall.runtime.updating import Order, Updater
+from holdall.tiers import Keeper, Ticket
+
+BACKWARD, SPILL, STEP = "backward", "spill", "step"
+
+
+class Held:
+    """The gradients of a unit between backward and its update."""
+
+    def __init__(self, unit: Unit, store: Keeper | None) -> None:
+        self.unit = unit
+        self.store = store
+        self.which: tuple[int, ...] = ()
+        self.here: list[torch.Tensor] = []  # on the device, those of `which`
+        self.norms: torch.Tensor | None = None  # of `which`, on the device
+        self.sum: Ticket | None = None  # on the host, where more than one backward was added up
+        self.flat: torch.Tensor | None = None  # on the device, while it is being copied out
+        self._host_norms: torch.Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Of the gradient on the host."""
+        return self.unit.grads if self.sum is None else self.unit.wide
+
+    @property
+    def ticket(self) -> Ticket:
+        ticket = self.sum if self.sum is not None else self.unit.buffer
+        assert ticket is not None
+        return ticket
+
+    def on_host(self) -> list[torch.Tensor]:
+        """The gradients of `which` in the host's memory, when they are there."""
+        assert self.store is not None
+        self.store.arrived(self.ticket)
+        views = self.layout.views(self.store.memory(self.ticket))
+        return [views[n] for n in self.which]
+
+    # what `Gradient` asks
+
+    def norm(self, index: int) -> torch.Tensor | None:
+        found: torch.Tensor
+        at = self.which.index(index)
+        device = self.unit.trained[index].home.device
+        if self.sum is not None:
+            found = torch.linalg.vector_norm(self.on_host()[at])
+            return found
+        if self.norms is None:
+            return None
+        if device.type == self.norms.device.type:
+            return self.norms[at]
+        if self._host_norms is None:
+            self._host_norms = self.norms.to(device)
+        return self._host_norms[at]
+
+    def bring(self, index: int) -> torch.Tensor:
+        at = self.which.index(index)
+        home = self.unit.trained[index].home
+        found = self.here[at] if self.here else self.on_host()[at]
+        return found.detach().to(device=home.device, dtype=home.dtype, copy=True)
+
+
+class Engine:
+    """Owns the units of a model while a harness is on."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        placements: Sequence[Placement],
+        *,
+        store: Keeper | None,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        when: str,
+        slots: int = 2,
+        share: bool = True,
+        release: str = "",
+        paths: Sequence[str] = (),
+        tell: Callable[[torch.UntypedStorage], None] = lambda storage: None,
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.store = store
+        self.device = device
+        self.when = when if optimizer is not None else STEP
+        self.slots = slots
+        self.release = release  # the module at whose forward the memory that updates pass through is given back
+        self._tell = tell
+        self._quiet = quiet
+        self._undo: list[Callable[[], object]] = []
+        self._is_swapped = False
+        self._queued = False  # a callback at the end of this backward
+        self._leaving: list[Held] = []
+        self._copies: dict[str, Any] = {}  # unit -> event of the copy that brings its weights
+        self.updater = Updater(optimizer, store, device, quiet=quiet) if optimizer is not None else None
+        trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else None
+        self._check(optimizer)
+        self.units: list[Unit] = []
+        for placement in placements:
+            own = {id(p) for p in model.parameters()} if trained is None else trained
+            members = list(find_members(model, placement.params, own))
+            unit = Unit(placement, members, device=device, dtype=dtype)
+            self._set_up(unit, share)
+            self.units.append(unit)
+        self._move_buffers()
+        self.held: dict[str, Held] = {}
+        self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}
+        self._pending: dict[str, Any] = {}  # unit -> future or event of its update
+        self._users = self._find_users()
+        self._after = self._neighbours(paths)
+        self._before = self._neighbours(paths[::-1])
+        self._streams = any(u.is_streamed for u in self.units)
+        self._homes: set[int] = set()  # storages of homes whose update is under way
+        self._aside: list[list[torch.Tensor]] = []
+        self._guard = _Guard(self)
+        self._install()
+
+    # setting up and taking down
+
+    def _check(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and not is_separable(optimizer):
+            raise Unsupported(
+                f"{type(optimizer).__name__} looks at all parameters at once, so its update cannot be taken apart",
+                hint="use an optimizer that updates each parameter by itself, or a plan without `place`",
+            )
+        for name, p in self.model.named_parameters():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                raise Unsupported(
+                    f"`{name}` has gradient hooks of its own, which would not see its gradient any more",
+                    hint="remove the hooks, or plan without `place`",
+                )
+
+    def _set_up(self, unit: Unit, share: bool) -> None:
+        into_store = self.device.type == "cpu"
+        unit.settle_homes(self.store, into_store=into_store)
+        unit.make_work()
+        if self.store is not None:
+            unit.make_buffers(self.store, share=share)
+        if unit.is_streamed:
+            unit.resize(False)
+        if self.updater is not None and unit.update == DEVICE:
+            for m in unit.trained:  # states that were loaded before follow their parameter
+                state = self.optimizer.state.get(m.home) if self.optimizer is not None else None
+                for key, value in (state or {}).items():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.device != m.home.device:
+                        state[key] = value.to(m.home.device)  # type: ignore[index]
+
+    def _move_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != self.device.type:
+                    module._buffers[name] = buffer.to(self.device)
+
+                    def undo(slots: dict[str, Any] = module._buffers, name: str = name, was: torch.Tensor = buffer) -> None:
+                        was.copy_(slots[name])
+                        slots[name] = was
+
+                    self._undo.append(undo)
+
+    def _find_users(self) -> dict[str, list[Unit]]:
+        """Module path -> units whose parameters are used inside it."""
+        owners: dict[int, list[Unit]] = {}
+        for unit in self.units:
+            for m in unit.members:
+                for slots, _ in m.slots:
+                    found = owners.setdefault(id(slots), [])
+                    if unit not in found:
+                        found.append(unit)
+        users: dict[str, list[Unit]] = {}
+        for path, module in self.model.named_modules():
+            found = []
+            for inner in module.modules():
+                found += [u for u in owners.get(id(inner._parameters), []) if u not in found]
+            users[path] = found
+        return users
+
+    def _install(self) -> None:
+        for unit in self.units:
+            for m in unit.trained:
+                if m.is_swapped:
+                    handle = m.work.register_post_accumulate_grad_hook(self._hook(unit))
+                    self._undo.append(handle.remove)
+        add = self._undo.append
+        if self.optimizer is not None:
+            add(self.optimizer.register_step_pre_hook(self._before_step).remove)
+            add(self.optimizer.register_step_post_hook(self._after_step).remove)
+            add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
+            add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
+        add(self.model.register_state_dict_pre_hook(lambda *_: self._rest()).remove)
+        add(self.model.register_load_state_dict_pre_hook(lambda *_: self._rest()).remove)
+        add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
+
+    def _hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+        def arrived(_: torch.Tensor) -> None:
+            self._queue_end()
+            self._left[unit.name] -= 1
+            if self._left[unit.name] == 0:
+                self._gradient_ready(unit)
+
+        return arrived
+
+    def close(self) -> None:
+        self._rest()
+        if self.updater is not None:
+            self.updater.leave_room()
+            self.updater.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        for unit in self.units:
+            states = self.updater.states(unit.trained) if self.updater is not None else []
+            unit.put_back(self.store)
+            if unit.update != DEVICE:
+                for m, state in zip(unit.trained, states, strict=True):
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor) and value.dim():
+                            state[key] = value.to(m.home.device, copy=True)
+        self.units = []
+
+    # forward
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights come and go."""
+        return self._streams
+
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A forward begins: modules get the working weights, and inputs are on the device."""
+        self._guard.lower()
+        self._swap(True)
+        move = tree_map_only(torch.Tensor, self._here, (args, kwargs))
+        return move[0], move[1]
+
+    def _here(self, t: torch.Tensor) -> torch.Tensor:
+        return t if t.device.type == self.device.type else t.to(self.device, non_blocking=True)
+
+    def end_forward(self) -> None:
+        """Without a backward to come, the homes return at once."""
+        if not torch.is_grad_enabled():
+            self._release_all()
+            self._swap(False)
+
+    def need(self, path: str) -> None:
+        """The forward of this module begins: its weights must be there, the next one's may set out."""
+        if path == self.release and self.updater is not None:
+            self.updater.leave_room()
+        if not self._is_swapped:
+            self._guard.lower()
+            self._swap(True)
+        for unit in self._users.get(path, ()):
+            self._finish_update(unit)
+            self._arrive(unit)
+        for follower in self._after.get(path, ()):
+            self._finish_update(follower)
+            self._fetch(follower)
+
+    def leave(self, path: str) -> None:
+        """The forward of this module is over: streamed weights that nobody needs before backward go."""
+        for unit in self._users.get(path, ()):
+            if unit.is_streamed and unit.is_here:
+                self._release(unit)
+
+    def _neighbours(self, paths: Sequence[str]) -> dict[str, list[Unit]]:
+        """Module path -> the streamed units of the next module, in this order, that has any."""
+        found: dict[str, list[Unit]] = {}
+        following: list[Unit] = []
+        for path in reversed(paths):
+            found[path] = following
+            own = [u for u in self._users.get(path, ()) if u.is_streamed]
+            following = own or following
+        return found
+
+    # weights that come and go
+
+    def _fetch(self, unit: Unit) -> None:
+        """Take memory for the weights and start copying them."""
+        if unit.is_here or self.store is None:
+            return
+        assert unit.flat is not None and unit.source is not None
+        unit.resize(True)
+        self._tell(unit.flat.untyped_storage())
+        self._copies[unit.name] = self.store.pull(unit.source, unit.flat)
+
+    def _arrive(self, unit: Unit) -> None:
+        """The weights are on the device when this stream goes on."""
+        if unit.is_streamed:
+            self._fetch(unit)
+            event = self._copies.pop(unit.name, None)
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _release(self, unit: Unit) -> None:
+        event = self._copies.pop(unit.name, None)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        assert unit.flat is not None
+        unit.resize(False)
+        self._tell(unit.flat.untyped_storage())
+
+    def _release_all(self) -> None:
+        for unit in self.units:
+            if unit.is_streamed and unit.is_here:
+                self._release(unit)
+
+    def backward_begins(self, path: str) -> None:
+        """The backward of this module begins: its weights are there, those of the module before it may set out."""
+        users = self._users.get(path, ())
+        for unit in self.units:
+            if unit.is_streamed and unit.is_here and unit not in users and unit.name not in self._copies:
+                self._release(unit)
+        for unit in users:
+            self._arrive(unit)
+        for earlier in self._before.get(path, ()):
+            self._fetch(earlier)
+
+    # gradients
+
+    def _queue_end(self) -> None:
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _gradient_ready(self, unit: Unit) -> None:
+        which = tuple(n for n, m in enumerate(unit.trained) if m.work.grad is not None)
+        self._left[unit.name] = len(unit.trained)
+        if not which:
+            return
+        grads = [unit.trained[n].work.grad for n in which]
+        for n in which:
+            unit.trained[n].work.grad = None
+        if unit.is_streamed and unit.is_here:
+            self._release(unit)
+        held = self.held.get(unit.name)
+        if held is not None and all(unit.trained[n].home.grad is None for n in held.which):
+            self._drop(held)  # the loop cleared its gradients instead of stepping
+            held = None
+        if held is None:
+            held = self.held[unit.name] = Held(unit, self.store)
+            held.which = which
+            self._hold(held, grads)  # type: ignore[arg-type]
+        else:
+            self._add(held, which, grads)  # type: ignore[arg-type]
+        if self.when == BACKWARD:
+            assert self.optimizer is not None
+            self._update(held, snapshot(self.optimizer), None)
+
+    def _hold(self, held: Held, grads: list[torch.Tensor]) -> None:
+        if self.when != BACKWARD:
+            held.norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32 if held.unit.is_narrow else None))
+        if held.unit.update == DEVICE:
+            held.here = grads
+        else:
+            self._send(held, grads)
+
+    def _send(self, held: Held, grads: list[torch.Tensor]) -> None:
+        """Gather the gradients and let them leave; those sent before are let go first, so that one set is on the way."""
+        assert self.store is not None
+        self._let_go()
+        unit = held.unit
+        held.flat = torch.empty(unit.grads.nbytes, dtype=torch.uint8, device=self.device)
+        views = unit.grads.views(held.flat)
+        torch._foreach_copy_([views[n] for n in held.which], grads)
+        grads.clear()
+        assert unit.buffer is not None
+        self.store.push(unit.buffer, held.flat)
+        self._leaving.append(held)
+
+    def _let_go(self) -> None:
+        for held in self._leaving:
+            assert self.store is not None and held.unit.buffer is not None
+            self.store.wait(held.unit.buffer)
+            held.flat = None
+        self._leaving = []
+
+    def _drop(self, held: Held) -> None:
+        if held.sum is not None and self.store is not None:
+            self.store.free(held.sum)
+        del self.held[held.unit.name]
+
+    def _add(self, held: Held, which: tuple[int, ...], grads: list[torch.Tensor]) -> None:
+        """Another backward before the update: gradients are added up in the homes' precision."""
+        unit = held.unit
+        if which != held.which:
+            raise Unsupported(
+                f"`{unit.name}` got gradients for other parameters than in the backward before",
+                hint="step the optimizer after every backward, or plan without `place`",
+            )
+        grad_of = [unit.trained[n].home.grad for n in which]
+        if any(not isinstance(g, Gradient) or g.here is not None or g.factor is not None for g in grad_of):
+            raise Unsupported(
+                f"the gradient of `{unit.name}` was changed between two backwards of one step",
+                hint="change gradients after the last backward, or plan without `place`",
+            )
+        held.norms = None
+        if unit.update == DEVICE:
+            homes = [unit.trained[n].home for n in which]
+            held.here = [h.to(p.dtype) for h, p in zip(held.here, homes, strict=True)]
+            torch._foreach_add_(held.here, [g.to(p.dtype) for g, p in zip(grads, homes, strict=True)])
+            held.norms = torch.stack(torch._foreach_norm(held.here, 2))
+            return
+        if unit.source is unit.buffer and unit.is_streamed:
+            raise Unsupported(
+                "a second backward came before the step, but the plan lets gradients take the place of weights",
+                hint="plan with `accumulate=` as many backwards as the loop makes per step",
+            )
+        assert self.store is not None and unit.buffer is not None
+        layout = unit.wide
+        with self._quiet():
+            if held.sum is None:
+                first = held.on_host()
+                held.sum = self.store.reserve(layout.nbytes, pinned=False)
+                views = layout.views(self.store.memory(held.sum))
+                torch._foreach_copy_([views[n] for n in which], first)
+            self._send(held, grads)
+            self.store.arrived(unit.buffer)
+            views = layout.views(self.store.memory(held.sum))
+            new = unit.grads.views(self.store.memory(unit.buffer))
+            for n in which:
+                views[n].add_(new[n])
+
+    def _end_backward(self) -> None:
+        self._queued = False
+        for unit in self.units:  # parameters that were not used leave their unit unfinished
+            if 0 < self._left[unit.name] < len(unit.trained):
+                self._gradient_ready(unit)
+        self._let_go()
+        self._release_all()
+        self._swap(False)
+        for held in self.held.values():
+            for n in held.which:
+                home = held.unit.trained[n].home
+                grad = home.grad
+                if not isinstance(grad, Gradient) or grad.source is not held:
+                    grad = home.grad = Gradient(home, held, n)
+                grad.renew()
+                if self.when == BACKWARD:
+                    grad.spent = "it was used up in backward, because the loop was said not to clip"
+        if self.when == BACKWARD:
+            self.held = {}
+
+    # updates
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(a is not None for a in (*args[1:], *kwargs.values())):
+            raise Unsupported("a closure would run the model inside the step", hint="run forward and backward before the step")
+        self._swap(False)
+        groups = snapshot(optimizer)
+        if self.when != BACKWARD:
+            held, self.held = self.held, {}
+            self._prepare_room(held.values())
+            for unit in self.units:
+                if unit.name in held:
+                    self._update(held[unit.name], groups, self._asked(held[unit.name]))
+        self._aside = [group["params"] for group in optimizer.param_groups]
+        placed = {id(m.home) for u in self.units for m in u.trained if u.needs_work}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in placed]
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        for group, params in zip(optimizer.param_groups, self._aside, strict=True):
+            group["params"] = params
+        self._homes = {m.home.untyped_storage()._cdata for u in self.units if u.name in self._pending for m in u.trained}
+        if self._pending:
+            self._guard.rise()
+
+    def _asked(self, held: Held) -> torch.Tensor | None:
+        """What the loop did to the gradients: the factor, if it is the same for all; else they are replaced."""
+        grads = [held.unit.trained[n].home.grad for n in held.which]
+        kept = [n for n, g in zip(held.which, grads, strict=True) if g is not None]
+        if any(not isinstance(g, Gradient) or g.source is not held or g.here is not None for g in grads) or len(kept) < len(
+            grads
+        ):
+            self._replace(held, kept)
+            return None
+        factors = [g.factor for g in grads]  # type: ignore[union-attr]
+        first: torch.Tensor | None = factors[0]
+        if all(f is first for f in factors):
+            return first
+        self._replace(held, kept)
+        return None
+
+    def _replace(self, held: Held, kept: list[int]) -> None:
+        """The gradients as the loop left them take the place of those that were held."""
+        unit = held.unit
+        values = {}
+        for n in kept:
+            grad = unit.trained[n].home.grad
+            assert grad is not None
+            values[n] = grad.value() if isinstance(grad, Gradient) else grad
+        held.which = tuple(kept)
+        held.norms = None
+        if unit.update == DEVICE:
+            held.here = [values[n].to(self.device) for n in kept]
+            return
+        assert self.store is not None
+        layout = unit.wide
+        if held.sum is None:
+            held.sum = self.store.reserve(layout.nbytes, pinned=False)
+        with self._quiet():
+            views = layout.views(self.store.memory(held.sum))
+            for n in kept:
+                views[n].copy_(values[n])
+
+    def _prepare_room(self, held: Iterable[Held]) -> None:
+        """Memory for the units that pass through the device, from here until they all have."""
+        if self.updater is None:
+            return
+        passing = [h for h in held if h.unit.update == THROUGH and self.updater.adopt(h.unit)]
+        if passing and self.device.type == "cuda":
+            self.updater.room(max(self.updater.through_bytes(h.unit, h.layout) for h in passing), min(self.slots, len(passing)))
+
+    def _update(self, held: Held, groups: Groups, scale: torch.Tensor | None) -> None:
+        """Make the update, or have it made."""
+        assert self.updater is not None
+        unit, updater = held.unit, self.updater
+        if not held.which:
+            return
+        after = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        order = Order(groups, held.which, scale, after)
+        if unit.update == DEVICE:
+            updater.on_device(unit, order, held.here)
+            held.here = []
+        elif unit.update == THROUGH and updater.adopt(unit):
+            self._pass_through(held, order)
+        else:
+
+            def job() -> Any:
+                return self._on_host(held, order)
+
+            if self.when == STEP:
+                self._pending[unit.name] = job()
+                self._finish_update(unit)
+            else:
+                self._pending[unit.name] = updater.submit(job)
+
+    def _on_host(self, held: Held, order: Order) -> Any:
+        assert self.updater is not None and self.store is not None
+        event = self.updater.on_host(held.unit, order, held.on_host())
+        if held.sum is not None:
+            self.store.free(held.sum)
+            held.sum = None
+        return event
+
+    def _pass_through(self, held: Held, order: Order) -> None:
+        assert self.updater is not None and self.store is not None
+        inline = self.device.type != "cuda"
+        if inline:
+            self.updater.room(self.updater.through_bytes(held.unit, held.layout), 1)
+        self._pending[held.unit.name] = self.updater.through(held.unit, order, held.ticket, held.layout)
+        if inline:
+            self.updater.leave_room()
+            self._pending.pop(held.unit.name)
+        if held.sum is not None:
+            self.store.free(held.sum)
+            held.sum = None
+
+    def _finish_update(self, unit: Unit) -> None:
+        """From here on the unit's new weights may be used."""
+        if unit.name not in self._pending:
+            return
+        pending = self._pending.pop(unit.name)
+        event = pending.result() if hasattr(pending, "result") else pending
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def settle(self) -> None:
+        """Every update is over, on the host too."""
+        for unit in self.units:
+            self._finish_update(unit)
+        if self.updater is not None:
+            self.updater.leave_room()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._guard.lower()
+
+    def settle_home(self, key: int) -> None:
+        """If the update of whoever owns this storage is under way, it comes to its end."""
+        if key in self._homes:
+            self._homes = set()
+            self.settle()
+
+    def refresh(self) -> None:
+        """The homes were changed from outside: working weights follow."""
+        for unit in self.units:
+            unit.copy_from_homes(self.store)
+
+    def _states_loaded(self) -> None:
+        """The optimizer has new states: those on the host move into their places again."""
+        self.settle()
+        if self.updater is not None:
+            self.updater.refill_chunks(self.units)
+
+    def _rest(self) -> None:
+        """Everything that is under way comes to its end, and modules hold the homes."""
+        self.settle()
+        self._release_all()
+        self._swap(False)
+
+    def _swap(self, working: bool) -> None:
+        if working == self._is_swapped:
+            return
+        self._is_swapped = working
+        for unit in self.units:
+            if working:
+                unit.swap_in()
+            else:
+                unit.swap_out()
+
+    # what is where
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What the engine holds on the device: working weights, and homes and states that are updated there."""
+        found = [u.flat for u in self.units if u.flat is not None]
+        for unit in self.units:
+            if unit.update == DEVICE and not unit.is_streamed:
+                found += [m.home for m in unit.members]
+                if self.updater is not None:
+                    states = self.updater.states(unit.trained)
+                    found += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+        return found
+
+    def elsewhere(self) -> set[int]:
+        """Storages of homes that lie in another tier."""
+        away = [u for u in self.units if u.update != DEVICE or u.is_streamed]
+        return {m.home.untyped_storage()._cdata for u in away for m in u.members}
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Device memory that holds parameters, so that nobody mistakes it for activations."""
+        found = [u.flat.untyped_storage() for u in self.units if u.flat is not None]
+        found += [m.home.untyped_storage() for u in self.units for m in u.members if not u.needs_work]
+        return found
+
+    @property
+    def outside(self) -> int:
+        """Bytes of homes and states that lie in the host's ordinary memory."""
+        homes = (
+            sum(m.home.nbytes for u in self.units if u.update != DEVICE and u.homes is None for m in u.members)
+            if self.device.type == "cuda"
+            else 0
+        )
+        return homes + (self.updater.outside if self.updater is not None else 0)
+
+
+class _Guard(TorchDispatchMode):
+    """On between a step and the next forward while updates are under way: an op that touches a home waits for its update."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._is_up = False
+        self._is_on = False
+
+    def rise(self) -> None:
+        self._is_on = True
+        if not self._is_up:
+            self._is_up = True
+            self.__enter__()
+
+    def lower(self) -> None:
+        """Off; taken from the stack as soon as nothing lies above it there."""
+        self._is_on = False
+        if self._is_up and _get_current_dispatch_mode() is self:
+            self._is_up = False
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_on:
+            for t in tree_iter((args, kwargs)):
+                if isinstance(t, torch.Tensor) and not isinstance(t, Gradient):
+                    self._engine.settle_home(t.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,117 @@
+"""What a parameter's `.grad` is while its gradient lies in another tier, or in another width.
+
+A training loop does two things with gradients between backward and step: it asks for their norms and multiplies them, to clip.
+Both can be answered without the gradient: norms are taken on the device as gradients leave, and a factor is written down and
+applied by the update. Everything else brings the gradient home first, as the plain tensor it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from holdall.errors import Unsupported
+
+aten = torch.ops.aten
+_NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar)
+_FACTORS = (aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar)
+_CLEARS = (aten.zero_.default, aten._foreach_zero_.default)
+_ALIASES = (aten.detach.default, aten.alias.default)
+
+
+class Source(Protocol):
+    """Who knows the gradients of some parameters."""
+
+    def norm(self, index: int) -> torch.Tensor | None:
+        """The 2-norm of one, on the device of its parameter; None: not known."""
+        ...
+
+    def bring(self, index: int) -> torch.Tensor:
+        """A copy of it, as wide as its parameter and where its parameter is."""
+        ...
+
+
+class Gradient(torch.Tensor):
+    """A gradient that is elsewhere. `factor` and `here` are what the loop has done to it."""
+
+    source: Source
+    place: int  # among the parameters that its source knows
+    factor: torch.Tensor | None
+    here: torch.Tensor | None  # brought home: from then on it is the truth
+    spent: str  # why it must not be touched any more; empty: it may
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, source: Source, index: int) -> Gradient:
+        made: Gradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, like: torch.Tensor, source: Source, index: int) -> None:  # noqa: ARG002
+        self.source = source
+        self.place = index
+        self.renew()
+
+    def renew(self) -> None:
+        """A new gradient has come."""
+        self.factor, self.here, self.spent = None, None, ""
+
+    def value(self) -> torch.Tensor:
+        """The gradient as a plain tensor."""
+        if self.spent:
+            raise Unsupported(f"the gradient was used up: {self.spent}", hint="plan with `clips=True`, which keeps gradients")
+        if self.here is None:
+            self.here = self.source.bring(self.place)
+            if self.factor is not None:
+                self.here.mul_(self.factor)
+                self.factor = None
+        return self.here
+
+    def times(self, factor: Any) -> None:
+        """Multiplied in place."""
+        if self.spent or self.factor is not None or self.here is not None:
+            self.value().mul_(factor)
+        else:
+            self.factor = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, dtype=self.dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return repr(self.value())
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func in _NORMS and not kwargs and all(o == 2 for o in args[1:]):
+            norms = [g.source.norm(g.place) if _is_untouched(g) else None for g in _listed(first)]
+            if all(n is not None for n in norms):
+                return norms if isinstance(first, (list, tuple)) else norms[0]
+        if func in _FACTORS and all(isinstance(g, Gradient) for g in _listed(first)) and _is_factor(args[1]):
+            for g in _listed(first):
+                g.times(args[1])
+            return first
+        if func in _CLEARS and all(isinstance(g, Gradient) for g in _listed(first)):
+            for g in _listed(first):
+                g.here, g.factor = torch.zeros(g.shape, dtype=g.dtype, device=g.device), None
+            return first
+        if func in _ALIASES:
+            return first
+        plain_args, plain_kwargs = tree_map_only(Gradient, Gradient.value, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        is_in_place = isinstance(first, Gradient) and out is first.here
+        return first if is_in_place else out
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_untouched(g: Any) -> bool:
+    return isinstance(g, Gradient) and g.factor is None and g.here is None and not g.spent
+
+
+def _is_factor(value: Any) -> bool:
+    if isinstance(value, Gradient):
+        return False
+    return not isinstance(value, torch.Tensor) or value.dim() == 0

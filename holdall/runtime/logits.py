@@ -1,0 +1,407 @@
+"""Logits that are not computed until somebody looks at them.
+
+The logits of a big vocabulary are the largest tensor of a step, and a loss makes two or three more of their size. Here the head
+returns a tensor that knows its shape but not its values. What a causal language model's loss does on the way to
+`cross_entropy` (cast up, cut off a position, flatten) happens to the hidden states instead, and the loss is taken a few rows
+at a time (`chunked_loss.py`, which states the tolerance). Whatever else is done with it computes the whole, once, with its
+graph, and goes on with that: soft-capping, sampling, metrics and printing give what they always gave.
+
+Who holds whom: the lazy tensor holds the hidden states and the weight, as the graph of plain logits would. Looking at it after
+the weight has changed would give other values than the call had, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from holdall.errors import InvalidInput, Unsupported
+from holdall.runtime.chunked_loss import Asked, chunked_cross_entropy, no_autocast
+
+_CHUNK = 2**30  # bytes of one chunk's logits in float32: large enough for a GPU to be busy, small beside a model
+_STEP = 128  # rows; matrix products are made of such tiles
+_FEWEST = 256  # rows; below, reading the weight takes longer than computing with it
+
+
+def head_of(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
+    """Path and module of the model's vocabulary head; None if it names none (as Hugging Face models do) or it is not linear."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if not isinstance(head, torch.nn.Module) or _obstacle(head):
+        return None
+    return next(((path, head) for path, module in model.named_modules() if module is head), None)
+
+
+def rows_for(tokens: int, vocab: int) -> int:
+    """How many rows at a time: at most 1 GiB of float32 logits, in chunks of nearly equal size."""
+    most = max(_FEWEST, _CHUNK // (4 * vocab) // _STEP * _STEP)
+    chunks = max(1, -(-tokens // most))
+    return max(_FEWEST, -(-tokens // (chunks * _STEP)) * _STEP)
+
+
+def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
+    """Let a linear head return lazy logits, whose loss is taken `rows` at a time; call the result to undo it."""
+    if rows < 1:
+        raise InvalidInput(f"`rows` is {rows}", hint="use at least 1, or `rows_for(tokens, vocab)`")
+    why_not = _obstacle(head)
+    if why_not:
+        raise Unsupported(f"{type(head).__name__} cannot be evaluated in chunks: {why_not}", hint="leave its logits whole")
+    plain = head.forward
+
+    def chunked(*args: Any, **kwargs: Any) -> Tensor:
+        (hidden,) = (*args, *kwargs.values())  # `input`, by position or by name
+        # the parameters of this moment: they may be others by the next call
+        call = _call(hidden, head.weight, head.bias, rows)  # type: ignore[arg-type]
+        whole: Tensor
+        if call is None:
+            whole = plain(*args, **kwargs)
+            return whole
+        return _lazy(call, hidden, call.dtype, None)
+
+    head.forward = chunked  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del head.forward
+
+    return undo
+
+
+def _obstacle(head: torch.nn.Module) -> str:
+    """Why a module is not a plain linear layer; empty if it is."""
+    if type(head).forward is not torch.nn.Linear.forward:
+        return "its forward is not that of `torch.nn.Linear`"
+    if "forward" in head.__dict__:
+        return "its forward was replaced already"
+    weight = head.weight
+    if not isinstance(weight, Tensor) or is_traceable_wrapper_subclass(weight) or not weight.is_floating_point():
+        return f"its weight is a {type(weight).__name__}, not a plain tensor of floats"
+    return ""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One call of the head."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype  # of the logits
+    rows: int
+    given: list[tuple[Tensor, int]]  # what the logits depend on, each with its version then
+    whole: Tensor | None = None
+    version: int = 0  # of `whole` when it was made
+    spent: bool = False  # a loss that requires gradients was taken in chunks
+
+    def check(self) -> None:
+        for tensor, version in self.given:
+            if _version(tensor) != version:
+                raise Unsupported(
+                    "the logits are asked for after the head's weight or its input was changed in place",
+                    hint="read them before `optimizer.step()`",
+                )
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise Unsupported(
+                    "the logits are asked for after the head's weight or its input has left the device",
+                    hint="let the head's weights stay until its loss is computed",
+                )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `torch.nn.functional.linear` made them, or would have under the autocast of the call."""
+        self.check()
+        with no_autocast(hidden.device.type):
+            bias = None if self.bias is None else self.bias.to(self.dtype)
+            return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+
+
+def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> _Call | None:
+    """None: the plain forward knows better, be it how to do this or how to refuse it."""
+    given = [hidden, weight] if bias is None else [hidden, weight, bias]
+    dtypes = {t.dtype for t in given}
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1] or {t.device for t in given} != {weight.device}:
+        return None
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:
+        dtypes = {torch.get_autocast_dtype(hidden.device.type)}
+    if len(dtypes) > 1 or not hidden.is_floating_point():
+        return None
+    return _Call(weight, bias, dtypes.pop(), rows, [(t, _version(t)) for t in given])
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class LazyLogits(torch.Tensor):
+    """`linear(hidden, weight, bias)`, not computed. Made by `chunk_head` and by what can be done to it lazily."""
+
+    _call: _Call
+    _hidden: Tensor  # [..., H] for logits [..., V]
+    _made: tuple[LazyLogits, Any, tuple[Any, ...], dict[str, Any]] | None  # from which other, and how; None: by the head
+    _live: bool  # gradients flow through it
+    _value: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits):
+            if func is Tensor.__hash__:
+                return id(first)
+            if first._call.whole is None:
+                if func in _KNOWN or (func in _LAYOUT and first._made is None):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return func(*args, **kwargs)
+                step = _STEPS.get(func)
+                out = None if step is None else step(first, func, args[1:], kwargs)
+                if out is not None:
+                    return out
+            if func in _HOOKS and first._call.spent:
+                raise Unsupported(
+                    "the gradient of the logits is asked for after their loss was taken without them",
+                    hint="ask before the loss is computed",
+                )
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Only where `__torch_function__` is switched off. Autograd has done its part by then: what is made has no graph."""
+
+        def value(lazy: LazyLogits) -> Tensor:
+            if lazy._call.whole is not None:
+                return lazy.whole().detach()
+            return lazy._call.logits(lazy._hidden.detach()).to(_plainly(lazy, _getter("dtype")))
+
+        args, kwargs = tree_map_only(LazyLogits, value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def whole(self) -> Tensor:
+        """The logits, with the graph that they would have had; computed by the first who asks."""
+        if self._value is None:
+            with torch.inference_mode(False), torch.set_grad_enabled(self._live):
+                self._value = self._compute()
+        return self._value
+
+    def _compute(self) -> Tensor:
+        call = self._call
+        if self._made is None:
+            call.whole = call.logits(self._hidden)
+            call.version = call.whole._version
+            return call.whole
+        parent, func, args, kwargs = self._made
+        value = parent.whole()
+        if call.whole is not None and call.whole._version != call.version:
+            raise Unsupported(
+                "the logits were changed in place after a part or a copy of them was taken",
+                hint="change them before, or keep the head whole",
+            )
+        made: Tensor = func(value, *args, **kwargs)
+        return made
+
+
+def _getter(name: str) -> Any:
+    """How `__torch_function__` names the reading of a property."""
+    return getattr(Tensor, name).__get__
+
+
+def _plainly(lazy: LazyLogits, func: Any) -> Any:
+    """What the tensor says of itself, its values aside."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(lazy)
+
+
+def _lazy(call: _Call, hidden: Tensor, dtype: torch.dtype, made: Any) -> LazyLogits:
+    lazy: LazyLogits = _Graph.apply(hidden, call.weight, call.bias, call, dtype)
+    lazy._call, lazy._hidden, lazy._made, lazy._value = call, hidden, made, None
+    lazy._live = _plainly(lazy, _getter("requires_grad"))
+    return lazy
+
+
+class _Graph(torch.autograd.Function):
+    """Ties lazy logits to the graph, for those who go past `__torch_function__`: an autograd function applied to them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, dtype: torch.dtype) -> Tensor:
+        # not through `save_for_backward`: this backward hardly ever runs, and nobody should plan for it
+        ctx.given = (hidden, weight, bias, call)
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        made: Tensor = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=hidden.device)
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, call = ctx.given
+        call.check()
+        with no_autocast(hidden.device.type):
+            g = incoming.reshape(-1, weight.shape[0]).to(call.dtype)
+            h = hidden.reshape(-1, weight.shape[1]).to(call.dtype)
+            wants = ctx.needs_input_grad
+            return (
+                (g @ weight.to(call.dtype)).view(hidden.shape).to(hidden.dtype) if wants[0] else None,
+                (g.t() @ h).to(weight.dtype) if wants[1] else None,
+                g.sum(0).to(bias.dtype) if wants[2] else None,
+                None,
+                None,
+            )
+
+
+# what can be done lazily: each returns the lazy result, or None if this once it cannot
+
+
+def _derive(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, take: Callable[[Tensor], Tensor], dtype: Any = None) -> Tensor:
+    """The result of an op that does to the logits' rows what `take` does to the hidden ones."""
+    with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
+        return _lazy(lazy._call, take(lazy._hidden), dtype or lazy.dtype, (lazy, func, args, kwargs))
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _contiguous(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    return None if args or kwargs else _derive(lazy, func, args, kwargs, _same)
+
+
+def _float(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    return None if args or kwargs else _cast(lazy, func, args, kwargs, torch.float32)
+
+
+def _to(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+        return None
+    try:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
+    except (TypeError, RuntimeError):  # `copy` by position, or nonsense: let the whole say
+        return None
+    if layout is not None or (device is not None and device != lazy.device):
+        return None
+    return _cast(lazy, func, args, kwargs, dtype or lazy.dtype)
+
+
+def _cast(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor | None:
+    """Only upwards: the loss is computed in float32 from logits of `call.dtype`, without another rounding between."""
+    if dtype not in (lazy.dtype, torch.promote_types(lazy.dtype, torch.float32)):
+        return None
+    return _derive(lazy, func, args, kwargs, _same, dtype)
+
+
+def _reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if kwargs or not sizes or not all(isinstance(n, int) for n in sizes):
+        return None
+    *lead, last = sizes
+    vocab = lazy.shape[-1]
+    if last != vocab and not (last == -1 and prod(lead) * vocab == lazy.numel()):
+        return None
+    return _derive(lazy, func, args, kwargs, lambda hidden: hidden.reshape(*lead, hidden.shape[-1]))
+
+
+def _flatten(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    start, end = _ends(*args, **kwargs)
+    if (end + lazy.dim() if end < 0 else end) >= lazy.dim() - 1:
+        return None
+    return _derive(lazy, func, args, kwargs, lambda hidden: hidden.flatten(start, end))
+
+
+def _ends(start_dim: int = 0, end_dim: int = -1) -> tuple[int, int]:
+    return start_dim, end_dim
+
+
+def _index(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    key = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if kwargs or not _leaves_last(key, lazy.dim()):
+        return None
+    return _derive(lazy, func, args, kwargs, lambda hidden: hidden[key])
+
+
+def _leaves_last(key: tuple[Any, ...], dims: int) -> bool:
+    """Whether an index takes the last dimension as it is."""
+    taken, dots = 0, 0
+    for item in key:
+        if item is Ellipsis:
+            dots += 1
+        elif isinstance(item, Tensor) and item.dtype == torch.bool and item.dim():
+            taken += item.dim()
+        elif type(item) in (slice, int) or (isinstance(item, Tensor) and item.dtype == torch.int64):
+            taken += 1
+        else:
+            return False
+    reaches_last = taken == dims or (dots > 0 and key[-1] is not Ellipsis)
+    return dots < 2 and taken <= dims and (not reaches_last or (isinstance(key[-1], slice) and key[-1] == slice(None)))
+
+
+def _cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:  # noqa: ARG001
+    return _loss(lazy, *args, **kwargs)
+
+
+def _loss(
+    lazy: LazyLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    call, hidden = lazy._call, lazy._hidden
+    tokens, vocab = lazy.shape if lazy.dim() == 2 else (0, 0)
+    rows_of_labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == (tokens,)
+    if not tokens or not rows_of_labels or target.device != lazy.device or reduction not in ("mean", "sum", "none"):
+        return None
+    if size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
+        return None
+    if weight is not None and (
+        label_smoothing or weight.shape != (vocab,) or weight.dtype != lazy.dtype or weight.device != lazy.device
+    ):
+        return None
+    call.check()
+    dtype = lazy.dtype
+    if torch.is_autocast_enabled(lazy.device.type):
+        dtype = torch.promote_types(dtype, torch.float32)  # where autocast takes every loss
+    asked = Asked(rows=call.rows, dtype=dtype, ignore_index=ignore_index, reduction=reduction, smoothing=float(label_smoothing))
+    with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
+        loss = chunked_cross_entropy(hidden.to(call.dtype), call.weight, call.bias, target, weight, asked)
+    call.spent = call.spent or loss.requires_grad
+    return loss
+
+
+_STEPS: dict[Any, Callable[[LazyLogits, Any, Any, Any], Any]] = {
+    Tensor.contiguous: _contiguous,
+    Tensor.float: _float,
+    Tensor.to: _to,
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.__getitem__: _index,
+    F.cross_entropy: _cross_entropy,
+    # for those who count bytes and watch graphs: what it stands on until it is computed
+    Tensor.untyped_storage: lambda lazy, *_: lazy._hidden.untyped_storage(),
+    _getter("grad_fn"): lambda lazy, *_: lazy._hidden.grad_fn,
+}
+
+_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+
+_KNOWN = frozenset(
+    {
+        *(getattr(Tensor, name) for name in ("__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size")),
+        *(getattr(Tensor, name) for name in ("get_device", "is_inference", "is_floating_point", "is_complex", "is_signed")),
+        *(getattr(torch, name) for name in ("numel", "is_floating_point", "is_complex", "is_inference")),
+        *map(_getter, ("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes")),
+        *map(_getter, ("requires_grad", "is_leaf", "_version", "grad")),
+        *map(_getter, ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized")),
+    }
+)
+
+_LAYOUT = frozenset(
+    {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset}
+)  # known of what a head makes, not of its parts

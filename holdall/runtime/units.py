@@ -1,0 +1,236 @@
+"""Units at run time: where parameters live, and what modules compute with in their place.
+
+The user's parameter stays where its unit's update happens, in its own precision: its *home*. Where that is not the device, or
+is wider than the model computes in, modules are given a *working* parameter instead while a step runs: a view into one flat
+piece of device memory per unit, so that a unit moves by one copy.
+
+    home      p.data, `optimizer.param_groups`, `state_dict()`     on the device, or in the host's memory
+    working   `module._parameters[...]` from forward to the end of backward; autograd's leaf
+    buffer    in the host's memory: the gradient on its way to the update, then the new weights on their way back
+    chunk     in the host's memory: homes and optimizer states of a unit whose update passes through the device
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.tiers import Keeper, Ticket
+from holdall.tiers._buffers import copy_tensor
+
+ALIGN = 256  # bytes; kernels like their operands on such a boundary
+
+RESIDENT, STREAMED = "resident", "streamed"
+DEVICE, HOST, THROUGH = "device", "host", "through"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What the plan says about a unit."""
+
+    unit: str
+    params: tuple[str, ...]
+    weights: str = RESIDENT  # or streamed: on the device only while they are used
+    update: str = DEVICE  # or host, or through the device with states that live on the host
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One parameter of a unit."""
+
+    home: torch.nn.Parameter
+    work: torch.nn.Parameter  # `home` itself where the module may compute with it
+    slots: list[tuple[dict[str, Any], str]]  # where modules hold it
+    trained: bool
+    came_from: torch.device
+
+    @property
+    def is_swapped(self) -> bool:
+        return self.work is not self.home
+
+
+Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
+
+
+def like(t: torch.Tensor, dtype: torch.dtype | None = None) -> Like:
+    """The pattern of a tensor that fills its own memory; of any other, the same shape in order."""
+    dense = torch.empty_like(t, device="meta") if t.device.type != "meta" else t
+    return tuple(t.shape), tuple(dense.stride()), dtype or t.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors of given patterns one after the other in a flat piece of memory."""
+
+    places: tuple[tuple[int, Like], ...]  # offset in bytes
+    nbytes: int
+
+    @staticmethod
+    def of(patterns: Iterable[Like]) -> Layout:
+        places, end = [], 0
+        for pattern in patterns:
+            places.append((end, pattern))
+            size = pattern[2].itemsize * math.prod(pattern[0])
+            end = -(-(end + size) // ALIGN) * ALIGN
+        return Layout(tuple(places), end)
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in `memory`, bytes of at least that length. No dispatch mode sees them made."""
+        storage, start = memory.untyped_storage(), memory.storage_offset()
+        found = []
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for offset, (shape, stride, dtype) in self.places:
+                empty = torch.empty(0, dtype=dtype, device=memory.device)
+                found.append(empty.set_(storage, (start + offset) // dtype.itemsize, shape, stride))
+        return found
+
+
+class Unit:
+    """Parameters that move together. What happens to them and when is the engine's business."""
+
+    def __init__(self, placement: Placement, members: list[Member], *, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.name = placement.unit
+        self.placement = placement
+        self.members = members
+        self.device = device
+        self.trained = [m for m in members if m.trained]
+        self.is_narrow = dtype is not None and any(m.home.dtype == torch.float32 for m in members)
+        self._dtype = dtype
+        self.layout = Layout.of(like(m.home, self.width(m)) for m in members)
+        self.grads = Layout.of(like(m.home, self.width(m)) for m in self.trained)
+        self.wide = Layout.of(like(m.home) for m in self.trained)  # as wide as the homes
+        self.flat: torch.Tensor | None = None  # working weights
+        self.buffer: Ticket | None = None
+        self.source: Ticket | None = None  # host memory that working weights are fetched from
+        self.homes: Ticket | None = None  # host memory that the homes were moved to
+        self.is_here = True  # the working weights are on the device, or on their way
+
+    def width(self, member: Member) -> torch.dtype:
+        """The dtype that the module computes with."""
+        narrow = self._dtype is not None and member.home.dtype == torch.float32
+        return self._dtype if narrow and self._dtype is not None else member.home.dtype
+
+    @property
+    def update(self) -> str:
+        return self.placement.update
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.placement.weights == STREAMED
+
+    @property
+    def needs_work(self) -> bool:
+        """Whether modules are given something else than the homes."""
+        return self.is_narrow or self.update != DEVICE or self.is_streamed
+
+    # setting up and taking down
+
+    def settle_homes(self, store: Keeper | None, *, into_store: bool) -> None:
+        """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
+        at = self.device if self.update == DEVICE and not self.is_streamed else torch.device("cpu")
+        if at.type != "cpu" or (store is None) or not (into_store or not self.is_narrow):
+            for m in self.members:
+                if m.home.device != at:
+                    m.home.data = m.home.data.to(at)
+            return
+        layout = Layout.of(like(m.home) for m in self.members)
+        self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow)
+        for m, view in zip(self.members, layout.views(store.memory(self.homes)), strict=True):
+            copy_tensor(view, m.home.data)
+            m.home.data = view
+        if not self.is_narrow:
+            self.source = self.homes
+
+    def make_work(self) -> None:
+        """Working parameters, filled from the homes."""
+        if not self.needs_work:
+            return
+        self.flat = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=self.device)
+        for m, view in zip(self.members, self.layout.views(self.flat), strict=True):
+            copy_tensor(view, m.home.data)
+            m.work = torch.nn.Parameter(view, requires_grad=m.home.requires_grad)
+
+    def make_buffers(self, store: Keeper, *, share: bool) -> None:
+        """Room on the host for gradients, and for weights that are fetched again and again."""
+        if self.update != DEVICE and self.trained:
+            self.buffer = store.reserve(self.grads.nbytes)
+        if self.is_streamed and self.source is None:
+            shared = share and self.buffer is not None and self.buffer.nbytes == self.layout.nbytes
+            self.source = self.buffer if shared else store.reserve(self.layout.nbytes)
+            assert self.flat is not None and self.source is not None
+            copy_tensor(store.memory(self.source), self.flat)
+
+    def put_back(self, store: Keeper | None) -> None:
+        """Homes as ordinary memory on the device that they came from."""
+        for m in self.members:
+            m.home.data = m.home.data.clone() if self.homes is not None else m.home.data
+            if m.home.device != m.came_from:
+                m.home.data = m.home.data.to(m.came_from)
+            m.home.grad = None
+        for ticket in {id(t): t for t in (self.homes, self.buffer, self.source) if t is not None}.values():
+            if store is not None:
+                store.free(ticket)
+        self.flat = None
+
+    def copy_from_homes(self, store: Keeper | None) -> None:
+        """The homes have new values; what was made from them follows."""
+        if not self.needs_work:
+            return
+        if self.is_here:
+            assert self.flat is not None
+            for view, m in zip(self.layout.views(self.flat), self.members, strict=True):
+                copy_tensor(view, m.home.data)
+        if self.is_streamed and self.source is not self.homes:
+            assert store is not None and self.source is not None
+            for view, m in zip(self.layout.views(store.memory(self.source)), self.members, strict=True):
+                copy_tensor(view, m.home.data)
+
+    # what is where
+
+    def swap_in(self) -> None:
+        for m in self.members:
+            if m.is_swapped:
+                for slots, name in m.slots:
+                    slots[name] = m.work
+
+    def swap_out(self) -> None:
+        for m in self.members:
+            if m.is_swapped:
+                for slots, name in m.slots:
+                    slots[name] = m.home
+
+    def resize(self, present: bool) -> None:
+        """Take or give back the device memory of the working weights."""
+        assert self.flat is not None
+        self.flat.untyped_storage().resize_(self.layout.nbytes if present else 0)
+        self.is_here = present
+
+    def weights(self) -> list[torch.Tensor]:
+        """The working weights of the trained members."""
+        return [m.work.detach() for m in self.trained]
+
+    def host_weights(self, store: Keeper) -> list[torch.Tensor]:
+        """Where the new working weights of the trained members are written on the host; empty: the homes are they."""
+        if not self.is_narrow:
+            return []
+        if self.is_streamed and self.source is not None and self.source is not self.buffer:
+            every = self.layout.views(store.memory(self.source))
+            return [v for v, m in zip(every, self.members, strict=True) if m.trained]
+        assert self.buffer is not None
+        return self.grads.views(store.memory(self.buffer))
+
+
+def find_members(model: torch.nn.Module, names: Sequence[str], trained: set[int]) -> Iterator[Member]:
+    """The parameters of these names with every place where a module holds them."""
+    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                slots.setdefault(id(p), []).append((module._parameters, name))
+    for name in names:
+        p = model.get_parameter(name)
+        yield Member(home=p, work=p, slots=slots[id(p)], trained=id(p) in trained and p.requires_grad, came_from=p.device)

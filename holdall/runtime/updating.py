@@ -1,0 +1,280 @@
+"""Updates of units: on the device, on the host beside it, or on the device with states that live on the host.
+
+Every one of them is the user's own optimizer over the unit's parameters (`optim/_part.py`); they differ in where that runs and
+in what must be moved for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.optim._part import PIECE, Groups, Part
+from holdall.runtime.units import Layout, Member, Unit, like
+from holdall.tiers import Keeper, Ticket
+from holdall.tiers._buffers import copy_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One update to be made: hyperparameters and factor as they were when the loop asked for it."""
+
+    groups: Groups
+    which: tuple[int, ...]  # members, among the trained, that have a gradient
+    scale: torch.Tensor | None
+    after: Any  # event: from here on the working weights may be overwritten
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Homes and states of a unit in one piece of pinned host memory."""
+
+    ticket: Ticket
+    layout: Layout
+    keys: list[tuple[int, str]]  # after the homes: (member, name of the state)
+
+
+class Slot:
+    """Device memory that units pass through one after the other."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.free: Any = None  # event after which it may be overwritten
+
+
+class Updater:
+    """Makes updates. `quiet` hides work on the host's memory from whoever counts the device's."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: Keeper | None,
+        device: torch.device,
+        *,
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+        threads: int | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.store = store
+        self.device = device
+        self.lane = store.lane() if store is not None else None
+        self.quiet = quiet
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 2 if hasattr(os, "sched_getaffinity") else 1)
+        self.outside = 0  # bytes of optimizer state in ordinary host memory
+        self._parts: dict[str, Part] = {}
+        self._chunks: dict[str, Chunk] = {}
+        self._slots: list[Slot] = []
+        self._turn = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+        self._slots = []
+
+    def part(self, unit: Unit) -> Part:
+        if unit.name not in self._parts:
+            self._parts[unit.name] = Part(self.optimizer, [m.home for m in unit.trained])
+        return self._parts[unit.name]
+
+    def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
+        return [self.optimizer.state.get(m.home) or {} for m in members]
+
+    def _keep(self, members: Sequence[Member], states: Sequence[dict[str, Any]]) -> None:
+        for m, state in zip(members, states, strict=True):
+            if state:
+                self.optimizer.state[m.home] = state
+
+    # on the device
+
+    def on_device(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> None:
+        members = [unit.trained[n] for n in order.which]
+        states = self.states(members)
+        narrow = [m.work.detach() for m in members] if unit.is_narrow else None
+        self.part(unit).update(
+            [m.home.detach() for m in members],
+            grads,
+            states,
+            order.groups,
+            order.which,
+            scale=order.scale,
+            narrow=narrow,
+            sliced=self.device.type == "cuda",
+        )
+        self._keep(members, states)
+
+    # on the host
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Let the host's processors do it, beside this thread."""
+        if self._pool is None:
+            threads = self.threads
+            self._pool = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="holdall-update", initializer=lambda: torch.set_num_threads(threads)
+            )
+        return self._pool.submit(job)
+
+    def on_host(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> Any:
+        """Returns the event after which the device has the new weights (None: now, or they are fetched when needed)."""
+        assert self.lane is not None
+        members = [unit.trained[n] for n in order.which]
+        with self.quiet():
+            states = self.states(members)
+            is_first = not any(states)
+            narrow = unit.host_weights(self.lane)
+            self.part(unit).update(
+                [m.home.detach() for m in members],
+                grads,
+                states,
+                order.groups,
+                order.which,
+                scale=order.scale.cpu() if order.scale is not None else None,
+                narrow=[narrow[n] for n in order.which] if narrow else None,
+            )
+            self._keep(members, states)
+        if is_first:
+            self.outside += sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
+        return None if unit.is_streamed else self.refresh(unit, order)
+
+    def refresh(self, unit: Unit, order: Order) -> Any:
+        """The device's working weights from what lies on the host."""
+        assert self.lane is not None and unit.flat is not None
+        if unit.is_narrow and len(unit.trained) == len(unit.members):
+            assert unit.buffer is not None
+            return self.lane.pull(unit.buffer, unit.flat, after=order.after)
+        if not unit.is_narrow:
+            assert unit.source is not None
+            return self.lane.pull(unit.source, unit.flat, after=order.after)
+        assert unit.buffer is not None  # a narrow unit with frozen members: theirs have not changed
+        every = iter(unit.grads.views(self.lane.memory(unit.buffer)))
+        for view, m in zip(unit.layout.views(unit.flat), unit.members, strict=True):
+            if m.trained:
+                copy_tensor(view, next(every))
+        return None
+
+    # through the device
+
+    def room(self, nbytes: int, slots: int) -> None:
+        """Take the memory that units pass through."""
+        if not self._slots:
+            self._slots = [Slot(nbytes, self.device) for _ in range(slots)]
+            self._turn = 0
+
+    def leave_room(self) -> None:
+        """Give it back; the current stream goes on when nothing works in it any more."""
+        for slot in self._slots:
+            if slot.free is not None:
+                torch.cuda.current_stream(self.device).wait_event(slot.free)
+        self._slots = []
+
+    def through_bytes(self, unit: Unit, grads: Layout) -> int:
+        """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
+        chunk = self._chunks[unit.name]
+        wide = min(PIECE * 4, 4 * sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0
+        return chunk.layout.nbytes + grads.nbytes + (unit.layout.nbytes if unit.is_streamed else 0) + wide
+
+    def adopt(self, unit: Unit) -> bool:
+        """Move a unit's homes and states, once there are states, into one chunk; whether that is done."""
+        if unit.name in self._chunks:
+            return True
+        states = self.states(unit.trained)
+        assert self.lane is not None
+        if not all(states):
+            return False
+        keys = [(n, key) for n, s in enumerate(states) for key, v in s.items() if self._travels(n, unit, key, v)]
+        layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
+        ticket = self.lane.reserve(layout.nbytes)
+        views = layout.views(self.lane.memory(ticket))
+        with self.quiet():
+            for m, view in zip(unit.trained, views, strict=False):
+                copy_tensor(view, m.home.data)
+                m.home.data = view
+            for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
+                copy_tensor(view, states[n][key])
+                states[n][key] = view
+        self.outside -= sum(view.nbytes for view in views[len(unit.trained) :])
+        if unit.homes is not None:
+            if unit.source is unit.homes:
+                unit.source = None  # the working weights come out of the chunk from now on
+            self.lane.free(unit.homes)
+            unit.homes = None
+        self._keep(unit.trained, states)
+        self._chunks[unit.name] = Chunk(ticket, layout, keys)
+        return True
+
+    def refill_chunks(self, units: Sequence[Unit]) -> None:
+        """The optimizer's states were replaced by loaded ones: they move into the chunks."""
+        for unit in units:
+            chunk = self._chunks.get(unit.name)
+            if chunk is None or self.lane is None:
+                continue
+            views = chunk.layout.views(self.lane.memory(chunk.ticket))[len(unit.trained) :]
+            states = self.states(unit.trained)
+            for (n, key), view in zip(chunk.keys, views, strict=True):
+                copy_tensor(view, states[n][key])
+                states[n][key] = view
+
+    def _travels(self, n: int, unit: Unit, key: str, value: Any) -> bool:
+        """Whether a state goes to the device with its parameter: counters only where the rule wants them there."""
+        if not isinstance(value, torch.Tensor) or value.numel() == 0:
+            return False
+        home = unit.trained[n].home
+        group = next(g for g in self.optimizer.param_groups if any(p is home for p in g["params"]))
+        return value.dim() > 0 or key != "step" or bool(group.get("fused") or group.get("capturable"))
+
+    def through(self, unit: Unit, order: Order, ticket: Ticket, layout: Layout) -> Any:
+        """Update on the device, states in and out. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
+        assert self.lane is not None
+        chunk = self._chunks[unit.name]
+        slot = self._slots[self._turn % len(self._slots)]
+        self._turn += 1
+        states_at = slot.memory[: chunk.layout.nbytes]
+        grads_at = slot.memory[chunk.layout.nbytes : chunk.layout.nbytes + layout.nbytes]
+        rest = slot.memory[chunk.layout.nbytes + layout.nbytes :]
+        after = slot.free if slot.free is not None else order.after
+        self.lane.pull(chunk.ticket, states_at, after=after)
+        here = self.lane.pull(ticket, grads_at, after=after)
+        stream = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        with stream:
+            if self._stream is not None:
+                self._stream.wait_event(here)
+                self._stream.wait_event(order.after)
+            views = chunk.layout.views(states_at)
+            own = self.states(unit.trained)
+            states = [dict(s) for s in own]
+            for (n, key), view in zip(chunk.keys, views[len(unit.trained) :], strict=True):
+                states[n][key] = view
+            grads = layout.views(grads_at)
+            staged = rest[: unit.layout.nbytes] if unit.is_streamed else rest[:0]
+            weights = unit.weights()
+            if unit.is_streamed:
+                weights = [v for v, m in zip(unit.layout.views(staged), unit.members, strict=True) if m.trained]
+            self.part(unit).update(
+                [views[n] for n in order.which],
+                [grads[n] for n in order.which],
+                [states[n] for n in order.which],
+                order.groups,
+                order.which,
+                scale=order.scale,
+                narrow=[weights[n] for n in order.which],
+                sliced=True,
+                scratch=rest[staged.numel() :].view(torch.float32) if unit.is_narrow else None,
+            )
+            for n, (mine, new) in enumerate(zip(own, states, strict=True)):
+                mine.update({k: v for k, v in new.items() if (n, k) not in chunk.keys})
+            ready = self._stream.record_event() if self._stream is not None else None
+        self.lane.push(chunk.ticket, states_at, after=ready)
+        slot.free = chunk.ticket.out
+        if unit.is_streamed:
+            assert unit.source is not None
+            self.lane.push(unit.source, staged, after=ready)
+            slot.free = unit.source.out
+        return ready

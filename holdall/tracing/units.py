@@ -1,0 +1,126 @@
+"""Which parameters move and are updated together, and what an update of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.optim._part import Part, snapshot
+from holdall.tracing.recorder import Recorder
+from holdall.tracing.values import KnownValues
+from holdall.tracing.workspace import Workspaces
+from holdall.types import Block, Kind, Op, Phase, TensorInfo, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updating:
+    """The fakes that an optimizer steps over; by the first name of each parameter."""
+
+    optimizer: torch.optim.Optimizer
+    values: Mapping[str, torch.Tensor]
+    narrow: Mapping[str, torch.Tensor]  # what the model computes with, where that is narrower than the value
+    sliced: bool  # as on a GPU, where memory is what counts
+
+    def states(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        return [self.optimizer.state.get(self.values[n], {}) for n in names]
+
+    def update(self, names: Sequence[str], grads: Sequence[torch.Tensor]) -> None:
+        """As the runtime does it on the device."""
+        values = [self.values[n] for n in names]
+        part = Part(self.optimizer, values)
+        states, groups = self.states(names), snapshot(self.optimizer)
+        narrow = [self.narrow[n].detach() for n in names] if all(n in self.narrow for n in names) else None
+        part.update([v.detach() for v in values], grads, states, groups, range(len(names)), narrow=narrow, sliced=self.sliced)
+
+
+def group_parameters(names: Sequence[str], blocks: Sequence[Block]) -> dict[str, list[str]]:
+    """Unit -> its parameters: by the block that contains them, else by the module that owns them."""
+    paths = {b.module for b in blocks}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        owner = name.rpartition(".")[0]
+        inside, path = "", owner
+        while path:
+            if path in paths:
+                inside = path  # the outermost wins
+            path = path.rpartition(".")[0]
+        groups.setdefault(inside or owner, []).append(name)
+    return groups
+
+
+def find_units(
+    names: Sequence[str],
+    blocks: Sequence[Block],
+    ops: Sequence[Op],
+    tensors: Mapping[int, TensorInfo],
+    updating: Updating | None,
+) -> tuple[Unit, ...]:
+    """`names`: the parameters, each once. Must be called where the fakes of `updating` were made."""
+    weights = {t.name: t.id for t in tensors.values() if t.kind is Kind.PARAM}
+    grads = {t.name.removesuffix(".grad"): t.id for t in tensors.values() if t.kind is Kind.GRAD}
+    states: dict[str, list[int]] = {}
+    for t in tensors.values():
+        if t.kind is Kind.STATE:
+            states.setdefault(t.name.rpartition(".")[0], []).append(t.id)
+    first: dict[int, int] = {}
+    for op in ops:
+        for x in op.reads:
+            first.setdefault(x, op.id)
+    groups = group_parameters([n for n in names if n in weights], blocks)
+    order = sorted(groups, key=lambda g: min(first.get(weights[n], len(ops)) for n in groups[g]))
+    costs: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    found: list[Unit] = []
+    for unit in order:
+        members = groups[unit]
+        trained = [n for n in members if updating is not None and n in updating.values]
+        shape = tuple((tensors[weights[n]].shape, tensors[weights[n]].dtype, n in trained) for n in members)
+        if shape not in costs:
+            moved, workspace = _measure(trained, updating) if updating is not None and trained else (0, 0)
+            costs[shape] = (len(found), moved, workspace)
+        same, moved, workspace = costs[shape]
+        found.append(
+            Unit(
+                id=len(found),
+                name=unit,
+                params=tuple(members),
+                weights=tuple(weights[n] for n in members),
+                grads=tuple(grads[n] for n in members if n in grads),
+                states=tuple(x for n in members for x in states.get(n, ())),
+                numel=sum(updating.values[n].numel() for n in trained) if updating is not None else 0,
+                moved=moved,
+                workspace=workspace,
+                same_as=None if same == len(found) else same,
+            )
+        )
+    return tuple(found)
+
+
+def _measure(names: Sequence[str], updating: Updating) -> tuple[int, int]:
+    """(bytes read and written, most bytes taken at once) of one update on fakes."""
+    recorder = Recorder(values=KnownValues(None), real=False, workspaces=Workspaces(torch.device("cpu")))
+    recorder.phase = Phase.STEP
+    recorder.values.guess = True
+    with recorder:
+        with recorder.quiet():
+            grads = [torch.empty_like(updating.narrow.get(n, updating.values[n])) for n in names]
+            recorder.seed(((n, updating.values[n]) for n in names), Kind.PARAM)
+            recorder.seed(((n, updating.narrow[n]) for n in names if n in updating.narrow), Kind.PARAM)
+            recorder.seed((("grad", g) for g in grads), Kind.GRAD)
+            kept = [v for s in updating.states(names) for v in s.values() if isinstance(v, torch.Tensor)]
+            recorder.seed((("state", v) for v in kept), Kind.STATE)
+        updating.update(names, grads)
+    ops, tensors, _ = recorder.finish()
+    moved = sum(op.moved + sum(tensors[x].nbytes for x in op.mutates) for op in ops)
+    change = [0] * (len(ops) + 1)
+    for t in tensors.values():
+        if t.born >= 0:
+            change[t.born] += t.nbytes
+            change[len(ops) if t.freed is None else t.freed + 1] -= t.nbytes
+    live = most = 0
+    for op, delta in zip(ops, change, strict=False):
+        live += delta
+        most = max(most, live + op.workspace)
+    return moved, most
