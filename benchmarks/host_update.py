@@ -13,7 +13,6 @@ import csv
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -132,4 +131,4 @@ def cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

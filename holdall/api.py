@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
@@ -16,11 +18,12 @@ from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_nam
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
 from holdall.runtime.harness import Harness
+from holdall.runtime.logits import chunk_head, head_of, rows_for
 from holdall.runtime.probe import probe
 from holdall.tracing import model_signature, trace_step
 from holdall.types import Hardware, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
-from holdall.units import parse_bytes
+from holdall.units import GiB, parse_bytes
 
 Budget = str | int | float | Mapping[str, str | int | float]
 
@@ -34,14 +37,28 @@ def trace(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Any = None,
     device: str | torch.device | None = None,
+    precision: str | torch.dtype | None = None,
+    head: str | int = "auto",
 ) -> Trace:
     """Write down what one training step does, without needing the memory.
 
     `batch` is what the loop passes to the model: a mapping (`model(**batch)`), a tuple (`model(*batch)`) or one tensor.
     `loss`: a function `(model, batch) -> scalar` where the model does not return `.loss`. `device`: trace as for this device
     ("cuda" works on a machine without one); by default where the model lies, or the CPU for a model on the meta device.
+    `precision`: "bf16" or "fp16" computes with copies of the float32 parameters in that width, while the optimizer updates the
+    parameters themselves. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto").
     """
-    return trace_step(model, batch, optimizer=optimizer, loss=loss, device=device)
+    dtype = resolve_precision(precision)
+    chunked = _choose_head(model, batch, head)
+    if chunked is None:
+        return trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, precision=dtype)
+    path, rows = chunked
+    undo = chunk_head(model.get_submodule(path), rows=rows)
+    try:
+        traced = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, precision=dtype)
+    finally:
+        undo()
+    return replace(traced, about={**traced.about, "head": {"module": path, "rows": rows}})
 
 
 def plan(
@@ -51,6 +68,8 @@ def plan(
     planner: str = "auto",
     hardware: Hardware | str | Path | None = None,
     allow: Iterable[str] | None = None,
+    clips: bool = True,
+    accumulate: int = 1,
     progress: Progress = silent,
     **options: Any,
 ) -> Plan:
@@ -58,7 +77,9 @@ def plan(
 
     `budget`: bytes of the accelerator's memory as a number, "24GiB", a fraction of the device, "auto" (all of it), or one
     value per tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None
-    to probe this machine. `allow`: actions that may be used. `options` go to the planner.
+    to probe this machine. `allow`: actions that may be used. `clips`: whether the loop looks at gradients between backward
+    and step; if not, parameters may be updated as their gradients come. `accumulate`: backwards per step. `options` go to the
+    planner.
     """
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
     machine = resolve_hardware(hardware, str(read.about.get("device", "cpu")))
@@ -67,6 +88,8 @@ def plan(
         hardware=machine,
         budget=resolve_budget(budget, machine),
         allow=_resolve_allow(allow),
+        clips=clips,
+        accumulate=accumulate,
         progress=progress,
     )
     chosen = build_member("planners", planner, options, f"planner {planner}")
@@ -100,13 +123,32 @@ def fit(
     loss: Any = None,
     hardware: Hardware | str | Path | None = None,
     allow: Iterable[str] | None = None,
+    device: str | torch.device | None = None,
+    precision: str | torch.dtype | None = None,
+    head: str | int = "auto",
+    clips: bool = True,
+    accumulate: int = 1,
     enforce: bool = True,
     progress: Progress = silent,
     **options: Any,
 ) -> Harness:
-    """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off."""
-    traced = trace(model, batch, optimizer=optimizer, loss=loss)
-    made = plan(traced, budget=budget, planner=planner, hardware=hardware, allow=allow, progress=progress, **options)
+    """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off.
+
+    A model on the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business.
+    """
+    on = device if device is not None else _device_of_batch(batch)
+    traced = trace(model, batch, optimizer=optimizer, loss=loss, device=on, precision=precision, head=head)
+    made = plan(
+        traced,
+        budget=budget,
+        planner=planner,
+        hardware=hardware,
+        allow=allow,
+        clips=clips,
+        accumulate=accumulate,
+        progress=progress,
+        **options,
+    )
     return apply(made, model, optimizer, enforce=enforce)
 
 
@@ -182,6 +224,46 @@ def _resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
     return frozenset({"keep", *names})
 
 
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
+    """The width to compute in; None: that of the parameters."""
+    if precision is None or isinstance(precision, torch.dtype):
+        return precision
+    if precision in ("fp32", "float32"):
+        return None
+    if precision not in _PRECISIONS:
+        raise unknown_name("precision", precision, ("fp32", "bf16", "fp16"))
+    return _PRECISIONS[precision]
+
+
+_BIG_LOGITS = GiB  # bytes of logits in float32 from which on they are not made whole
+
+
+def _choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
+    """(path of the vocabulary head, rows at a time); None: it stays whole."""
+    if isinstance(head, str) and head not in ("auto", "whole"):
+        raise unknown_name("head", head, ("auto", "whole"))
+    found = head_of(model) if isinstance(model, torch.nn.Module) and head != "whole" else None
+    if found is None:
+        if isinstance(head, int):
+            raise Unsupported("the model has no vocabulary head to take in rows", hint='use head="whole"')
+        return None
+    path, module = found
+    if isinstance(head, int):
+        return path, head
+    shapes = [t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() == 2]
+    tokens, vocabulary = max((s.numel() for s in shapes), default=0), int(module.get_parameter("weight").shape[0])
+    return (path, rows_for(tokens, vocabulary)) if tokens * vocabulary * 4 >= _BIG_LOGITS else None
+
+
+def _device_of_batch(batch: Any) -> torch.device | None:
+    """Where the batch lies, if that is a GPU."""
+    devices = {t.device for t in tree_leaves(batch) if isinstance(t, torch.Tensor)}
+    return next((d for d in devices if d.type == "cuda"), None)
+
+
 def _check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if plan.signature and plan.signature != model_signature(model):
         raise TraceMismatch(
@@ -198,7 +280,8 @@ def _check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Op
             )
     device = next((p.device.type for p in model.parameters()), "cpu")
     planned = plan.about.get("device")
-    if planned and device not in (planned, "meta"):
+    moves = any(action.name == "place" for action in plan.actions) and device == "cpu"
+    if planned and device not in (planned, "meta") and not moves:
         raise TraceMismatch(
             f"the plan is for {planned}, but the model lies on {device}",
             hint=f'move the model, or trace with device="{device}"',

@@ -65,7 +65,7 @@ class Place:
         can = streamable(trace)
         kinds = [("resident", "device"), ("resident", "host"), ("streamed", "host"), ("resident", "through")]
         mixed = {u.name: kinds[n % 4] for n, u in enumerate(trace.units) if n % 4 != 2 or u.name in can}
-        every_other = {u: ("streamed", "host") for u in sorted(can)[::2]}
+        every_other = dict.fromkeys(sorted(can)[::2], ("streamed", "host"))
         return [Place.all(trace, update="host"), Place.of(trace, every_other), Place.of(trace, mixed)]
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from holdall.actions.head import Head
+from holdall.actions.place import Place
 from holdall.errors import Infeasible
 from holdall.planners._rows import block_rows
 from holdall.simulator import simulate
@@ -18,6 +20,7 @@ def finish(
     planner: Planner, problem: Problem, actions: Sequence[Action], *, why: Sequence[str] = (), began: float | None = None
 ) -> Plan:
     """The plan of these actions; `Infeasible` if it does not fit. `began`: when planning started (`time.perf_counter`)."""
+    actions = with_traced(problem, actions)
     allocator = "caching" if problem.hardware.device == "cuda" else None
     outcome = simulate(problem, actions, full=True, checked=True, allocator=allocator)
     refuse_over_budget(problem, outcome, planner.name)
@@ -35,6 +38,15 @@ def finish(
         why=tuple(why),
         about={**_what_the_harness_needs(problem), "rows": block_rows(problem, actions)},
     )
+
+
+def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
+    """The actions with those that the trace takes for granted: its chunked head, and working copies in its precision."""
+    names = {a.name for a in actions}
+    head = [] if "head" in names else Head.samples(problem.trace)
+    is_narrow = problem.trace.about.get("precision") is not None
+    place = [Place.all(problem.trace)] if is_narrow and "place" not in names else []
+    return [*head, *actions, *place]
 
 
 def _what_the_harness_needs(problem: Problem) -> dict[str, Any]:

@@ -8,8 +8,8 @@ second forward in reversed time, in which fetched bytes "leave". The program's s
     D_F  bytes offloaded by earlier stages that have not left yet
     D_B  bytes of earlier stages that must be back before this stage's backward ends
 
-and a stage that needs more than is free waits until enough of the backlog has left. Of two states the one that is no better in
-anything, though it paid for the difference in backlog by waiting, is dropped.
+and a stage that needs more than is free waits until enough of the backlog has left. A state is dropped if another one, having
+waited until its backlog is no larger, would be no later and pin no more.
 
 `solve` knows only numbers. `costs_of_chain` gives it the paper's chain, where the inside of a recomputed segment is any nesting
 of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes, which is less: a segment is replayed
@@ -79,7 +79,7 @@ class Costs:
     nodes: Sequence[Node]
     inside: Callable[
         [int, int], Sequence[tuple[int, float]]
-    ]  # (s, t) -> (bytes on top of K, seconds) of its backward, by bytes
+    ]  # backward of a segment s..t: (bytes on top of K, seconds), by bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,7 +485,7 @@ class Pofo:
         found: list[_Candidate] = []
         for n in range(_TRIES):
             problem.progress("searching", n, _TRIES, "")
-            candidate = self._ask(problem, menus, costs, allowed, offload)
+            candidate = _ask(problem, menus, costs, allowed, offload=offload, slots=self.slots)
             if candidate is None:
                 break
             found.append(candidate)
@@ -501,7 +501,7 @@ class Pofo:
         for n in range(_HALVINGS):
             problem.progress("looking for the smallest", n, _HALVINGS, "")
             middle = (low + high) // 2
-            candidate = self._ask(problem, menus, costs, middle, offload)
+            candidate = _ask(problem, menus, costs, middle, offload=offload, slots=min(self.slots, _ROUGH))
             if candidate is None:
                 low = middle
             else:
@@ -509,13 +509,15 @@ class Pofo:
                 high = middle
         return found
 
-    def _ask(self, problem: Problem, menus: Sequence[Item], costs: Costs, allowed: int, offload: bool) -> _Candidate | None:
-        far = problem.hardware.far
-        link = Link(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else Link(out=0.0, back=0.0)
-        answer = solve(costs, allowed, link, offload=offload, slots=self.slots)
-        if answer is None:
-            return None
-        return _try(problem, answer[1], actions_of(problem, menus, answer[1]))
+
+def _ask(
+    problem: Problem, menus: Sequence[Item], costs: Costs, allowed: int, *, offload: bool, slots: int
+) -> _Candidate | None:
+    """The program's answer for so many bytes, simulated whole; None: it has none."""
+    far = problem.hardware.far
+    link = Link(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else Link(out=0.0, back=0.0)
+    answer = solve(costs, allowed, link, offload=offload, slots=slots)
+    return None if answer is None else _try(problem, answer[1], actions_of(problem, menus, answer[1]))
 
 
 def _try(problem: Problem, segments: Sequence[Segment], actions: Sequence[Action]) -> _Candidate:
@@ -535,11 +537,11 @@ def _why(problem: Problem, plain: _Candidate, best: _Candidate) -> list[str]:
     for segment in best.segments:
         counts[segment.saved, segment.place] = counts.get((segment.saved, segment.place), 0) + 1
     words = {
-        ("all", "offload"): "blocks offloaded",
-        ("input", "keep"): "segments recomputed",
-        ("input", "offload"): "segments recomputed from an offloaded input",
+        ("all", "offload"): "offload a block",
+        ("input", "keep"): "recompute a segment",
+        ("input", "offload"): "recompute a segment from its offloaded input",
     }
-    done = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if key in counts) or "nothing"
+    done = ", ".join(f"{counts[key]} x {word}" for key, word in words.items() if key in counts) or "nothing"
     extra = max(0.0, best.outcome.seconds - plain.outcome.seconds)
     return [
         f"keeping everything needs {format_bytes(plain.outcome.peak[home])}, over the budget of {format_bytes(limit)}",

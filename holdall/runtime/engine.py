@@ -103,7 +103,7 @@ class Engine:
         share: bool = True,
         release: str = "",
         paths: Sequence[str] = (),
-        tell: Callable[[torch.UntypedStorage], None] = lambda storage: None,
+        tell: Callable[[torch.UntypedStorage], None] = lambda _: None,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model = model

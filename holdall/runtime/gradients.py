@@ -74,7 +74,7 @@ class Gradient(torch.Tensor):
         else:
             self.factor = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, dtype=self.dtype)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.value())
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

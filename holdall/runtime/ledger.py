@@ -59,6 +59,8 @@ class Ledger(TorchDispatchMode):
         before = self._size.get(key)
         if before == size or key in self.elsewhere:
             return
+        if before is None and not _has_bytes(storage):
+            return
         self._size[key] = size
         self.live += size - (before or 0)
         if before is None:
@@ -90,3 +92,11 @@ class Ledger(TorchDispatchMode):
                 self.see(t.untyped_storage(), name)
         self.curve.append((time.perf_counter(), self.live))
         return out
+
+
+def _has_bytes(storage: torch.UntypedStorage) -> bool:
+    """A tensor that stands for bytes elsewhere (a `Gradient`, lazy logits) has a size and no memory of its own."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False

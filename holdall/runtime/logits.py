@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.runtime.chunked_loss import Asked, chunked_cross_entropy, no_autocast
@@ -123,6 +123,10 @@ class _Call:
 def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> _Call | None:
     """None: the plain forward knows better, be it how to do this or how to refuse it."""
     given = [hidden, weight] if bias is None else [hidden, weight, bias]
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None  # these look into tensors in ways of their own
+    if any(is_traceable_wrapper_subclass(t) for t in given):
+        return None
     dtypes = {t.dtype for t in given}
     if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1] or {t.device for t in given} != {weight.device}:
         return None
@@ -150,16 +154,17 @@ class LazyLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        if any(isinstance(t, LazyLogits) and t._is_adopted() for t in tree_iter((args, kwargs))):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if isinstance(first, LazyLogits):
-            if func is Tensor.__hash__:
-                return id(first)
             if first._call.whole is None:
                 if func in _KNOWN or (func in _LAYOUT and first._made is None):
                     with torch._C.DisableTorchFunctionSubclass():
                         return func(*args, **kwargs)
                 step = _STEPS.get(func)
-                out = None if step is None else step(first, func, args[1:], kwargs)
-                if out is not None:
+                out = NotImplemented if step is None else step(first, func, args[1:], kwargs)
+                if out is not NotImplemented:
                     return out
             if func in _HOOKS and first._call.spent:
                 raise Unsupported(
@@ -171,19 +176,18 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Only where `__torch_function__` is switched off. Autograd has done its part by then: what is made has no graph."""
-
-        def value(lazy: LazyLogits) -> Tensor:
-            if lazy._call.whole is not None:
-                return lazy.whole().detach()
-            return lazy._call.logits(lazy._hidden.detach()).to(_plainly(lazy, _getter("dtype")))
-
-        args, kwargs = tree_map_only(LazyLogits, value, (args, kwargs or {}))
+        """Only where `__torch_function__` is switched off; autograd has led the result to `_Graph` by then."""
+        args, kwargs = tree_map_only(LazyLogits, lambda lazy: lazy.whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _is_adopted(self) -> bool:
+        """An autograd function has returned it as its own result (reentrant checkpointing does): its graph is not ours."""
+        return self._live != _plainly(self, _getter("requires_grad"))
 
     def whole(self) -> Tensor:
         """The logits, with the graph that they would have had; computed by the first who asks."""
         if self._value is None:
+            # turning inference mode off also lets autograd in again where a dispatcher has shut it out
             with torch.inference_mode(False), torch.set_grad_enabled(self._live):
                 self._value = self._compute()
         return self._value
@@ -252,7 +256,7 @@ class _Graph(torch.autograd.Function):
             )
 
 
-# what can be done lazily: each returns the lazy result, or None if this once it cannot
+# what can be done lazily: each returns its result, or NotImplemented where only the whole will do
 
 
 def _derive(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, take: Callable[[Tensor], Tensor], dtype: Any = None) -> Tensor:
@@ -265,48 +269,48 @@ def _same(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _contiguous(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    return None if args or kwargs else _derive(lazy, func, args, kwargs, _same)
+def _contiguous(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else _derive(lazy, func, args, kwargs, _same)
 
 
-def _float(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    return None if args or kwargs else _cast(lazy, func, args, kwargs, torch.float32)
+def _float(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else _cast(lazy, func, args, kwargs, torch.float32)
 
 
-def _to(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _to(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
-        return None
+        return NotImplemented
     try:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
     except (TypeError, RuntimeError):  # `copy` by position, or nonsense: let the whole say
-        return None
+        return NotImplemented
     if layout is not None or (device is not None and device != lazy.device):
-        return None
+        return NotImplemented
     return _cast(lazy, func, args, kwargs, dtype or lazy.dtype)
 
 
-def _cast(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor | None:
+def _cast(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
     """Only upwards: the loss is computed in float32 from logits of `call.dtype`, without another rounding between."""
     if dtype not in (lazy.dtype, torch.promote_types(lazy.dtype, torch.float32)):
-        return None
+        return NotImplemented
     return _derive(lazy, func, args, kwargs, _same, dtype)
 
 
-def _reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     if kwargs or not sizes or not all(isinstance(n, int) for n in sizes):
-        return None
+        return NotImplemented
     *lead, last = sizes
     vocab = lazy.shape[-1]
     if last != vocab and not (last == -1 and prod(lead) * vocab == lazy.numel()):
-        return None
+        return NotImplemented
     return _derive(lazy, func, args, kwargs, lambda hidden: hidden.reshape(*lead, hidden.shape[-1]))
 
 
-def _flatten(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _flatten(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     start, end = _ends(*args, **kwargs)
     if (end + lazy.dim() if end < 0 else end) >= lazy.dim() - 1:
-        return None
+        return NotImplemented
     return _derive(lazy, func, args, kwargs, lambda hidden: hidden.flatten(start, end))
 
 
@@ -314,10 +318,10 @@ def _ends(start_dim: int = 0, end_dim: int = -1) -> tuple[int, int]:
     return start_dim, end_dim
 
 
-def _index(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _index(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     key = args[0] if isinstance(args[0], tuple) else (args[0],)
     if kwargs or not _leaves_last(key, lazy.dim()):
-        return None
+        return NotImplemented
     return _derive(lazy, func, args, kwargs, lambda hidden: hidden[key])
 
 
@@ -337,7 +341,7 @@ def _leaves_last(key: tuple[Any, ...], dims: int) -> bool:
     return dots < 2 and taken <= dims and (not reaches_last or (isinstance(key[-1], slice) and key[-1] == slice(None)))
 
 
-def _cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:  # noqa: ARG001
+def _cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
     return _loss(lazy, *args, **kwargs)
 
 
@@ -350,18 +354,18 @@ def _loss(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor | None:
+) -> Any:
     call, hidden = lazy._call, lazy._hidden
     tokens, vocab = lazy.shape if lazy.dim() == 2 else (0, 0)
     rows_of_labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == (tokens,)
     if not tokens or not rows_of_labels or target.device != lazy.device or reduction not in ("mean", "sum", "none"):
-        return None
+        return NotImplemented
     if size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
-        return None
+        return NotImplemented
     if weight is not None and (
         label_smoothing or weight.shape != (vocab,) or weight.dtype != lazy.dtype or weight.device != lazy.device
     ):
-        return None
+        return NotImplemented
     call.check()
     dtype = lazy.dtype
     if torch.is_autocast_enabled(lazy.device.type):
@@ -402,6 +406,5 @@ _KNOWN = frozenset(
     }
 )
 
-_LAYOUT = frozenset(
-    {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset}
-)  # known of what a head makes, not of its parts
+# known of what a head makes, not of its parts
+_LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})

@@ -58,7 +58,8 @@ Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dt
 
 def like(t: torch.Tensor, dtype: torch.dtype | None = None) -> Like:
     """The pattern of a tensor that fills its own memory; of any other, the same shape in order."""
-    dense = torch.empty_like(t, device="meta") if t.device.type != "meta" else t
+    with torch._C._DisableTorchDispatch():
+        dense = torch.empty_like(t, device="meta")
     return tuple(t.shape), tuple(dense.stride()), dtype or t.dtype
 
 
@@ -131,8 +132,9 @@ class Unit:
 
     def settle_homes(self, store: Keeper | None, *, into_store: bool) -> None:
         """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
-        at = self.device if self.update == DEVICE and not self.is_streamed else torch.device("cpu")
-        if at.type != "cpu" or (store is None) or not (into_store or not self.is_narrow):
+        stays = self.update == DEVICE and not self.is_streamed
+        at = self.device if stays else torch.device("cpu")
+        if stays or store is None or (self.is_narrow and not into_store):
             for m in self.members:
                 if m.home.device != at:
                     m.home.data = m.home.data.to(at)

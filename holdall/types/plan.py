@@ -32,6 +32,8 @@ class Problem:
     hardware: Hardware
     budget: Mapping[str, int]  # tier -> bytes; a tier that is not named has its capacity
     allow: frozenset[str] = frozenset({"keep", "recompute", "offload", "place", "head"})  # names of actions that may be used
+    clips: bool = True  # the loop looks at gradients between backward and step
+    accumulate: int = 1  # backwards per step
     progress: Progress = silent
 
     @property

@@ -1,4 +1,4 @@
-"""Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.
+"""Pofo, "Efficient Combination of Rematerialization and Offloading for Training DNNs" (Beaumont et al., NeurIPS 2021).
 
 First the program on numbers, against enumeration, rotor and pure offloading; then our blocks, simulated and run.
 """
@@ -15,13 +15,16 @@ import torch
 from torch import nn
 
 import holdall
-from holdall.errors import Infeasible, InvalidInput
+from holdall.actions.recompute import Recompute
+from holdall.errors import InvalidInput
+from holdall.planners._finish import finish
 from holdall.planners._menu import make_menus
 from holdall.planners._rotor import Stage, Table
 from holdall.planners.chen import Chen
 from holdall.planners.pofo import Link, Pofo, Segment, actions_of, costs_of_chain, costs_of_trace, solve
 from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
+from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import UNLIMITED, traced, train
 from holdall.testing.worlds import chain, machine
 from holdall.tiers.far import Far
@@ -186,6 +189,16 @@ def test_the_program_equals_brute_force(seed):
             assert walked == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("seed", [2316, 2629])
+def test_a_segment_takes_the_memory_that_is_free_or_waits_for_more(seed):
+    """Chains on which it pays to recompute more inside a segment rather than to wait for memory."""
+    rng = random.Random(seed)
+    stages = random_chain(rng, rng.randint(3, 6), 5)
+    out, back = rng.choice([0.25, 0.5, 1, 3]), rng.choice([0.1, 0.25, 0.5, 1, 3])
+    budget = largest_working_set(stages) + rng.randint(-2, 6)
+    assert pofo(stages, budget, out, back)[0] == pytest.approx(brute_force(stages, budget, out, back))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_without_recomputation_it_equals_brute_force_over_all_offload_sets(seed):
     rng = random.Random(100 + seed)
@@ -217,15 +230,16 @@ def test_the_table_of_recomputation_has_rotors_numbers():
             assert all(table.seconds(s, t, m) == seconds for m, seconds in table.stairs(s, t))
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_link_without_speed_gives_rotors_optimum(seed):
-    """Claim: beta -> 0 is rotor."""
-    stages = random_chain(random.Random(seed), 8)
+    """Claim: beta -> 0 is rotor. What rotor cannot do at all would then take for ever."""
+    stages = random_chain(random.Random(seed), 7)
     opt = naive_rotor(stages)
-    for budget in range(1, sum(s.abar for s in stages) + 4, 2):
+    for budget in range(1, sum(s.abar for s in stages) + 4, 3):
         rotor = opt(budget - stages[0].a, 0, len(stages) - 1)
         assert pofo(stages, budget, 1.0, offload=False)[0] == pytest.approx(rotor)
-        assert pofo(stages, budget, 1e-9)[0] == pytest.approx(rotor)
+        still = pofo(stages, budget, 1e-9)[0]
+        assert still > 1e8 if rotor == NEVER else still == pytest.approx(rotor)
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -243,14 +257,14 @@ def test_offloading_alone_has_the_numbers_of_the_shared_transfer_model(budget, s
     assert pofo(stages, budget, 0.5, recompute=False)[0] == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_both_together_are_never_slower_than_either_alone_and_more_memory_never_hurts(seed):
     """Claim: time(pofo) <= min(time(rotor), time(offload only)) for every budget."""
     rng = random.Random(seed)
-    stages = random_chain(rng, 9)
+    stages = random_chain(rng, 8)
     beta = rng.choice([0.25, 0.5, 1, 2])
     opt, before = naive_rotor(stages), NEVER
-    for budget in range(1, sum(s.abar for s in stages) + 4, 3):
+    for budget in range(1, sum(s.abar for s in stages) + 6, 4):
         seconds = pofo(stages, budget, beta)[0]
         rotor, moved = opt(budget - stages[0].a, 0, len(stages) - 1), pofo(stages, budget, beta, recompute=False)[0]
         assert seconds <= min(rotor, moved, before) + 1e-9
@@ -259,9 +273,9 @@ def test_both_together_are_never_slower_than_either_alone_and_more_memory_never_
 
 
 def test_a_quarter_of_the_memory_costs_less_than_a_fifth_of_the_time():
-    """Headline: memory cut 4 to 6 times for under 20 %, a third of recomputation's overhead gone. Here 4 times, on 24 blocks
+    """Headline: memory cut 4 to 6 times for under 20 %, a third of recomputation's overhead gone. Here 4 times, on 16 blocks
     and a link that moves a quarter of what a block saves while its forward runs."""
-    stages = [Stage(uf=1, ub=2, a=1, abar=12) for _ in range(24)] + [Stage(uf=0, ub=0, a=1, abar=1)]
+    stages = [Stage(uf=1, ub=2, a=1, abar=12) for _ in range(16)] + [Stage(uf=0, ub=0, a=1, abar=1)]
     budget = sum(s.abar for s in stages) // 4
     both, recomputing, moving = (pofo(stages, budget, 3, **o)[0] for o in ({}, {"offload": False}, {"recompute": False}))
     overhead = both / least(stages) - 1
@@ -300,25 +314,23 @@ def random_trace(seed, n=10):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_program_and_the_simulator_agree_on_our_blocks(seed, overlap):
+def test_the_program_and_the_simulator_agree_on_our_blocks(overlap):
     """What the program believes of a whole step is what the step costs, in bytes and seconds."""
-    trace = random_trace(seed)
     kinds = set()
-    for rate in (15, 60, 400):
-        hardware = machine(overlap=overlap, read=rate, write=rate)
+    for seed, rate in itertools.product(range(4), (15, 60, 400)):
+        trace, hardware = random_trace(seed), machine(overlap=overlap, read=rate, write=rate)
         problem = problem_on(trace, hardware)
         menus = make_menus(problem)
         costs = costs_of_trace(problem, menus)
-        for budget in shares(trace, 80, 60, 40, 20, 10):
-            answer = solve(costs, budget, Link(out=rate, back=rate, hidden_by=1 if overlap else 0))
+        for budget in shares(trace, 80, 40, 20, 10):
+            answer = solve(costs, budget, Link(out=rate, back=rate, hidden_by=int(overlap)))
             if answer is None:
                 continue
             kinds |= {(s.saved, s.place) for s in answer[1]}
             outcome = simulate(problem, actions_of(problem, menus, answer[1]))
             assert outcome.peak["cpu"] <= budget
             assert outcome.seconds == pytest.approx(answer[0], rel=0.02)
-    assert kinds == {("all", "keep"), ("all", "offload"), ("input", "keep"), ("input", "offload")}
+    assert kinds == set(itertools.product(("all", "input"), ("keep", "offload")))
 
 
 def test_it_is_never_slower_than_chen_in_the_same_memory():
@@ -358,16 +370,16 @@ def test_slots_below_one_are_refused():
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.2)
+        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(0.2)
 
     def forward(self, x):
-        return self.down(self.drop(torch.tanh(self.up(x))))
+        return self.drop(torch.tanh(self.linear(x)))
 
 
 class Stack(nn.Module):
-    """Little weight, much activation."""
+    """Little weight, much activation; inputs are large enough for segments of several blocks to be worthwhile."""
 
-    def __init__(self, n, width):
+    def __init__(self, n=10, width=16):
         super().__init__()
         self.layers = nn.ModuleList(Block(width) for _ in range(n))
 
@@ -377,58 +389,96 @@ class Stack(nn.Module):
         return x.pow(2).mean()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_stack_runs_under_every_kind_of_decision_to_the_same_gradients(overlap):
-    """Segments of one and of several blocks, inputs kept and offloaded, blocks offloaded: same bits, the predicted peak."""
+@pytest.fixture(scope="module")
+def stack():
+    """The model, its batch, the trace of a step and what a plain step gives."""
     torch.manual_seed(0)
-    model, x = Stack(10, 16), torch.randn(128, 16, requires_grad=True)
+    model, x = Stack(), torch.randn(128, 16, requires_grad=True)
     reference = copy.deepcopy(model)
     torch.manual_seed(1)
     loss = reference(x)
     loss.backward()
-    trace = holdall.trace(model, x)
+    x.grad = None
+    return model, x, holdall.trace(model, x), (loss.item(), [p.grad for p in reference.parameters()])
+
+
+def assert_runs_as_planned(plan, stack):
+    """One real step under the plan: the same loss and gradients, the predicted peak, no complaint."""
+    model, x, _, (loss, gradients) = stack
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    gc.collect()
+    with Harness(plan, model, None, store=Far()) as harness:
+        torch.manual_seed(1)
+        got = model(x)
+        got.backward()
+        got = got.item()
+    assert got == loss
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert harness.step_peaks[-1] <= plan.budget["cpu"]
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.02)
+    assert harness.notes == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stack_runs_under_every_kind_of_decision_to_the_same_gradients(stack, overlap):
+    """Blocks offloaded, segments of one and of several blocks, inputs kept and offloaded."""
+    trace = stack[2]
     seen = set()
-    for rate in (1e6, 4e6, 1e8):
-        trace_on = machine(overlap=overlap, read=rate, write=rate)
-        priced = holdall.plan(trace, planner="nop", hardware=trace_on)  # what is compared is bits and bytes
-        assert priced.predicted.seconds > 0
-        for budget in shares(trace, 70, 40, 25, 18):
-            try:
-                plan = holdall.plan(trace, planner="pofo", budget=budget, hardware=trace_on)
-            except Infeasible:
-                continue
-            seen |= {(a.name, len(getattr(a, "blocks", ())) > 1) for a in plan.actions}
-            model.zero_grad(set_to_none=True)
-            x.grad = None
-            gc.collect()
-            with Harness(plan, model, None, store=Far()) as harness:
-                torch.manual_seed(1)
-                again = model(x)
-                again.backward()
-            assert torch.equal(again, loss)
-            assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
-            del again
-            assert harness.step_peaks[-1] <= budget
-            assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.02)
-            assert harness.notes == []
+    for rate, budget in itertools.product((3e7, 1e9), shares(trace, 60, 25)):
+        plan = holdall.plan(trace, planner="pofo", budget=budget, hardware=machine(overlap=overlap, read=rate, write=rate))
+        seen |= {(a.name, len(getattr(a, "blocks", ())) > 1) for a in plan.actions}
+        assert_runs_as_planned(plan, stack)
     assert seen == {("recompute", False), ("recompute", True), ("offload", False)}
 
 
-@pytest.mark.parametrize("name", ["tied", "convnet"])
-def test_a_real_model_trains_to_the_same_weights_within_the_budget(name):
+def test_what_a_replayed_segment_needs_is_what_the_simulator_sees(stack):
+    """For every segment alone: the highest bytes from the beginning of its backward to its end."""
+    for trace in (random_trace(0, n=7), stack[2]):
+        problem = problem_on(trace, machine())
+        menus = make_menus(problem)
+        costs = costs_of_trace(problem, menus)
+        blocks = [item.block for item in menus[:-1]]
+        for s, t in itertools.combinations_with_replacement(range(len(blocks)), 2):
+            curve = memory_curve(problem, [Recompute.of(trace, blocks[s : t + 1])])
+            end = blocks[s - 1].backward + 1 if s else len(trace.ops)
+            assert costs.inside(s, t)[0][0] == max(curve.high[blocks[t].backward + 1 : end])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_long_segments_from_offloaded_inputs_run_as_simulated(stack, overlap, at_once):
+    """Inputs leave behind the next block and come back before the segment's replay."""
+    problem = problem_on(stack[2], machine(overlap=overlap))
+    cut = [
+        Segment(0, 2, "input", "keep"),
+        Segment(3, 5, "input", "offload", at_once, at_once),
+        Segment(6, 6, "all", "offload", at_once, at_once),
+        Segment(7, 8, "input", "offload", at_once, at_once),
+        Segment(9, 9, "all", "keep"),
+    ]
+    actions = actions_of(problem, make_menus(problem), cut)
+    assert [a.fetch for a in actions if a.name == "offload"] == (
+        ["layers.6", "layers.8", "layers.9"] if overlap and not at_once else ["", "", ""]
+    )
+    plan = finish(Pofo(), problem, actions)
+    assert plan.predicted.peak["cpu"] < simulate(problem, []).peak["cpu"] / 2
+    assert_runs_as_planned(plan, stack)
+
+
+@pytest.mark.parametrize(("name", "overlap"), [("tied", False), ("convnet", True)])
+def test_a_real_model_trains_to_the_same_weights_within_the_budget(name, overlap):
     """Three steps of AdamW: same losses and weights, the predicted peak within 2 %, the budget kept."""
     model, batch, optimizer, trace = traced(name)
     reference = copy.deepcopy(model)
     expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3))
-    for overlap in (False, True):
-        (budget,) = shares(trace, 78)
-        plan = Pofo()(problem_on(trace, machine(overlap=overlap), budget))
-        assert plan.actions
-        trained = copy.deepcopy(model)
-        adamw = torch.optim.AdamW(trained.parameters(), lr=1e-3)
-        gc.collect()
-        with Harness(plan, trained, adamw, store=Far()) as harness:
-            assert train(trained, batch, adamw) == expected
-        assert all(torch.equal(p, q) for p, q in zip(trained.parameters(), reference.parameters(), strict=True))
-        assert max(harness.step_peaks) <= budget
-        assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.02)
+    (budget,) = shares(trace, 78)
+    plan = Pofo()(problem_on(trace, machine(overlap=overlap), budget))
+    assert plan.actions
+    gc.collect()
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        assert train(model, batch, optimizer) == expected
+    mine, theirs = model.state_dict(), reference.state_dict()
+    assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+    assert max(harness.step_peaks) <= budget
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.02)

@@ -239,6 +239,32 @@ def test_autocast_gives_what_it_gives_to_a_whole_head(rows):
         assert torch.equal(out.logits, plain(**batch).logits)  # `out` is read where autocast is on, and was made there
 
 
+@pytest.mark.parametrize("then", [False, True])
+def test_only_the_autocast_of_the_call_counts_for_the_logits(then):
+    head, hidden, labels = head_and_hidden(bias=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=then):
+        expected = head(hidden)
+        chunk_head(head, rows=7)
+        logits = head(hidden)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not then):
+        assert logits.dtype == expected.dtype
+        mine, theirs = (F.cross_entropy(z.view(-1, VOCAB), labels.view(-1)) for z in (logits, expected))
+        assert mine.dtype == theirs.dtype == (torch.bfloat16 if then else torch.float32)
+        torch.testing.assert_close(mine, theirs, rtol=1e-2 if then else 1e-6, atol=0)
+        assert torch.equal(logits, expected)
+
+
+def test_a_loss_under_autocast_is_float32():
+    def loss(logits, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1))
+
+    (mine, got), (theirs, whole) = both(loss, dtype=torch.bfloat16)
+    assert mine.dtype == theirs.dtype == torch.float32
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
+    assert_close(got, whole, 5e-3)
+
+
 @pytest.mark.parametrize("upcast", [True, False])
 def test_bfloat16_is_as_near_to_the_truth_as_stated(upcast):
     def loss(logits, labels):
@@ -391,8 +417,8 @@ LOOKS = {
     "a part, cast, on top": lambda z: z[:, -1, :].to(copy=True, dtype=torch.float32, device="cpu") + 1,
     "saved": lambda z: _through_a_file(z),
     "facts": lambda z: (
-        (z.shape, z.size(-1), z.dim(), z.ndim, z.dtype, z.device, z.numel(), len(z), z.is_floating_point(), z.nbytes)
-        + (z.requires_grad, z.is_leaf, z.layout, z.stride(), z.is_contiguous(), torch.is_tensor(z), z.itemsize)
+        *(z.shape, z.size(-1), z.dim(), z.ndim, z.dtype, z.device, z.numel(), len(z), z.is_floating_point(), z.nbytes),
+        *(z.requires_grad, z.is_leaf, z.layout, z.stride(), z.is_contiguous(), torch.is_tensor(z), z.itemsize),
     ),
 }
 
@@ -427,6 +453,7 @@ def test_facts_and_hashes_do_not_compute_anything():
         LOOKS["facts"](logits)
         assert {logits: 1}[logits] == 1
         assert logits.untyped_storage()._cdata == hidden.untyped_storage()._cdata
+        assert logits.grad_fn is hidden.grad_fn is None
     assert largest.numel == 0
     before = hash(logits)
     logits.sum()
@@ -454,11 +481,23 @@ def test_an_op_that_goes_past_torch_function_sees_the_values():
         part = torch.exp(logits.__class__.view(logits, -1, VOCAB))
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(part, expected.view(-1, VOCAB))
-    got.sum().backward()
-    mine = hidden.grad.clone()
-    hidden.grad = None
-    expected.sum().backward()
-    torch.testing.assert_close(mine, hidden.grad)
+    (theirs,) = torch.autograd.grad(expected.sum(), hidden)
+    for mine in (got, part, logits.exp()):
+        torch.testing.assert_close(torch.autograd.grad(mine.sum(), hidden)[0], theirs)
+
+
+def test_function_transforms_and_compilers_get_the_whole():
+    head, hidden, labels = head_and_hidden()
+    weights = dict(head.named_parameters())
+
+    def loss(weights):
+        return F.cross_entropy(torch.func.functional_call(head, weights, (hidden,)).view(-1, VOCAB), labels.view(-1))
+
+    expected = torch.func.grad(loss)(weights)["weight"]
+    chunk_head(head, rows=7)
+    assert torch.equal(torch.func.grad(loss)(weights)["weight"], expected)
+    compiled = torch.compile(lambda hidden: head(hidden).relu(), backend="eager")
+    assert torch.equal(compiled(hidden), F.linear(hidden, head.weight).relu())
 
 
 # work done and memory held
@@ -540,6 +579,22 @@ def test_saved_tensors_may_travel():
     torch.testing.assert_close(mine, theirs)
     assert_close(got, expected)
     assert saved[:2] == [(33, WIDTH), (VOCAB, WIDTH)]  # of the chunked loss: gradients, not logits
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_recomputed_head_gives_the_same_gradients(reentrant, early):
+    """Reentrant checkpointing runs the head without a graph and makes its result the result of an autograd function."""
+    results = []
+    for chunk in (True, False):
+        head, hidden, labels = head_and_hidden(bias=True)
+        if chunk:
+            chunk_head(head, rows=7)
+        logits = checkpoint(head, hidden, use_reentrant=reentrant)
+        loss = logits.logsumexp(-1).mean() if early else 0
+        (F.cross_entropy(logits.float().view(-1, VOCAB), labels.view(-1)) + loss).backward()
+        results.append({"hidden": hidden.grad, **gradients(head)})
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("kind", ["layers", "head and loss"])
@@ -662,8 +717,8 @@ def test_a_copy_of_logits_that_changed_since_is_refused():
 
 def test_only_plain_linear_heads_are_chunked():
     class Scaled(torch.nn.Linear):
-        def forward(self, input):
-            return super().forward(input) * 2
+        def forward(self, hidden):
+            return super().forward(hidden) * 2
 
     for module in (Scaled(4, 8), torch.nn.Embedding(8, 4), torch.nn.Conv1d(4, 8, 1)):
         before = dict(vars(module))
