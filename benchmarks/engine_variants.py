@@ -164,7 +164,10 @@ def _profile(model, batch, optimizer, clips, path):
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
-    prof.export_chrome_trace(path)
+    with open(path.replace(".json", ".txt"), "w") as file:
+        file.write(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
+        file.write(prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=30))
+    prof.export_chrome_trace(path + ".gz")
 
 
 if __name__ == "__main__":

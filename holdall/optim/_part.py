@@ -69,6 +69,13 @@ class Part:
         self._elementwise = type(optimizer) in _ELEMENTWISE
         self.trained = [g >= 0 for g in self._group]
 
+    def by_group(self, which: Sequence[int]) -> dict[int, list[int]]:
+        """Number of the optimizer's group -> positions in `which`."""
+        found: dict[int, list[int]] = {}
+        for at, n in enumerate(which):
+            found.setdefault(self._group[n], []).append(at)
+        return found
+
     def step(
         self,
         values: Sequence[torch.Tensor],

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from holdall.errors import Unsupported
 from holdall.optim._part import Groups, is_separable, snapshot
 from holdall.runtime.gradients import Gradient
-from holdall.runtime.units import DEVICE, THROUGH, Layout, Placement, Unit, find_members
+from holdall.runtime.units import DEVICE, HOST, THROUGH, Layout, Placement, Unit, find_members
 from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper, Ticket
 
@@ -42,7 +42,8 @@ class Held:
         self.norms: torch.Tensor | None = None  # of `which`, on the device
         self.sum: Ticket | None = None  # on the host, where more than one backward was added up
         self.flat: torch.Tensor | None = None  # on the device, while it is being copied out
-        self._host_norms: torch.Tensor | None = None
+        self.host_norms: torch.Tensor | None = None  # the same on the host, valid after `norms_event`
+        self.norms_event: Any = None
 
     @property
     def layout(self) -> Layout:
@@ -75,9 +76,12 @@ class Held:
             return None
         if device.type == self.norms.device.type:
             return self.norms[at]
-        if self._host_norms is None:
-            self._host_norms = self.norms.to(device)
-        return self._host_norms[at]
+        if self.norms_event is not None:
+            self.norms_event.synchronize()
+            self.norms_event = None
+        if self.host_norms is None:
+            self.host_norms = self.norms.to(device)
+        return self.host_norms[at]
 
     def bring(self, index: int) -> torch.Tensor:
         at = self.which.index(index)
@@ -138,6 +142,7 @@ class Engine:
         self._after = self._neighbours(paths)
         self._before = self._neighbours(paths[::-1])
         self._streams = any(u.is_streamed for u in self.units)
+        self._norms: torch.Tensor | None = None  # pinned
         self._homes: set[int] = set()  # storages of homes whose update is under way
         self._aside: list[list[torch.Tensor]] = []
         self._guard = _Guard(self)
@@ -243,7 +248,12 @@ class Engine:
                     for key, value in state.items():
                         if isinstance(value, torch.Tensor) and value.dim():
                             state[key] = value.to(m.home.device, copy=True)
-        self.units = []
+            else:
+                for m, state in zip(unit.trained, states, strict=True):
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor) and value.dim() and value.device != m.home.device:
+                            state[key] = value.to(m.home.device)
+        self.units, self.held, self.updater = [], {}, None
 
     # forward
 
@@ -454,6 +464,7 @@ class Engine:
         self._let_go()
         self._release_all()
         self._swap(False)
+        self._send_norms()
         for held in self.held.values():
             for n in held.which:
                 home = held.unit.trained[n].home
@@ -465,6 +476,20 @@ class Engine:
                     grad.spent = "it was used up in backward, because the loop was said not to clip"
         if self.when == BACKWARD:
             self.held = {}
+
+    def _send_norms(self) -> None:
+        """All norms to the host in one copy, so that whoever clips waits once."""
+        known = [h for h in self.held.values() if h.norms is not None]
+        if self.device.type != "cuda" or not known:
+            return
+        every = torch.cat([h.norms for h in known])  # type: ignore[misc]
+        if self._norms is None or self._norms.numel() < every.numel():
+            self._norms = torch.empty(every.numel(), dtype=every.dtype, pin_memory=True)
+        host = self._norms[: every.numel()]
+        host.copy_(every, non_blocking=True)
+        event = torch.cuda.current_stream(self.device).record_event()
+        for held, part in zip(known, host.split([len(h.which) for h in known]), strict=True):
+            held.host_norms, held.norms_event = part, event
 
     # updates
 
@@ -662,7 +687,7 @@ class Engine:
     def outside(self) -> int:
         """Bytes of homes and states that lie in the host's ordinary memory."""
         homes = (
-            sum(m.home.nbytes for u in self.units if u.update != DEVICE and u.homes is None for m in u.members)
+            sum(m.home.nbytes for u in self.units if u.update == HOST and u.homes is None for m in u.members)
             if self.device.type == "cuda"
             else 0
         )

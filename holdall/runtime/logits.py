@@ -182,7 +182,7 @@ class LazyLogits(torch.Tensor):
 
     def _is_adopted(self) -> bool:
         """An autograd function has returned it as its own result (reentrant checkpointing does): its graph is not ours."""
-        return self._live != _plainly(self, _getter("requires_grad"))
+        return bool(self._live != _plainly(self, _getter("requires_grad")))
 
     def whole(self) -> Tensor:
         """The logits, with the graph that they would have had; computed by the first who asks."""

@@ -172,7 +172,7 @@ class Unit:
             m.home.data = m.home.data.clone() if self.homes is not None else m.home.data
             if m.home.device != m.came_from:
                 m.home.data = m.home.data.to(m.came_from)
-            m.home.grad = None
+            m.home.grad, m.work = None, m.home
         for ticket in {id(t): t for t in (self.homes, self.buffer, self.source) if t is not None}.values():
             if store is not None:
                 store.free(ticket)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from holdall.optim import _host
 from holdall.optim._part import PIECE, Groups, Part
 from holdall.runtime.units import Layout, Member, Unit, like
 from holdall.tiers import Keeper, Ticket
@@ -48,6 +49,14 @@ class Slot:
         self.free: Any = None  # event after which it may be overwritten
 
 
+def host_threads(device: torch.device) -> int:
+    """Threads for updates on the host: of the processors, a quarter is left to whoever launches the device's work."""
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, count * 3 // 4)
+
+
 class Updater:
     """Makes updates. `quiet` hides work on the host's memory from whoever counts the device's."""
 
@@ -65,7 +74,7 @@ class Updater:
         self.device = device
         self.lane = store.lane() if store is not None else None
         self.quiet = quiet
-        self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 2 if hasattr(os, "sched_getaffinity") else 1)
+        self.threads = threads or host_threads(device)
         self.outside = 0  # bytes of optimizer state in ordinary host memory
         self._parts: dict[str, Part] = {}
         self._chunks: dict[str, Chunk] = {}
@@ -126,23 +135,59 @@ class Updater:
         """Returns the event after which the device has the new weights (None: now, or they are fetched when needed)."""
         assert self.lane is not None
         members = [unit.trained[n] for n in order.which]
+        scale = order.scale.cpu() if order.scale is not None else None
         with self.quiet():
             states = self.states(members)
             is_first = not any(states)
-            narrow = unit.host_weights(self.lane)
-            self.part(unit).update(
-                [m.home.detach() for m in members],
-                grads,
-                states,
-                order.groups,
-                order.which,
-                scale=order.scale.cpu() if order.scale is not None else None,
-                narrow=[narrow[n] for n in order.which] if narrow else None,
-            )
+            every = unit.host_weights(self.lane)
+            narrow = [every[n] for n in order.which] if every else None
+            if all(states) and self._is_plain_adam(order.groups):
+                self._one_pass(unit, order, members, grads, states, scale, narrow)
+            else:
+                values = [m.home.detach() for m in members]
+                self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
             self._keep(members, states)
         if is_first:
             self.outside += sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
         return None if unit.is_streamed else self.refresh(unit, order)
+
+    def _is_plain_adam(self, groups: Groups) -> bool:
+        """Whether the fast host kernel does what the optimizer would: fused Adam or AdamW without extras."""
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return False
+        if self.device.type == "cpu" and not _host.is_exact():
+            return False  # the device's own bits are the reference there
+        return all(g.get("fused") and not g.get("amsgrad") and not g.get("differentiable") for g in groups)
+
+    def _one_pass(
+        self,
+        unit: Unit,
+        order: Order,
+        members: Sequence[Member],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[dict[str, Any]],
+        scale: torch.Tensor | None,
+        narrow: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """All of the update in one walk over the host's memory, group by group."""
+        for number, at in self.part(unit).by_group(order.which).items():
+            group = order.groups[number]
+            _host.update(
+                [members[n].home.detach() for n in at],
+                [states[n]["exp_avg"] for n in at],
+                [states[n]["exp_avg_sq"] for n in at],
+                [states[n]["step"] for n in at],
+                [grads[n] for n in at],
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                decoupled=type(self.optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")),
+                maximize=bool(group["maximize"]),
+                scale=1.0 if scale is None else float(scale),
+                out=[narrow[n] for n in at] if narrow is not None else None,
+                threads=self.threads,
+            )
 
     def refresh(self, unit: Unit, order: Order) -> Any:
         """The device's working weights from what lies on the host."""
