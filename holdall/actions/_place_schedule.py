@@ -283,7 +283,7 @@ class _Rewrite:
             )
         ]
         if not placed.streamed:
-            steps.append(Copy(tensors=placed.buffer, src=self.far, dst=self.home, lands=False, lane="update", name=unit.name))
+            steps.append(Copy(tensors=placed.buffer, src=self.far, dst=self.home, lands=False, lane="weights", name=unit.name))
         return steps
 
     def _through_steps(self, placed: _Placed, slot: TensorId) -> list[Step]:

@@ -67,7 +67,8 @@ class Recompute:
         asked = [s.unpacked for s in saves if s.unpacked is not None]
         if not asked:
             return schedule  # no backward, nothing is held
-        return _Rewrite(schedule.copy(), trace, blocks, frozenset(self.keep)).apply(
+        hidden = problem.hardware.overlap  # the launching thread is ahead of the device
+        return _Rewrite(schedule.copy(), trace, blocks, frozenset(self.keep), watch=0.0 if hidden else _WATCH_SECONDS).apply(
             after=min(asked), until=max(s.packed for s in saves)
         )
 
@@ -115,7 +116,10 @@ def keepable(trace: Trace, block: Block) -> dict[str, Op]:
 class _Rewrite:
     """The schedule side of one segment."""
 
-    def __init__(self, schedule: Schedule, trace: Trace, blocks: Sequence[Block], keep: frozenset[str]) -> None:
+    def __init__(
+        self, schedule: Schedule, trace: Trace, blocks: Sequence[Block], keep: frozenset[str], *, watch: float
+    ) -> None:
+        self.watch = watch  # seconds per op of a block whose op results are kept
         self.schedule = schedule
         self.trace = trace
         self.blocks = blocks
@@ -209,11 +213,9 @@ class _Rewrite:
 
     def _watched(self, block: Block) -> list[Run]:
         """Keeping results of ops costs time in the forward and in the replay, for every op of the block."""
-        if not self.kept:
+        if not self.kept or not self.watch:
             return []
-        watch = Run(
-            op=-1, reads=(), writes=(), seconds=_WATCH_SECONDS * (block.last - block.first + 1), name="watch for kept ops"
-        )
+        watch = Run(op=-1, reads=(), writes=(), seconds=self.watch * (block.last - block.first + 1), name="watch for kept ops")
         self.schedule.insert(block.first - 1, [watch])
         return [watch]
 

@@ -59,8 +59,61 @@ def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
     return actions
 
 
-def make_menus(problem: Problem) -> tuple[Item, ...]:
-    """The chain of blocks that hold something for backward, each with its menu."""
+Windows = dict[int, tuple[tuple[int, int], tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Menus:
+    """What was tried on every kind of block; `items` sets it into the step as it is under some placement of states."""
+
+    chain: tuple[Block, ...]
+    windows: Windows
+    found: dict[int, tuple[Choice, ...]]  # kind of block -> its choices
+
+    def items(self, problem: Problem, around: Sequence[Action] = (), *, without: str = "") -> tuple[Item, ...]:
+        """The chain of blocks in a step with the actions `around`. `without`: choices with this word are left out."""
+        trace = problem.trace
+        plain = memory_curve(problem, around)
+        items = []
+        for block in self.chain:
+            ahead, behind = self.windows[block.id]
+            kept = Choice(
+                label="keep",
+                freed=0,
+                forward=max(plain.high[k] for k in range(*ahead)) - plain.before[ahead[0]],
+                backward=max((plain.high[k] for k in range(*behind)), default=0) - plain.before[behind[0]],
+            )
+            same = block.id if block.same_as is None else block.same_as
+            others = [c for c in self.found.get(same, ()) if not without or without not in c.label]
+            items.append(
+                Item(
+                    block=block,
+                    before_forward=plain.before[ahead[0]],
+                    before_backward=plain.before[behind[0]],
+                    forward_seconds=sum(trace.ops[k].seconds for k in range(*ahead)),
+                    backward_seconds=sum(trace.ops[k].seconds for k in range(*behind)),
+                    choices=(kept, *_worthwhile(others)),
+                )
+            )
+        if self.chain:  # from the end of the last block to the first backward: nothing to decide, but what is freed counts
+            begin, end = self.chain[-1].last + 1, min(b for _, (b, _) in self.windows.values())
+            if begin < end:
+                high = max(plain.high[begin:end]) - plain.before[begin]
+                items.append(
+                    Item(
+                        block=self.chain[-1],
+                        before_forward=plain.before[begin],
+                        before_backward=0,
+                        forward_seconds=sum(trace.ops[k].seconds for k in range(begin, end)),
+                        backward_seconds=0.0,
+                        choices=(Choice(label="keep", freed=0, forward=high, backward=0),),
+                    )
+                )
+        return tuple(items)
+
+
+def try_choices(problem: Problem) -> Menus:
+    """Try every choice on one block of every kind."""
     trace = problem.trace
     chain = [b for b in trace.blocks if b.backward is not None and b.saves]
     plain = memory_curve(problem, [])
@@ -79,42 +132,12 @@ def make_menus(problem: Problem) -> tuple[Item, ...]:
             for b in group:
                 found[b].append(_compare(labels[b][n], examples[b], windows, plain, curve, problem))
         problem.progress("menus", n + 1, rounds, "")
-    items = []
-    for block in chain:
-        ahead, behind = windows[block.id]
-        kept = Choice(
-            label="keep",
-            freed=0,
-            forward=max(plain.high[k] for k in range(*ahead)) - plain.before[ahead[0]],
-            backward=max((plain.high[k] for k in range(*behind)), default=0) - plain.before[behind[0]],
-        )
-        same = block.id if block.same_as is None else block.same_as
-        items.append(
-            Item(
-                block=block,
-                before_forward=plain.before[ahead[0]],
-                before_backward=plain.before[behind[0]],
-                forward_seconds=sum(trace.ops[k].seconds for k in range(*ahead)),
-                backward_seconds=sum(trace.ops[k].seconds for k in range(*behind)),
-                choices=(kept, *_worthwhile(found.get(same, []))),
-            )
-        )
-    if chain:  # from the end of the last block to the first backward: nothing to decide, but what is freed counts there
-        begin, end = chain[-1].last + 1, min(b for _, (b, _) in windows.values())
-        if begin < end:
-            items.append(
-                Item(
-                    block=chain[-1],
-                    before_forward=plain.before[begin],
-                    before_backward=0,
-                    forward_seconds=sum(trace.ops[k].seconds for k in range(begin, end)),
-                    backward_seconds=0.0,
-                    choices=(
-                        Choice(label="keep", freed=0, forward=max(plain.high[begin:end]) - plain.before[begin], backward=0),
-                    ),
-                )
-            )
-    return tuple(items)
+    return Menus(chain=tuple(chain), windows=windows, found={b: tuple(c) for b, c in found.items()})
+
+
+def make_menus(problem: Problem) -> tuple[Item, ...]:
+    """The chain of blocks that hold something for backward, each with its menu."""
+    return try_choices(problem).items(problem)
 
 
 def _windows(trace: Trace, chain: Sequence[Block]) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:

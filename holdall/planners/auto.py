@@ -1,7 +1,10 @@
-"""Auto: the best mix of keep, recompute and offload per block under the budget.
+"""Auto: the best mix of everything under the budget: activations kept, recomputed or offloaded per block, weights resident or
+streamed, states and updates on the device, on the host, or passing through.
 
-Menus from the simulator, a dynamic program over the chain of blocks (pofo's shape), and the simple fallbacks beside it;
-whatever is chosen has been simulated whole, and a plan that is slower than a fallback that fits is not returned.
+For a placement of the model states (`_states.py`, ProTrain's question of how much is persistent) a dynamic program over the
+chain of blocks (pofo's shape) says what to do with the activations in the memory that is left; placements from the roomiest
+that fits downwards are compared. Whatever is chosen has been simulated whole, and a plan that is slower than a simple fallback
+that fits is not returned.
 """
 
 from __future__ import annotations
@@ -12,15 +15,17 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdall.planners._chain import best_choices
-from holdall.planners._finish import finish, over_budget
-from holdall.planners._menu import Item, actions_for, make_menus
+from holdall.planners._finish import finish, over_budget, with_traced
+from holdall.planners._menu import Item, Menus, actions_for, try_choices
 from holdall.planners._segments import segmented
+from holdall.planners._states import Placements, Spread
 from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
 _ROOM = (0.0, 0.03, 0.06, 0.09, 0.13)  # shares left free, one after the other, until the allocator finds a place for everything
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
+_SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,83 +38,160 @@ class _Candidate:
 @dataclass(frozen=True, kw_only=True)
 class Auto:
     name: ClassVar[str] = "auto"
-    paper: ClassVar[str] = "ours; after pofo (NeurIPS 2021) and Chen et al. (arXiv 1604.06174)"
+    paper: ClassVar[str] = "ours; after pofo (NeurIPS 2021), ProTrain (arXiv 2406.08334) and Chen et al. (arXiv 1604.06174)"
     weighs_budget: ClassVar[bool] = True
 
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
-        plain = _try("keep everything", (), problem)
-        if not over_budget(problem, plain.outcome) and self._placed(problem, ()):
+        search = _Search(problem)
+        plain = search.attempt("keep everything", ())
+        if not over_budget(problem, plain.outcome) and search.is_placed(()):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
-        menus = make_menus(problem)
-        found = [plain, *_fallbacks(problem, menus)]
         for room in _ROOM:
             less = _with_less(problem, room)
-            found += _by_program(less, menus)
-            fitting = [c for c in found if not over_budget(less, c.outcome)]
+            search.run(less)
+            fitting = [c for c in search.found if not over_budget(less, c.outcome)]
             best = min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)), default=None)
-            if best is not None and self._placed(problem, best.actions):
-                return finish(self, problem, best.actions, why=_why(problem, plain, best, found), began=began)
+            if best is not None and search.is_placed(best.actions):
+                return finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
             if best is None or problem.hardware.device != "cuda":
                 break
-        found += _smaller(problem)
-        least = min(found, key=lambda c: c.outcome.peak[problem.home])
-        return finish(self, problem, least.actions, why=_why(problem, plain, least, found), began=began)
+        search.smaller()
+        least = min(search.found, key=lambda c: c.outcome.peak[problem.home])
+        return finish(self, problem, least.actions, why=_why(problem, plain, least, search.found), began=began)
 
-    def _placed(self, problem: Problem, actions: Sequence[Action]) -> bool:
+
+class _Search:
+    """Everything that was tried for one problem; nothing is simulated twice."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.placements = Placements(problem)
+        self.found: list[_Candidate] = []
+        self._known: dict[tuple[Action, ...], Outcome] = {}
+        self._menus: Menus | None = None
+
+    @property
+    def menus(self) -> Menus:
+        if self._menus is None:
+            self._menus = try_choices(self.problem)
+        return self._menus
+
+    def attempt(self, label: str, actions: Sequence[Action]) -> _Candidate:
+        made = _Candidate(label, tuple(actions), self._outcome(tuple(actions)))
+        if made not in self.found:
+            self.found.append(made)
+        return made
+
+    def _outcome(self, actions: tuple[Action, ...]) -> Outcome:
+        if actions not in self._known:
+            self._known[actions] = simulate(self.problem, actions)
+        return self._known[actions]
+
+    def is_placed(self, actions: Sequence[Action]) -> bool:
         """Whether the device's allocator finds a place for everything; elsewhere bytes are all that counts."""
-        if problem.hardware.device != "cuda":
+        if self.problem.hardware.device != "cuda":
             return True
-        return not over_budget(problem, simulate(problem, actions, allocator="caching"))
+        whole = with_traced(self.problem, actions)
+        return not over_budget(self.problem, simulate(self.problem, whole, allocator="caching"))
+
+    def run(self, problem: Problem) -> None:
+        """Add the best for this budget, and what anyone would try by hand, to what was found."""
+        self._mixes(problem, (), "activations alone")
+        if not self.placements.is_possible:
+            return
+        for spread in self._spreads(problem):
+            place = self.placements.at(spread)
+            self._mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
+
+    def _spreads(self, problem: Problem) -> list[Spread]:
+        """Placements worth a closer look: the fewest streamed weights that fit at all, then less and less on the device."""
+        count, can = len(self.placements.movable), len(self.placements.streamable)
+        for streamed in sorted({0, can // 4, can // 2, 3 * can // 4, can}):
+            most = self._most_on_device(problem, streamed, count - streamed)
+            if most is not None:
+                counts = dict.fromkeys(round(most * share) for share in _SHARES)
+                return [*(Spread(n, streamed) for n in counts), Spread(most, streamed, through=False)]
+        return [Spread(0, can, through=False)]
+
+    def _most_on_device(self, problem: Problem, streamed: int, most: int) -> int | None:
+        """How many units can be updated on the device if activations take the least; None: not even none of them."""
+        if not self._fits_least(problem, Spread(0, streamed, through=False)):
+            return None
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._fits_least(problem, Spread(middle, streamed, through=False))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _fits_least(self, problem: Problem, spread: Spread) -> bool:
+        place = self.placements.at(spread)
+        return any(
+            not over_budget(problem, self._outcome((*self._uniform(label), place)))
+            for label in ("recompute", "recompute + offload")
+        )
+
+    def _uniform(self, label: str) -> tuple[Action, ...]:
+        """The same for every block that can."""
+        blocks = [
+            b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(_kind(b.id, b.same_as), ()))
+        ]
+        return tuple(a for b in blocks for a in actions_for(self.problem, b, label))
+
+    def _mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
+        """The dynamic program's mixes of activations around a placement, and uniform ones."""
+        for name in ("recompute", "recompute + offload", "offload"):
+            actions = self._uniform(name)
+            if actions:
+                self.attempt(f"{name} all, {label}", (*actions, *around))
+        for without in ("", "offload"):
+            items = self.menus.items(self.problem, around, without=without)
+            self._by_program(problem, items, around, label)
+            if not any("offload" in c.label for i in items for c in i.choices):
+                break
+
+    def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
+        """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
+        budget = problem.limit(problem.home)
+        allowed = budget
+        for n in range(_TRIES):
+            self.problem.progress("searching", n, _TRIES, label)
+            answer = best_choices(items, allowed, problem.hardware)
+            if answer is None:
+                break
+            chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
+            actions = [a for block, name in chosen for a in actions_for(self.problem, block, name)]
+            candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
+            excess = candidate.outcome.peak[problem.home] - budget
+            if excess <= 0:
+                break
+            allowed -= excess
+
+    def smaller(self) -> None:
+        """Last resorts, for the smallest peak rather than the least time."""
+        if "recompute" not in self.problem.allow:
+            return
+        can = len(self.placements.streamable)
+        around = (self.placements.at(Spread(0, can, through=False)),) if self.placements.is_possible else ()
+        for n, actions in segmented(self.problem):
+            self.attempt(f"segments of {n} blocks", (*actions, *around))
+
+
+def _kind(block: int, same_as: int | None) -> int:
+    return block if same_as is None else same_as
+
+
+def _describe(spread: Spread, count: int) -> str:
+    text = f"{spread.device} of {count} units updated on the device"
+    text += f", {spread.streamed} streamed" if spread.streamed else ""
+    return text if spread.through else f"{text}, none passing through"
 
 
 def _with_less(problem: Problem, room: float) -> Problem:
     """The same problem with a share of the accelerator's memory left free for fragmentation."""
     limit = int(problem.limit(problem.home) * (1 - room))
     return replace(problem, budget={**problem.budget, problem.home: limit})
-
-
-def _try(label: str, actions: Sequence[Action], problem: Problem) -> _Candidate:
-    return _Candidate(label, tuple(actions), simulate(problem, actions))
-
-
-def _by_program(problem: Problem, menus: Sequence[Item]) -> list[_Candidate]:
-    """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
-    budget = problem.limit(problem.home)
-    found: list[_Candidate] = []
-    allowed = budget
-    for n in range(_TRIES):
-        problem.progress("searching", n, _TRIES, "")
-        answer = best_choices(menus, allowed, problem.hardware)
-        if answer is None:
-            break
-        actions = [
-            a for item, choice in zip(menus, answer[1], strict=True) for a in actions_for(problem, item.block, choice.label)
-        ]
-        candidate = _try("the dynamic program's mix", actions, problem)
-        found.append(candidate)
-        excess = candidate.outcome.peak[problem.home] - budget
-        if excess <= 0:
-            break
-        allowed -= excess
-    return found
-
-
-def _fallbacks(problem: Problem, menus: Sequence[Item]) -> list[_Candidate]:
-    """What anyone would try by hand; the search must not lose to them."""
-    found = []
-    for label in ("recompute", "recompute + offload", "offload"):
-        blocks = [i.block for i in menus if any(c.label == label for c in i.choices)]
-        if blocks:
-            found.append(_try(f"{label} all", [a for b in blocks for a in actions_for(problem, b, label)], problem))
-    return found
-
-
-def _smaller(problem: Problem) -> list[_Candidate]:
-    """Last resorts, for the smallest peak rather than the least time."""
-    if "recompute" not in problem.allow:
-        return []
-    return [_try(f"segments of {n} blocks", actions, problem) for n, actions in segmented(problem)]
 
 
 def _why(problem: Problem, plain: _Candidate, best: _Candidate, found: list[_Candidate]) -> list[str]:
@@ -119,11 +201,11 @@ def _why(problem: Problem, plain: _Candidate, best: _Candidate, found: list[_Can
         f"keeping everything needs {format_bytes(plain.outcome.peak[problem.home])}, over the budget of {format_bytes(budget)}",
         f"{best.label} needs {format_bytes(best.outcome.peak[problem.home])} and adds {format_seconds(max(extra, 0.0))} a step",
     ]
-    for other in found:
-        if other is not best and other is not plain:
-            fits = not over_budget(problem, other.outcome)
-            slower = other.outcome.seconds - best.outcome.seconds
-            verdict = f"would take {format_seconds(slower)} more" if slower >= 0 else "leaves the allocator too little room"
-            verdict = verdict if fits else "does not fit"
-            reasons.append(f"{other.label} ({format_bytes(other.outcome.peak[problem.home])}) {verdict}")
+    others = [c for c in found if c is not best and c is not plain]
+    for other in sorted(others, key=lambda c: c.outcome.seconds)[:8]:
+        fits = not over_budget(problem, other.outcome)
+        slower = other.outcome.seconds - best.outcome.seconds
+        verdict = f"would take {format_seconds(slower)} more" if slower >= 0 else "leaves the allocator too little room"
+        verdict = verdict if fits else "does not fit"
+        reasons.append(f"{other.label} ({format_bytes(other.outcome.peak[problem.home])}) {verdict}")
     return list(dict.fromkeys(reasons))

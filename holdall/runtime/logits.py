@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from holdall.errors import InvalidInput, Unsupported
 from holdall.runtime.chunked_loss import Asked, chunked_cross_entropy, no_autocast
 
-_CHUNK = 2**30  # bytes of one chunk's logits in float32: large enough for a GPU to be busy, small beside a model
+_CHUNK = 2**29  # bytes of one chunk's logits in float32: large enough for a GPU to be busy, small beside a model
 _STEP = 128  # rows; matrix products are made of such tiles
 _FEWEST = 256  # rows; below, reading the weight takes longer than computing with it
 
@@ -41,7 +41,7 @@ def head_of(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
 
 
 def rows_for(tokens: int, vocab: int) -> int:
-    """How many rows at a time: at most 1 GiB of float32 logits, in chunks of nearly equal size."""
+    """How many rows at a time: at most 512 MiB of float32 logits, in chunks of nearly equal size."""
     most = max(_FEWEST, _CHUNK // (4 * vocab) // _STEP * _STEP)
     chunks = max(1, -(-tokens // most))
     return max(_FEWEST, -(-tokens // (chunks * _STEP)) * _STEP)

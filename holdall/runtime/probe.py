@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdall.errors import Unsupported, unknown_name
+from holdall.optim import _host
+from holdall.runtime.updating import host_threads
 from holdall.tiers import Store
 from holdall.types import Hardware, Progress, Rate, Tier
 from holdall.types.plan import silent
@@ -113,7 +115,12 @@ def _measure(request: _Request) -> Hardware:
         resident = _resident(clock.device)
         torch.cuda.empty_cache()
     request.progress("measured", total, total, "")
-    bandwidth = max(p.rate for p in table if p.family == "memory" and p.work >= MiB)
+    large = max(p.work for p in table if p.family == "memory")
+    bandwidth = (
+        next(p.rate for p in table if p.family == "memory" and p.work == large)
+        if kind == "cuda"
+        else max(p.rate for p in table if p.family == "memory" and p.work >= MiB)
+    )
     home = Tier(name="gpu" if kind == "cuda" else "cpu", capacity=_capacity(clock.device), read=bandwidth, write=bandwidth)
     return Hardware(
         name=_name(clock.device),
@@ -126,10 +133,44 @@ def _measure(request: _Request) -> Hardware:
         overlap=kind == "cuda",
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
+        updates=_updates(clock),
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
         about={"threads": request.threads, "python": platform.python_version(), "notes": list(store.notes)},
     )
+
+
+_UPDATED = {"cpu": 1 << 20, "cuda": 1 << 26}  # parameters
+_BESIDE = 0.85  # of the host's rate is left while copies use its memory too
+
+
+def _updates(clock: _Clock) -> float:
+    """Parameters per second of Adam on the host: low-precision gradient in, low-precision weight out, as plans have it."""
+    count = min(_UPDATED[clock.device.type], max(1 << 16, int(psutil.virtual_memory().available) // 64))
+    threads = host_threads(clock.device)
+    value, first, second = (torch.zeros(count) for _ in range(3))
+    grad = torch.full((count,), 0.01, dtype=torch.bfloat16)
+    step = torch.zeros(())
+
+    def update() -> None:
+        _host.update(
+            [value],
+            [first],
+            [second],
+            [step],
+            [grad],
+            lr=1e-3,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=0.0,
+            decoupled=True,
+            scale=1.0,
+            out=[grad],
+            threads=threads,
+        )
+
+    seconds = clock.seconds(update)
+    return count / seconds * (_BESIDE if clock.device.type == "cuda" else 1.0)
 
 
 def _resident(device: torch.device) -> int:
@@ -214,7 +255,8 @@ def _climb(family: str, dtype: str, tries: Iterator[Workload], clock: _Clock, ov
     """Points of growing work, until the next would take too long."""
     for work, call in tries:
         seconds = clock.seconds(call)
-        rate = work / (seconds - min(overhead, seconds / 2))  # a call's start is charged apart
+        hidden = clock.device.type == "cuda"  # behind the call before
+        rate = work / (seconds - (0.0 if hidden else min(overhead, seconds / 2)))  # a call's start is charged apart
         yield Rate(family=family, dtype=dtype, work=work, rate=rate)
         if seconds > clock.budget / 4:
             return

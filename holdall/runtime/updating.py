@@ -73,6 +73,7 @@ class Updater:
         self.store = store
         self.device = device
         self.lane = store.lane() if store is not None else None
+        self.back = store.lane() if store is not None else None  # new weights do not queue behind passing states
         self.quiet = quiet
         self.threads = threads or host_threads(device)
         self.outside = 0  # bytes of optimizer state in ordinary host memory
@@ -191,15 +192,15 @@ class Updater:
 
     def refresh(self, unit: Unit, order: Order) -> Any:
         """The device's working weights from what lies on the host."""
-        assert self.lane is not None and unit.flat is not None
+        assert self.back is not None and unit.flat is not None
         if unit.is_narrow and len(unit.trained) == len(unit.members):
             assert unit.buffer is not None
-            return self.lane.pull(unit.buffer, unit.flat, after=order.after)
+            return self.back.pull(unit.buffer, unit.flat, after=order.after)
         if not unit.is_narrow:
             assert unit.source is not None
-            return self.lane.pull(unit.source, unit.flat, after=order.after)
+            return self.back.pull(unit.source, unit.flat, after=order.after)
         assert unit.buffer is not None  # a narrow unit with frozen members: theirs have not changed
-        every = iter(unit.grads.views(self.lane.memory(unit.buffer)))
+        every = iter(unit.grads.views(self.back.memory(unit.buffer)))
         for view, m in zip(unit.layout.views(unit.flat), unit.members, strict=True):
             if m.trained:
                 copy_tensor(view, next(every))

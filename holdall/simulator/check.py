@@ -57,7 +57,8 @@ def check(
                 if not step.lands:
                     if x not in present.get(step.dst, ()) and x not in present.get(step.src, ()):
                         raise Illegal(f"step {number} copies tensor {x} over what is in {step.dst}, and it is nowhere")
-                    flying[x] = step.dst
+                    if step.dst == home and x in present[home]:  # else it is in room of its own, in the order of its lane
+                        flying[x] = step.dst
                     continue
                 if x not in present.get(step.src, ()):
                     raise Illegal(f"step {number} copies tensor {x} from {step.src}, where it is not")

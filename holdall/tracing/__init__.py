@@ -59,6 +59,7 @@ def trace_step(
             "optimizer": type(optimizer).__name__ if optimizer is not None else None,
             "batch": [list(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)],
             "precision": str(precision).removeprefix("torch.") if precision is not None else None,
+            "timed": torch.cuda.get_device_name(target) if recorded.timed else None,
             "torch": torch.__version__,
             "notes": notes,
         },

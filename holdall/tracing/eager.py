@@ -15,15 +15,15 @@ from holdall.tracing.blocks import find_blocks
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_optimizer
+from holdall.tracing.trials import Trials
 from holdall.tracing.units import Updating, find_units
 from holdall.tracing.values import KnownValues
-from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind
 
 
 def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss) -> Recorded:
     """Forward and backward run for real; the optimizer's step runs on fakes, so that no weight changes."""
-    recorder = Recorder(values=KnownValues(None), real=True, workspaces=Workspaces(torch.device("cpu")))
+    recorder = Recorder(values=KnownValues(None), real=True, trials=Trials(torch.device("cpu")))
     parameters = dict(model.named_parameters())
     with _left_as_found(model), contextlib.ExitStack() as stack:
         recorder.seed(parameters.items(), Kind.PARAM)

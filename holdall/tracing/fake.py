@@ -17,9 +17,9 @@ from holdall.tracing.blocks import find_blocks
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
+from holdall.tracing.trials import Trials
 from holdall.tracing.units import Updating, find_units, group_parameters
 from holdall.tracing.values import KnownValues
-from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind
 
 
@@ -40,7 +40,7 @@ def record_fake_step(
     on = torch.device("cpu") if stand_in_for_cuda else device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = KnownValues(mode)
-    recorder = Recorder(values=values, real=False, workspaces=Workspaces(on))
+    recorder = Recorder(values=values, real=False, trials=Trials(on))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_tracing_branch())
         stack.enter_context(mode)
@@ -86,7 +86,8 @@ def record_fake_step(
         ops, tensors, saves = recorder.finish(align=512 if device.type == "cuda" else 1)
         with recorder.quiet():
             units = find_units(list(unique), blocks, ops, tensors, updating)
-    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units)
+    timed = recorder.trials.is_timed
+    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, timed=timed)
 
 
 def _masters(

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from holdall.tracing.flops import count_flops
+from holdall.tracing.trials import Trials
 from holdall.tracing.values import KnownValues
-from holdall.tracing.workspace import Workspaces
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
 
 StandIn = Callable[[torch.Tensor, "torch.UntypedStorage | None"], torch.Tensor]
@@ -87,10 +87,10 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, values: KnownValues, real: bool, workspaces: Workspaces) -> None:
+    def __init__(self, *, values: KnownValues, real: bool, trials: Trials) -> None:
         super().__init__()
         self.values = values
-        self.workspaces = workspaces
+        self.trials = trials
         self.real = real  # real tensors: saved bytes must survive in a copy
         self.phase = Phase.FORWARD
         self.ops: list[Op] = []
@@ -346,6 +346,7 @@ class Recorder(TorchDispatchMode):
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)] + outs
         floats = [t.dtype for t in tensors if t.is_floating_point() and t.numel() > 1]
         dtype = max(floats, key=floats.count, default=torch.int64)
+        trial = self.trials.ask(func, args, kwargs)
         self.ops.append(
             Op(
                 id=here,
@@ -355,7 +356,8 @@ class Recorder(TorchDispatchMode):
                 mutates=mutates,
                 flops=count_flops(func, args, kwargs, out),
                 moved=sum(t.numel() * t.element_size() for t in tensors),
-                workspace=self.workspaces.bytes_of(func, args, kwargs),
+                seconds=trial.seconds,
+                workspace=trial.workspace,
                 random=_is_random(func, args, kwargs),
                 dtype=str(dtype).removeprefix("torch."),
             )

@@ -10,8 +10,8 @@ import torch
 
 from holdall.optim._part import Part, snapshot
 from holdall.tracing.recorder import Recorder
+from holdall.tracing.trials import Trials
 from holdall.tracing.values import KnownValues
-from holdall.tracing.workspace import Workspaces
 from holdall.types import Block, Kind, Op, Phase, TensorInfo, Unit
 
 
@@ -100,7 +100,7 @@ def find_units(
 
 def _measure(names: Sequence[str], updating: Updating) -> tuple[int, int]:
     """(bytes read and written, most bytes taken at once) of one update on fakes."""
-    recorder = Recorder(values=KnownValues(None), real=False, workspaces=Workspaces(torch.device("cpu")))
+    recorder = Recorder(values=KnownValues(None), real=False, trials=Trials(torch.device("cpu")))
     recorder.phase = Phase.STEP
     recorder.values.guess = True
     with recorder:

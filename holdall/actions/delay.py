@@ -1,0 +1,149 @@
+"""Delay: gradients of units that are updated on the host take effect one step late, so that the update has a whole step's time.
+
+The delayed parameter update of ZeRO-Offload (Ren et al., USENIX ATC 2021). After `warmup` ordinary steps:
+
+    step i        forward and backward with weights that contain the gradients up to i - 2
+    beside it     the host updates its masters with the gradients of i - 1
+    step() of i   waits for that update, brings the new weights to the device, takes over the gradients of i
+
+Not exact, and so never chosen unless asked for. Whoever reads parameters while an update is under way sees them half new;
+`state_dict` waits, and so contains every gradient.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from holdall.errors import Unsupported
+from holdall.optim._part import snapshot
+from holdall.runtime.gradients import Gradient
+from holdall.types import Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace
+
+_HANDLING = 0.4  # of an update's time: gradients taken over (6 bytes per parameter) and new weights cast (6), of Adam's 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delay:
+    warmup: int = 40  # ordinary steps before it begins
+
+    name: ClassVar[str] = "delay"
+    exact: ClassVar[bool] = False
+    rank: ClassVar[int] = 40  # after `place`, whose updates it moves
+
+    @staticmethod
+    def samples(trace: Trace) -> list[Delay]:
+        return [Delay(warmup=1)] if trace.units else []
+
+    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
+        """A step after the warm-up: the updates at its end move to its beginning, and work on gradients of their own."""
+        trace, far = problem.trace, problem.hardware.far
+        end = next((op.id for op in trace.ops if op.site.phase is Phase.STEP), len(trace.ops)) - 1
+        if far is None or not any(_is_update(s) for s in schedule.after.get(end, ())):
+            return schedule
+        schedule = schedule.copy()
+        units = {f"update of {u.name}": u for u in trace.units}
+        late: dict[int, int] = {}  # buffer of the gradients -> the gradients held back
+        moved: list[Run] = []
+        left: list[Step] = []
+        for step in schedule.after[end]:
+            if isinstance(step, Run) and _is_update(step):
+                unit = units[step.name]
+                like = trace.tensors[unit.grads[0]]
+                held = schedule.add(like, name=f"{unit.name}: held back", kind=Kind.GRAD, nbytes=4 * unit.numel, born=-1)
+                schedule.start[held] = far.name
+                late.update(dict.fromkeys(step.mutates, held))
+                moved.append(replace(step, mutates=(held,)))
+            elif isinstance(step, Copy) and step.src == far.name:
+                uses = tuple(dict.fromkeys(late[x] for x in step.tensors if x in late))
+                left.append(replace(step, uses=(*step.uses, *uses)))
+            else:
+                left.append(step)
+        handling = _HANDLING * sum(run.seconds for run in moved)
+        schedule.after[end] = [Run(op=-1, reads=(), writes=(), seconds=handling, name="hold gradients back"), *left]
+        schedule.insert(-1, moved, first=True)
+        return schedule
+
+    def install(self, harness: Any) -> None:
+        if harness.optimizer is None:
+            return
+        late = _Late(harness, self.warmup)
+        handles = [
+            harness.optimizer.register_step_pre_hook(late.before_step),  # before the engine's, which is made later
+            harness.optimizer.register_state_dict_pre_hook(lambda *_: late.settle()),
+            harness.optimizer.register_load_state_dict_pre_hook(lambda *_: late.settle()),
+            harness.model.register_state_dict_pre_hook(lambda *_: late.settle()),
+            harness.model.register_load_state_dict_pre_hook(lambda *_: late.settle()),
+        ]
+        for handle in handles:
+            harness.on_close(handle.remove)
+        harness.on_close(late.settle)
+
+
+def _is_update(step: Step) -> bool:
+    return isinstance(step, Run) and step.stream == "host"
+
+
+class _Late:
+    """Holds one step's gradients of the units that are updated on the host, while they are applied beside the next step."""
+
+    def __init__(self, harness: Any, warmup: int) -> None:
+        self._harness = harness
+        self._warmup = warmup
+        self._steps = 0
+        self._pending: Any = None  # future of the update under way
+        self._is_new = False  # the masters are ahead of the device's weights
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        engine = self._harness.engine
+        self._steps += 1
+        if engine is None or self._steps <= self._warmup:
+            return
+        if engine.when != "step":
+            raise Unsupported(f"a delayed update cannot also be made at {engine.when!r}", hint='place with when="step"')
+        self.settle()
+        if self._is_new:
+            engine.refresh()
+        jobs = [self._take(engine, unit) for unit in engine.units if unit.update == "host" and unit.name in engine.held]
+        groups = snapshot(optimizer)
+
+        def update() -> None:
+            for unit, which, grads in jobs:
+                members = [unit.trained[n] for n in which]
+                states = engine.updater.states(members)
+                engine.updater.part(unit).update([m.home.detach() for m in members], grads, states, groups, which)
+                for m, state in zip(members, states, strict=True):
+                    optimizer.state[m.home] = state
+
+        self._is_new = bool(jobs)
+        if jobs:
+            self._pending = engine.updater.submit(update)
+
+    def _take(self, engine: Any, unit: Any) -> tuple[Any, list[int], list[torch.Tensor]]:
+        """Take the gradients of a unit as the loop has left them; for the engine there are none."""
+        held = engine.held[unit.name]
+        which, grads = [], []
+        with self._quiet():
+            for n in held.which:
+                grad = unit.trained[n].home.grad
+                if grad is not None:
+                    which.append(n)
+                    grads.append(grad.value() if isinstance(grad, Gradient) else grad.clone())
+        del engine.held[unit.name]
+        if held.sum is not None:
+            engine.store.free(held.sum)
+        return unit, which, grads
+
+    def _quiet(self) -> AbstractContextManager[Any]:
+        """The host's memory is not the device's, even where both are the same RAM."""
+        ledger = self._harness.ledger
+        return ledger.paused() if ledger is not None else nullcontext()
+
+    def settle(self) -> None:
+        """Every gradient that was taken over is in the parameters."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()

@@ -1,0 +1,91 @@
+"""Ways to place model states, from everything on the device to everything beyond it.
+
+Three things are decided: how many units are updated on the device (the first ones, which the next forward needs first), how
+many of the others keep no weights there between uses, and which of those updated elsewhere are updated by the host and which
+pass through the device. The last follows from the rates: each unit goes to whoever would be done with it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdall.actions.place import Place, streamable
+from holdall.types import Problem, Unit
+
+_TINY = 1e-3  # share of all parameters below which a unit is not worth moving
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How many units stay for their update, and how many of the rest are streamed."""
+
+    device: int
+    streamed: int
+    through: bool = True  # units may be updated on their way through the device, which takes room there
+
+
+class Placements:
+    """The placements of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        trace = problem.trace
+        total = sum(trace.tensors[x].nbytes for u in trace.units for x in u.weights) or 1
+        can = streamable(trace)
+        large = [u for u in trace.units if sum(trace.tensors[x].nbytes for x in u.weights) > _TINY * total]
+        self.movable = [u for u in large if u.numel or u.name in can]
+        self.streamable = [u for u in self.movable if u.name in can]
+        sizes = sorted(u.numel for u in self.movable) or [0]
+        self._common = sizes[len(sizes) // 2]  # units much larger would need as much room for all
+
+    @property
+    def is_possible(self) -> bool:
+        p = self.problem
+        return "place" in p.allow and p.hardware.far is not None and bool(self.movable)
+
+    @property
+    def when(self) -> str:
+        """When updates are made: as early as what the loop does with gradients permits."""
+        p = self.problem
+        if not p.clips and p.accumulate == 1:
+            return "backward"
+        return "spill" if p.hardware.overlap else "step"
+
+    def at(self, spread: Spread) -> Place:
+        stay = {u.name for u in self.movable[: spread.device]}
+        rest = [u for u in self.movable if u.name not in stay]
+        candidates = [u for u in rest if u.name in {s.name for s in self.streamable}]
+        streamed = {u.name for u in _evenly(candidates, spread.streamed)}
+        rows = {}
+        host = link = 0.0
+        for unit in rest:
+            weights = "streamed" if unit.name in streamed else "resident"
+            if not unit.numel:
+                rows[unit.name] = (weights, "device")
+                continue
+            by_host, by_link = host + self._host_seconds(unit), link + self._link_seconds(unit)
+            is_through = spread.through and self._may_pass(unit, weights) and by_link < by_host
+            rows[unit.name] = (weights, "through" if is_through else "host")
+            host, link = (host, by_link) if is_through else (by_host, link)
+        return Place.of(self.problem.trace, rows, when=self.when, share=self.problem.accumulate == 1)
+
+    def _may_pass(self, unit: Unit, weights: str) -> bool:
+        is_narrow = self.problem.trace.about.get("precision") is not None
+        fits = unit.numel <= 2 * self._common and (weights == "resident" or is_narrow)
+        return self.problem.hardware.overlap and fits
+
+    def _host_seconds(self, unit: Unit) -> float:
+        return unit.numel / self.problem.hardware.updates
+
+    def _link_seconds(self, unit: Unit) -> float:
+        """States and gradient come in while others go out."""
+        hardware, tensors = self.problem.hardware, self.problem.trace.tensors
+        assert hardware.far is not None
+        moved = sum(tensors[x].nbytes for x in (*unit.states, *unit.grads))
+        return moved / (hardware.far.read * hardware.duplex)
+
+
+def _evenly(units: list[Unit], count: int) -> list[Unit]:
+    """So many of them, spread over all."""
+    count = min(count, len(units))
+    return [units[i * len(units) // count] for i in range(count)] if count else []

@@ -1,0 +1,108 @@
+"""What ops take on the GPU, measured on the GPU itself: seconds, and bytes that a kernel takes and gives back.
+
+Nothing at the level of ops shows hidden bytes, and some are large: attention's backward keeps fp32 sums, sorts and embedding
+gradients keep whole copies. And no table of rates knows what a copy between two layouts takes. So every kind of op of a step
+is run a few times alone, on tensors of the traced shapes, while clock and allocator watch; a step has a few hundred of them,
+and its layers repeat. The workspace of matrix products is left out: it is taken once and stays (`Hardware.resident`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from holdall.units import GiB, MiB
+
+_KINDS = (
+    "attention",
+    "softmax",
+    "embedding_dense_backward",
+    "convolution",
+    "sort",
+    "topk",
+    "index_put",
+    "_grouped_mm",
+    "rnn",
+    "scatter",
+    "cumsum",
+    "logsumexp",
+)
+_SMALL = MiB  # an op on less than this takes the time of a launch, which hides behind the ops before it
+_LARGE = 8 * GiB  # of tensors that are made to try an op
+_FLOOR = 3e-6  # seconds of a kernel that does next to nothing
+_RUNS = 3
+
+
+class Trial(NamedTuple):
+    workspace: int
+    seconds: float  # 0: not measured
+
+
+_UNKNOWN = Trial(0, 0.0)
+
+
+class Trials:
+    """Asks the GPU, each question once. Without a GPU, or on another device, nothing is known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" and torch.cuda.is_available() else None
+        self._known: dict[Any, Trial] = {}
+
+    @property
+    def is_timed(self) -> bool:
+        return self._device is not None
+
+    def ask(self, func: Any, args: Any, kwargs: Any) -> Trial:
+        if self._device is None:
+            return _UNKNOWN
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        size = sum(t.untyped_storage().nbytes() for t in tensors)
+        hides = any(kind in str(func) for kind in _KINDS)
+        if size < _SMALL and not hides:
+            return Trial(0, _FLOOR)
+        if size > _LARGE:
+            return _UNKNOWN
+        key = (str(func), tuple(_question(x) for x in tree_iter((args, kwargs))))
+        if key not in self._known:
+            try:
+                self._known[key] = self._measure(func, args, kwargs, hides)
+            except (RuntimeError, torch.OutOfMemoryError, TypeError, ValueError):
+                self._known[key] = _UNKNOWN  # it does not run on such tensors, or not in what is free now
+        return self._known[key]
+
+    def _measure(self, func: Any, args: Any, kwargs: Any, hides: bool) -> Trial:
+        assert self._device is not None
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
+
+            def filled(t: torch.Tensor) -> torch.Tensor:
+                # attention reads its random seed and offset, single integers, through host pointers
+                device = "cpu" if t.dim() == 0 and not t.is_floating_point() else t.device
+                made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+                return made.zero_() if not t.is_floating_point() else made.normal_()
+
+            real_args, real_kwargs = tree_map_only(torch.Tensor, filled, (args, kwargs))
+            func(*real_args, **real_kwargs)  # libraries take what they keep on the first call
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+            out = func(*real_args, **real_kwargs)
+            after = torch.cuda.memory_allocated(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            del out
+            begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begun.record()
+            for _ in range(_RUNS):
+                func(*real_args, **real_kwargs)
+            ended.record()
+            ended.synchronize()
+        assert after >= before
+        return Trial(peak - after if hides else 0, max(_FLOOR, begun.elapsed_time(ended) / 1000 / _RUNS))
+
+
+def _question(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), tuple(value.stride()), value.dtype)
+    return value if isinstance(value, (int, float, bool, str, type(None))) else str(value)
