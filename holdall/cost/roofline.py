@@ -72,7 +72,7 @@ def family_of(name: str) -> str:
     return next((family for prefix, family in _PREFIXES.items() if base.startswith(prefix)), "memory")
 
 
-_LIBRARIES = "library workspaces"
+_LIBRARIES, _CONTEXT = "library workspaces", "driver and kernels"
 
 
 def op_seconds(op: Op, hardware: Hardware) -> Seconds:
@@ -106,17 +106,12 @@ def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
             seconds = known[key] = op_seconds(op, hardware)
         ops.append(replace(op, seconds=seconds))
     tensors = dict(trace.tensors)
-    if hardware.resident and not any(t.name == _LIBRARIES for t in tensors.values()):
-        tensors[trace.next_id] = TensorInfo(
-            id=trace.next_id,
-            name=_LIBRARIES,
-            kind=Kind.BUFFER,
-            shape=(hardware.resident,),
-            dtype="uint8",
-            nbytes=hardware.resident,
-            born=-1,
-            freed=None,
-        )
+    for name, size in ((_LIBRARIES, hardware.resident), (_CONTEXT, hardware.context)):
+        if size and not any(t.name == name for t in tensors.values()):
+            new = max(tensors, default=-1) + 1
+            tensors[new] = TensorInfo(
+                id=new, name=name, kind=Kind.BUFFER, shape=(size,), dtype="uint8", nbytes=size, born=-1, freed=None
+            )
     return replace(trace, ops=tuple(ops), tensors=tensors)
 
 

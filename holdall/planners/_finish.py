@@ -21,7 +21,7 @@ def finish(
 ) -> Plan:
     """The plan of these actions; `Infeasible` if it does not fit. `began`: when planning started (`time.perf_counter`)."""
     actions = with_traced(problem, actions)
-    allocator = "caching" if problem.hardware.device == "cuda" else None
+    allocator = "expandable" if problem.hardware.device == "cuda" else None
     outcome = simulate(problem, actions, full=True, checked=True, allocator=allocator)
     refuse_over_budget(problem, outcome, planner.name)
     trace = problem.trace

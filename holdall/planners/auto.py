@@ -93,7 +93,7 @@ class _Search:
         if self.problem.hardware.device != "cuda":
             return True
         whole = with_traced(self.problem, actions)
-        return not over_budget(self.problem, simulate(self.problem, whole, allocator="caching"))
+        return not over_budget(self.problem, simulate(self.problem, whole, allocator="expandable"))
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""

@@ -243,16 +243,12 @@ class Engine:
         for unit in self.units:
             states = self.updater.states(unit.trained) if self.updater is not None else []
             unit.put_back(self.store)
-            if unit.update != DEVICE:
-                for m, state in zip(unit.trained, states, strict=True):
-                    for key, value in state.items():
-                        if isinstance(value, torch.Tensor) and value.dim():
-                            state[key] = value.to(m.home.device, copy=True)
-            else:
-                for m, state in zip(unit.trained, states, strict=True):
-                    for key, value in state.items():
-                        if isinstance(value, torch.Tensor) and value.dim() and value.device != m.home.device:
-                            state[key] = value.to(m.home.device)
+            for m, state in zip(unit.trained, states, strict=bool(states)):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        away = unit.update != DEVICE
+                        to = m.home.device if value.dim() else value.device
+                        state[key] = value.to(to, copy=away)
         self.units, self.held, self.updater = [], {}, None
 
     # forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -76,10 +77,18 @@ class CpuMeter:
             self.ledger.__exit__(None, None, None)
 
 
+def device_context(device: torch.device) -> int:
+    """Bytes of a GPU that are taken and are not the allocator's: driver, kernels, other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
 class CudaMeter:
     """Reads the caching allocator, and lowers its limit to the budget while the harness is on.
 
-    Steps are timed by events on the stream, so that nothing waits: what one step leaves to the next is counted there.
+    The budget is for all that the device sees; what is taken outside of the allocator is left to it. Segments are expandable
+    while the harness is on, so that holes between tensors can be used. Steps are timed by events on the stream, so that nothing
+    waits: what one step leaves to the next is counted there.
     """
 
     ledger: Ledger | None = None
@@ -87,18 +96,24 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before: float | None = None
+        self._expanded = False
         self._reserved = 0
+        self._context = 0
         self._peaks: list[int] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds: list[float] = []
         self._began: torch.cuda.Event | None = None
 
     def start(self, budget: int | None) -> None:
+        torch.cuda.empty_cache()
+        self._context = device_context(self._device)
+        self._expanded = _expandable_segments(True)
         if budget is None:
             return
         total = torch.cuda.get_device_properties(self._device).total_memory
         self._before = torch.cuda.get_per_process_memory_fraction(self._device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), self._device)
+        share = max(0, budget - self._context) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -107,8 +122,8 @@ class CudaMeter:
     def end(self) -> None:
         assert self._began is not None
         self._events.append((self._began, self._mark()))
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) + self._context)
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device) + self._context)
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -134,3 +149,23 @@ class CudaMeter:
     def stop(self) -> None:
         if self._before is not None:
             torch.cuda.set_per_process_memory_fraction(self._before, self._device)
+            self._before = None
+        if self._expanded:
+            _expandable_segments(False)
+            self._expanded = False
+
+
+def _expandable_segments(on: bool) -> bool:
+    """Switch them; whether that changed anything. The user's own setting stays."""
+    own = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments" in own:
+        return False
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    change = change or getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
+    if change is None:
+        return False
+    try:
+        change(f"expandable_segments:{on}")
+    except (RuntimeError, ValueError):
+        return False  # a platform that has none
+    return True

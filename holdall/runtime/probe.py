@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdall.errors import Unsupported, unknown_name
 from holdall.optim import _host
+from holdall.runtime.meter import device_context
 from holdall.runtime.updating import host_threads
 from holdall.tiers import Store
 from holdall.types import Hardware, Progress, Rate, Tier
@@ -110,10 +111,11 @@ def _measure(request: _Request) -> Hardware:
             far, duplex = _measure_store(store, clock)
         finally:
             store.close()
-    resident = 0
+    resident = context = 0
     if kind == "cuda":
         resident = _resident(clock.device)
         torch.cuda.empty_cache()
+        context = device_context(clock.device)
     request.progress("measured", total, total, "")
     large = max(p.work for p in table if p.family == "memory")
     bandwidth = (
@@ -134,6 +136,7 @@ def _measure(request: _Request) -> Hardware:
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
         updates=_updates(clock),
+        context=context,
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
         about={"threads": request.threads, "python": platform.python_version(), "notes": list(store.notes)},

@@ -176,7 +176,9 @@ class Unit:
         for ticket in {id(t): t for t in (self.homes, self.buffer, self.source) if t is not None}.values():
             if store is not None:
                 store.free(ticket)
-        self.flat = None
+        if self.flat is not None:  # a loss that the loop still holds knows the working weights; let their memory go
+            self.flat.untyped_storage().resize_(0)
+            self.flat = None
 
     def copy_from_homes(self, store: Keeper | None) -> None:
         """The homes have new values; what was made from them follows."""

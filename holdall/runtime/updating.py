@@ -80,6 +80,7 @@ class Updater:
         self._parts: dict[str, Part] = {}
         self._chunks: dict[str, Chunk] = {}
         self._slots: list[Slot] = []
+        self._sent: list[Ticket] = []  # copies out of the slots
         self._turn = 0
         self._pool: ThreadPoolExecutor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -216,10 +217,10 @@ class Updater:
 
     def leave_room(self) -> None:
         """Give it back; the current stream goes on when nothing works in it any more."""
-        for slot in self._slots:
-            if slot.free is not None:
-                torch.cuda.current_stream(self.device).wait_event(slot.free)
-        self._slots = []
+        for ticket in self._sent:
+            assert self.lane is not None
+            self.lane.wait(ticket)
+        self._sent, self._slots = [], []
 
     def through_bytes(self, unit: Unit, grads: Layout) -> int:
         """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
@@ -318,9 +319,11 @@ class Updater:
                 mine.update({k: v for k, v in new.items() if (n, k) not in chunk.keys})
             ready = self._stream.record_event() if self._stream is not None else None
         self.lane.push(chunk.ticket, states_at, after=ready)
+        self._sent.append(chunk.ticket)
         slot.free = chunk.ticket.out
         if unit.is_streamed:
             assert unit.source is not None
             self.lane.push(unit.source, staged, after=ready)
+            self._sent.append(unit.source)
             slot.free = unit.source.out
         return ready

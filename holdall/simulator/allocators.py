@@ -1,6 +1,7 @@
 """Allocators as programs over numbers: what a device's allocator would take and hold, given the order of allocations and frees.
 
 Live bytes are a lower bound; what a device really gives up also holds rounding, slack and holes. `Ideal` counts live bytes.
+`Expandable` is what the runtime switches on: its segments are made of pages that come and go.
 `Caching` follows the native CUDA caching allocator of PyTorch rule by rule:
 
     request  -> rounded to 512 B -> small pool (<= 1 MiB) or large pool
@@ -82,6 +83,23 @@ class Ideal:
     @property
     def peak_reserved(self) -> Bytes:
         return self.peak_allocated
+
+
+class Expandable(Ideal):
+    """Segments that grow and shrink by pages: holes are given back, but for the pages that live tensors share with them."""
+
+    SHARED = 0.02  # of what is live, in pages that are only partly in use
+
+    def __init__(self, *, limit: Bytes | None = None) -> None:
+        super().__init__(MIN_BLOCK, limit=None if limit is None else int(limit / (1 + self.SHARED)))
+
+    @property
+    def reserved(self) -> Bytes:
+        return int(self.allocated * (1 + self.SHARED))
+
+    @property
+    def peak_reserved(self) -> Bytes:
+        return int(self.peak_allocated * (1 + self.SHARED))
 
 
 class Block:
@@ -254,6 +272,7 @@ def _over(asked: Bytes, allocated: Bytes, reserved: Bytes, limit: Bytes) -> Over
 _ALLOCATORS: dict[str, Callable[[Bytes | None], Allocator]] = {
     "ideal": lambda limit: Ideal(limit=limit),
     "caching": lambda limit: Caching(limit=limit),
+    "expandable": lambda limit: Expandable(limit=limit),
 }
 
 
