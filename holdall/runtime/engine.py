@@ -242,13 +242,13 @@ class Engine:
         self._undo.clear()
         for unit in self.units:
             states = self.updater.states(unit.trained) if self.updater is not None else []
-            unit.put_back(self.store)
             for m, state in zip(unit.trained, states, strict=bool(states)):
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
                         away = unit.update != DEVICE
-                        to = m.home.device if value.dim() else value.device
+                        to = m.came_from if value.dim() else value.device
                         state[key] = value.to(to, copy=away)
+            unit.put_back(self.store)
         self.units, self.held, self.updater = [], {}, None
 
     # forward

@@ -252,7 +252,7 @@ class Updater:
             if unit.source is unit.homes:
                 unit.source = None  # the working weights come out of the chunk from now on
             self.lane.free(unit.homes)
-            unit.homes = None
+        unit.homes = ticket
         self._keep(unit.trained, states)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)
         return True
