@@ -1,6 +1,8 @@
 """Auto over several budgets on one GPU, in one process: predicted against measured, choice by choice.
 
-python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,6] [--steps 6] [--planner auto] [--no-clip] [--out results.csv]
+python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,6:protrain] [--steps 6] [--no-clip] [--out results.csv]
+
+A budget may name its planner; `24:auto-host` is auto without updates that pass through the device.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="24")
     parser.add_argument("--planner", default="auto")
     parser.add_argument("--head", default="auto")
+    parser.add_argument("--profile", default="", help="write Chrome traces of two steps into this folder")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--out", default="auto_on_gpu.csv")
     parser.add_argument("--trace", default="", help="also write the trace and the hardware into this folder")
@@ -57,12 +60,20 @@ def main() -> None:
         trace.save(f"{options.trace}/trace.json")
         hardware.save(f"{options.trace}/hardware.json")
     rows = []
-    for budget in options.budgets.split(","):
-        row = {"budget_gib": budget, "planner": options.planner}
+    for text in options.budgets.split(","):
+        budget, _, planner = text.partition(":")
+        name, _, option = planner.partition("-")
+        extra = {"through": False} if option == "host" else {}
+        row = {"budget_gib": budget, "planner": planner or options.planner}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         try:
             plan = holdall.plan(
-                trace, budget=f"{budget}GiB", hardware=hardware, planner=options.planner, clips=not options.no_clip
+                trace,
+                budget=f"{budget}GiB",
+                hardware=hardware,
+                planner=name or options.planner,
+                clips=not options.no_clip,
+                **extra,
             )
             row |= run(plan, model, optimizer, batch, options)
         except holdall.HoldallError as error:
@@ -115,6 +126,8 @@ def run(plan, model, optimizer, batch, options):
         seconds = (time.perf_counter() - began) / options.steps
         free, total = torch.cuda.mem_get_info()
         measured = harness.measured()
+        if options.profile:
+            profile(step, f"{options.profile}/{plan.planner}-{plan.budget['gpu'] >> 30}.json.gz")
     predicted = plan.predicted
     return {
         "actions": json.dumps(plan.count()),
@@ -135,6 +148,15 @@ def run(plan, model, optimizer, batch, options):
         "setup_s": round(setup, 1),
         "losses": " ".join(f"{float(x):.4f}" for x in losses),
     }
+
+
+def profile(step, path):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as prof:
+        step()
+        step()
+        torch.cuda.synchronize()
+    prof.export_chrome_trace(path)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,15 @@ class _Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
+    through: bool = True  # units may be updated on their way through the device
+
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "ours; after pofo (NeurIPS 2021), ProTrain (arXiv 2406.08334) and Chen et al. (arXiv 1604.06174)"
     weighs_budget: ClassVar[bool] = True
 
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
-        search = _Search(problem)
+        search = _Search(problem, through=self.through)
         plain = search.attempt("keep everything", ())
         if not over_budget(problem, plain.outcome) and search.is_placed(()):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
@@ -64,8 +66,9 @@ class Auto:
 class _Search:
     """Everything that was tried for one problem; nothing is simulated twice."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, through: bool) -> None:
         self.problem = problem
+        self.through = through
         self.placements = Placements(problem)
         self.found: list[_Candidate] = []
         self._known: dict[tuple[Action, ...], Outcome] = {}
@@ -111,7 +114,8 @@ class _Search:
             most = self._most_on_device(problem, streamed, count - streamed)
             if most is not None:
                 counts = dict.fromkeys(round(most * share) for share in _SHARES)
-                return [*(Spread(n, streamed) for n in counts), Spread(most, streamed, through=False)]
+                passing = [Spread(n, streamed) for n in counts] if self.through else []
+                return [*passing, *(Spread(n, streamed, through=False) for n in (counts if not passing else (most,)))]
         return [Spread(0, can, through=False)]
 
     def _most_on_device(self, problem: Problem, streamed: int, most: int) -> int | None:

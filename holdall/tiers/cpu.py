@@ -27,10 +27,11 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of, copy_bytes, copy_tensor
-from holdall.units import format_bytes
+from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of, copy_bytes
+from holdall.units import MiB, format_bytes
 
 logger = logging.getLogger("holdall")
+_PIECE = 64 * MiB
 
 
 class Cpu(Counted):
@@ -122,7 +123,7 @@ class Cpu(Counted):
         if ticket.back is not None:
             self._out.wait_event(ticket.back)  # whoever still reads what is there
         with torch.cuda.stream(self._out):
-            copy_tensor(self.memory(ticket), source, non_blocking=True)
+            _in_pieces(self.memory(ticket), source)
         ticket.out = self._out.record_event()
         ticket.source = source.untyped_storage()
 
@@ -135,7 +136,7 @@ class Cpu(Counted):
         if ticket.out is not None:
             self._in.wait_event(ticket.out)
         with torch.cuda.stream(self._in):
-            copy_tensor(target, self.memory(ticket), non_blocking=True)
+            _in_pieces(target, self.memory(ticket))
         done: torch.cuda.Event = self._in.record_event()
         ticket.back = done
         return done
@@ -153,6 +154,15 @@ class Cpu(Counted):
 
     def _compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
+
+
+def _in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """One direction of the link serves copies as they were issued, whatever their streams: a long one would hold up the rest."""
+    size = min(target.numel(), source.numel())
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        for begin in range(0, size, _PIECE):
+            end = min(begin + _PIECE, size)
+            target[begin:end].copy_(source[begin:end], non_blocking=True)
 
 
 def _nothing() -> None:

@@ -67,19 +67,24 @@ class Trials:
             return _UNKNOWN
         key = (str(func), tuple(_question(x) for x in tree_iter((args, kwargs))))
         if key not in self._known:
-            try:
-                self._known[key] = self._measure(func, args, kwargs, hides)
-            except (RuntimeError, torch.OutOfMemoryError, TypeError, ValueError):
-                self._known[key] = _UNKNOWN  # it does not run on such tensors, or not in what is free now
+            self._known[key] = self._try(func, args, kwargs, hides)
         return self._known[key]
 
-    def _measure(self, func: Any, args: Any, kwargs: Any, hides: bool) -> Trial:
+    def _try(self, func: Any, args: Any, kwargs: Any, hides: bool) -> Trial:
+        for on_host in (True, False):  # some attention kernels read their random seed through a host pointer, some do not
+            try:
+                return self._measure(func, args, kwargs, hides, on_host)
+            except (RuntimeError, torch.OutOfMemoryError, TypeError, ValueError):
+                continue
+        return _UNKNOWN  # it does not run on such tensors, or not in what is free now
+
+    def _measure(self, func: Any, args: Any, kwargs: Any, hides: bool, on_host: bool) -> Trial:
         assert self._device is not None
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
 
             def filled(t: torch.Tensor) -> torch.Tensor:
-                # attention reads its random seed and offset, single integers, through host pointers
-                device = "cpu" if t.dim() == 0 and not t.is_floating_point() else t.device
+                single = t.dim() == 0 and not t.is_floating_point()
+                device = "cpu" if single and on_host else t.device
                 made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
                 return made.zero_() if not t.is_floating_point() else made.normal_()
 

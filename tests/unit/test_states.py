@@ -8,6 +8,7 @@ import copy
 import gc
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -176,6 +177,40 @@ KINDS = {
 }
 
 
+class Small(torch.nn.Module):
+    """Processors without bfloat16 take their time."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(width)
+            self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+
+        def forward(self, x):
+            return x + torch.nn.functional.dropout(self.down(self.up(self.norm(x)).relu()), 0.1)
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, width)
+        self.layers = torch.nn.ModuleList(Small.Layer(width) for _ in range(3))
+        self.head = torch.nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@cache
+def small(rule, width=8):
+    """(model, batch, trace) in bfloat16."""
+    torch.manual_seed(0)
+    model, batch = Small(width), (torch.randint(0, 16, (2, 4)),)
+    return model, batch, holdall.trace(model, batch, optimizer=make_optimizer(rule, model), precision="bf16")
+
+
 def run_in_bfloat16(model, optimizer, batches, *, clip):
     """The reference: a bfloat16 model makes the gradients, which are added up, clipped and applied in float32."""
     work = copy.deepcopy(model)
@@ -207,19 +242,39 @@ def placement_of(trace, kind, **options):
     return Place.of(trace, {u.name: (weights if u.name in can else "resident", update) for u in trace.units}, **options)
 
 
+def in_bfloat16(rule, place, actions=(), *, accumulate=1, clip=0.5, width=8):
+    """Train both ways: (differences, harness)."""
+    start, batch, trace = small(rule, width)
+    batches = micro_batches(batch, accumulate)
+    model, reference = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer, plain = make_optimizer(rule, model), make_optimizer(rule, reference)
+    expected = everything(reference, plain, run_in_bfloat16(reference, plain, batches, clip=clip))
+    inside, harness = as_planned(make_plan(trace, [place, *actions], accumulate), model, optimizer, batches, clip=clip)
+    assert differences(everything(model, optimizer, inside["seen"]), inside) == []
+    return differences(inside, expected), harness
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("when", ["step", "spill", "backward"])
-def test_copies_in_bfloat16_train_as_the_reference_does(kind, when):
-    for rule in ("adamw-fused", "sgd"):
-        start, batch = family("tied")
-        trace = holdall.trace(start, batch, optimizer=make_optimizer(rule, start), precision="bf16")
-        for accumulate in (1,) if when == "backward" else (1, 2):
-            clip = None if when == "backward" else 0.5
-            batches = micro_batches(batch, accumulate)
-            model, reference = copy.deepcopy(start), copy.deepcopy(start)
-            optimizer, plain = make_optimizer(rule, model), make_optimizer(rule, reference)
-            expected = everything(reference, plain, run_in_bfloat16(reference, plain, batches, clip=clip))
-            plan = make_plan(trace, [placement_of(trace, kind, when=when, share=accumulate == 1)], accumulate)
-            inside, _ = as_planned(plan, model, optimizer, batches, clip=clip)
-            assert differences(inside, expected) == [], (rule, accumulate)
-            assert all(p.dtype == torch.float32 for p in model.parameters())
+@pytest.mark.parametrize(("when", "accumulate"), [("step", 1), ("step", 2), ("spill", 1), ("spill", 2), ("backward", 1)])
+def test_copies_in_bfloat16_train_as_the_reference_does(kind, when, accumulate):
+    place = placement_of(small("adamw-fused")[2], kind, when=when, share=accumulate == 1)
+    different, harness = in_bfloat16("adamw-fused", place, accumulate=accumulate, clip=None if when == "backward" else 0.5)
+    assert different == []
+    assert harness.notes == []
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+def test_any_placement_of_copies_in_bfloat16_trains_as_the_reference_does(rule):
+    rng = random.Random(rule)
+    trace = small(rule)[2]
+    for when, accumulate in [("step", 2), ("spill", 2), ("backward", 1)]:
+        actions = random_activations(trace, rng)
+        place = random_placement(trace, rng, when=when, share=accumulate == 1)
+        different, _ = in_bfloat16(rule, place, actions, accumulate=accumulate, clip=None if when == "backward" else 0.5)
+        assert different == [], (place, actions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_in_bfloat16_take_the_predicted_bytes(kind):
+    place = placement_of(small("adamw-fused", 64)[2], kind)
+    assert_predicted(in_bfloat16("adamw-fused", place, width=64)[1], place)
