@@ -14,6 +14,7 @@ from holdall.types.trace import OpId, TensorId
 if TYPE_CHECKING:
     from holdall.actions.place import Place
 
+_BESIDE_OLD = 40 / 28  # bytes per parameter of an update that does not overwrite: the new places are read before written
 _PIECE = 1 << 26  # parameters whose gradients are widened at a time
 
 
@@ -130,6 +131,9 @@ class _Rewrite:
                 buffer = (schedule.add(like, name=f"{unit.name}: gradients", kind=Kind.GRAD, nbytes=grads),)
                 self._there(buffer[0])
             self.units[unit.id] = replace(placed, buffer=buffer)
+            if self._is_ahead(placed):
+                values = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in unit.states)
+                self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))
 
     def _there(self, tensor: TensorId) -> None:
         self.schedule.start[tensor] = self.far
@@ -190,8 +194,14 @@ class _Rewrite:
         steps.append(Copy(tensors=(flat,), src=self.home, dst=self.far, lands=False, uses=placed.buffer, name=unit.name))
         if self.place.when == "backward":
             steps += self._elsewhere(placed)
+        elif self._is_ahead(placed):
+            steps.append(self._host_steps(placed)[0])
         schedule.insert(placed.ready, steps)
         return flat
+
+    def _is_ahead(self, placed: _Placed) -> bool:
+        """Updated in backward, in the hope that nothing is clipped."""
+        return self.place.ahead and self.beside and self.is_narrow and placed.update == "host" and not placed.streamed
 
     def _norms(self, unit: Unit) -> Run:
         """One number per gradient, for whoever clips."""
@@ -277,7 +287,7 @@ class _Rewrite:
                 reads=(),
                 writes=(),
                 mutates=touched,
-                seconds=unit.numel / self.hardware.updates,
+                seconds=unit.numel / self.hardware.updates * (_BESIDE_OLD if self._is_ahead(placed) else 1.0),
                 name=f"update of {unit.name}",
                 stream="host",
             )
@@ -345,7 +355,7 @@ class _Rewrite:
             if placed.update == "through":
                 steps += self._through_steps(placed, slots[passing.index(placed) % len(slots)])
             else:
-                steps += self._host_steps(placed)
+                steps += self._host_steps(placed)[1 if self._is_ahead(placed) else 0 :]
             if not placed.streamed and placed.block is not None:
                 done = placed.unit.weights if placed.update == "through" else placed.buffer
                 self._before(placed.block.first, [Wait(tensors=done)])

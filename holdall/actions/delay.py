@@ -96,6 +96,7 @@ class _Late:
         self._steps = 0
         self._pending: Any = None  # future of the update under way
         self._is_new = False  # the masters are ahead of the device's weights
+        self._nbytes = 0  # of the gradients held back, in the host's ordinary memory
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         engine = self._harness.engine
@@ -114,11 +115,17 @@ class _Late:
             for unit, which, grads in jobs:
                 members = [unit.trained[n] for n in which]
                 states = engine.updater.states(members)
+                is_first = not any(states)
                 engine.updater.part(unit).update([m.home.detach() for m in members], grads, states, groups, which)
                 for m, state in zip(members, states, strict=True):
                     optimizer.state[m.home] = state
+                    if is_first:
+                        engine.updater.outside += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
 
         self._is_new = bool(jobs)
+        held = sum(g.nbytes for _, _, grads in jobs for g in grads)
+        engine.updater.outside += held - self._nbytes
+        self._nbytes = held
         if jobs:
             self._pending = engine.updater.submit(update)
 

@@ -23,6 +23,7 @@ class Place:
     units: tuple[Row, ...]  # every unit of the trace, in its order
     when: str = "step"  # of updates: "step", "spill" (beside the next forward) or "backward" (as gradients come)
     slots: int = 2  # units that may be passing through the device at once
+    ahead: bool = False  # spilled host updates begin in backward, as if gradients were not clipped, and are redone if they are
     share: bool = True  # gradients on the host take the room of streamed weights, which are new after the update
     release: str = ""  # block at whose forward the room for passing units is given back
 
@@ -51,11 +52,12 @@ class Place:
         when: str = "step",
         slots: int = 2,
         share: bool = True,
+        ahead: bool = False,
     ) -> Place:
         """Units that are not named stay on the device."""
         table = tuple((u.name, *rows.get(u.name, ("resident", "device"))) for u in trace.units)
         release = trace.blocks[-1].name if trace.blocks else ""
-        return Place(units=table, when=when, slots=slots, share=share, release=release)
+        return Place(units=table, when=when, slots=slots, share=share, ahead=ahead, release=release)
 
     @staticmethod
     def samples(trace: Trace) -> list[Place]:
@@ -91,6 +93,7 @@ class Place:
                 dtype=getattr(torch, precision) if precision else None,
                 slots=self.slots,
                 share=self.share,
+                ahead=self.ahead,
                 release=self.release.partition("#")[0],
             )
         )

@@ -37,9 +37,12 @@ namespace {
 enum Kind : int32_t { kNone = 0, kFloat = 1, kBfloat16 = 2, kHalf = 3 };
 
 struct Array {  // the same fields in the same order in _host.py
-  float* param;
-  float* exp_avg;
-  float* exp_avg_sq;
+  const float* param;
+  const float* exp_avg;
+  const float* exp_avg_sq;
+  float* new_param;  // where the new values go; may be the old ones' places, for an element is read before it is written
+  float* new_exp_avg;
+  float* new_exp_avg_sq;
   const void* grad;
   void* out;  // null: none; may be `grad`, for an element is read before it is written
   int64_t size;
@@ -156,9 +159,12 @@ Coefficients coefficients(const Rule& rule, double step) {
 
 template <class Grad, class Out, bool kCoupled>
 void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) {
-  float* __restrict param = array.param;
-  float* __restrict exp_avg = array.exp_avg;
-  float* __restrict exp_avg_sq = array.exp_avg_sq;
+  const float* param = array.param;
+  const float* exp_avg = array.exp_avg;
+  const float* exp_avg_sq = array.exp_avg_sq;
+  float* new_param = array.new_param;
+  float* new_exp_avg = array.new_exp_avg;
+  float* new_exp_avg_sq = array.new_exp_avg_sq;
   const auto* grad = static_cast<const typename Grad::type*>(array.grad);
   auto* out = static_cast<typename Out::type*>(array.out);
   const bool is_near = std::fabs(c.lerp) < 0.5f;  // a lerp starts from the nearer end
@@ -177,9 +183,9 @@ void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) 
     const float v = second_moment(exp_avg_sq[i], c.beta2, c.rest2 * g, g);
     const float denominator = std::sqrt(v) / c.root2 + c.eps;
     p = p + c.step_size * m / denominator;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    param[i] = p;
+    new_exp_avg[i] = m;
+    new_exp_avg_sq[i] = v;
+    new_param[i] = p;
     Out::write(out, i, p);
   }
 }

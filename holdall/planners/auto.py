@@ -37,7 +37,8 @@ class _Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    through: bool = True  # units may be updated on their way through the device
+    through: bool | None = None  # units may be updated on their way through the device; None: if that helps the host
+    ahead: bool = True  # updates on the host may begin before it is known whether gradients are clipped
 
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "ours; after pofo (NeurIPS 2021), ProTrain (arXiv 2406.08334) and Chen et al. (arXiv 1604.06174)"
@@ -45,7 +46,7 @@ class Auto:
 
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
-        search = _Search(problem, through=self.through)
+        search = _Search(problem, through=self.through, ahead=self.ahead)
         plain = search.attempt("keep everything", ())
         if not over_budget(problem, plain.outcome) and search.is_placed(()):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
@@ -66,9 +67,10 @@ class Auto:
 class _Search:
     """Everything that was tried for one problem; nothing is simulated twice."""
 
-    def __init__(self, problem: Problem, *, through: bool) -> None:
+    def __init__(self, problem: Problem, *, through: bool | None, ahead: bool) -> None:
         self.problem = problem
-        self.through = through
+        self.through = problem.hardware.passing if through is None else through
+        self._may_be_ahead = ahead
         self.placements = Placements(problem)
         self.found: list[_Candidate] = []
         self._known: dict[tuple[Action, ...], Outcome] = {}
@@ -114,9 +116,17 @@ class _Search:
             most = self._most_on_device(problem, streamed, count - streamed)
             if most is not None:
                 counts = dict.fromkeys(round(most * share) for share in _SHARES)
-                passing = [Spread(n, streamed) for n in counts] if self.through else []
-                return [*passing, *(Spread(n, streamed, through=False) for n in (counts if not passing else (most,)))]
+                ahead = self._is_ahead(problem, streamed)
+                passing = [Spread(n, streamed) for n in counts] if self.through and not ahead else []
+                alone = counts if not passing else (most,)
+                return [*passing, *(Spread(n, streamed, through=False, ahead=ahead) for n in alone)]
         return [Spread(0, can, through=False)]
+
+    def _is_ahead(self, problem: Problem, streamed: int) -> bool:
+        """Whether the host has room for updates that may be in vain."""
+        if not self._may_be_ahead or self.placements.when != "spill" or problem.trace.about.get("precision") is None:
+            return False
+        return self._fits_least(problem, Spread(0, streamed, through=False, ahead=True))
 
     def _most_on_device(self, problem: Problem, streamed: int, most: int) -> int | None:
         """How many units can be updated on the device if activations take the least; None: not even none of them."""

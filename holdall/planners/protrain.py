@@ -319,6 +319,7 @@ class Mapped:
         self._n_ckpt = n_ckpt
         decided = modes(len(profile.stages), swapped.count, n_ckpt)
         self._backward, self._fixed = self._price(decided)
+        self._least = self._formula(len(profile.chunks), 0)
         self._tops = self._weigh(decided)
 
     def best(self, limit: int, host: int) -> Iterator[Found]:
@@ -338,6 +339,14 @@ class Mapped:
     # Eqs. 2-7
 
     def ticks(self, n_persist: int, n_buffer: int) -> Ticks:
+        """Never less than with all units on the device.
+
+        The paper's formula may hide an update on the host that the device would have to wait for, and so send states away where
+        there is room for them. Memory is given up here only for memory.
+        """
+        return max(self._formula(n_persist, n_buffer), self._least)
+
+    def _formula(self, n_persist: int, n_buffer: int) -> Ticks:
         profile = self._profile
         forward = self._swapped.forward.of(n_persist, n_buffer)
         backward = self._backward.of(n_persist, n_buffer) + profile.on_device[n_persist]
@@ -526,13 +535,13 @@ def _spans(curve: Curve, blocks: Sequence[Block], ready: Sequence[int], end: int
 
 
 def _dropped(problem: Problem, block: Block) -> int:
-    """Bytes that the block makes and only its own saves hold, less its inputs that are held for it; 0: it cannot be run again."""
+    """Bytes that the block makes and only its saves hold, less inputs that are held for it; 0: it cannot be run again."""
     trace = problem.trace
     if "recompute" not in problem.allow or obstacle(trace, [block]):
         return 0
     own = {id(trace.saves[i]) for i in block.saves}
     freed = [x for x in _inside(trace, block) if all(id(save) in own for save in trace.saves_of(x))]
-    held = [x for x in dict.fromkeys(block.inputs) if -1 < (_end(trace, x)) < (block.backward or 0)]
+    held = [x for x in dict.fromkeys(block.inputs) if -1 < _end(trace, x) < (block.backward or 0)]
     return max(0, _nbytes(trace, freed) - _nbytes(trace, held))
 
 

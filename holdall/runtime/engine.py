@@ -25,10 +25,11 @@ from holdall.errors import Unsupported
 from holdall.optim._part import Groups, is_separable, snapshot
 from holdall.runtime.gradients import Gradient
 from holdall.runtime.units import DEVICE, HOST, THROUGH, Layout, Placement, Unit, find_members
-from holdall.runtime.updating import Order, Updater
+from holdall.runtime.updating import Attempt, Order, Updater
 from holdall.tiers import Keeper, Ticket
 
 BACKWARD, SPILL, STEP = "backward", "spill", "step"
+_RETRY = 4  # after a step whose gradients were clipped, one step in so many tries again to be ahead
 
 
 class Held:
@@ -42,6 +43,7 @@ class Held:
         self.norms: torch.Tensor | None = None  # of `which`, on the device
         self.sum: Ticket | None = None  # on the host, where more than one backward was added up
         self.flat: torch.Tensor | None = None  # on the device, while it is being copied out
+        self.attempt: Attempt | None = None  # its update, if one was begun ahead
         self.host_norms: torch.Tensor | None = None  # the same on the host, valid after `norms_event`
         self.norms_event: Any = None
 
@@ -105,6 +107,7 @@ class Engine:
         when: str,
         slots: int = 2,
         share: bool = True,
+        ahead: bool = False,
         release: str = "",
         paths: Sequence[str] = (),
         tell: Callable[[torch.UntypedStorage], None] = lambda _: None,
@@ -116,6 +119,9 @@ class Engine:
         self.device = device
         self.when = when if optimizer is not None else STEP
         self.slots = slots
+        self.ahead = ahead  # begin updates on the host before it is known whether gradients are clipped
+        self._clipped = False  # the last attempt was in vain
+        self._steps = 0
         self.release = release  # the module at whose forward the memory that updates pass through is given back
         self._tell = tell
         self._quiet = quiet
@@ -248,7 +254,10 @@ class Engine:
                         away = unit.update != DEVICE
                         to = m.came_from if value.dim() else value.device
                         state[key] = value.to(to, copy=away)
-            unit.put_back(self.store)
+            has_spare = self.updater is not None and self.updater.has_spare(unit)
+            unit.put_back(self.store, in_store=has_spare)
+        if self.updater is not None:
+            self.updater.free_spares()
         self.units, self.held, self.updater = [], {}, None
 
     # forward
@@ -372,6 +381,7 @@ class Engine:
             held = self.held[unit.name] = Held(unit, self.store)
             held.which = which
             self._hold(held, grads)  # type: ignore[arg-type]
+            self._try_ahead(held)
         else:
             self._add(held, which, grads)  # type: ignore[arg-type]
         if self.when == BACKWARD:
@@ -385,6 +395,23 @@ class Engine:
             held.here = grads
         else:
             self._send(held, grads)
+
+    def _try_ahead(self, held: Held) -> None:
+        """Begin the update in the hope that the loop will not clip, unless it lately did."""
+        if not self.ahead or held.unit.update != HOST or self.updater is None or self.when != SPILL:
+            return
+        if self._clipped and self._steps % _RETRY:
+            return
+        assert self.optimizer is not None
+        held.attempt = self.updater.attempt(held.unit, snapshot(self.optimizer), held.which, held.on_host)
+
+    def _is_right(self, held: Held, order: Order) -> bool:
+        """Whether what was begun ahead is what the loop asks for now."""
+        attempt = held.attempt
+        if attempt is None or held.sum is not None or attempt.which != order.which:
+            return False
+        plain = all(not isinstance(v, torch.Tensor) for g in (*attempt.groups, *order.groups) for v in g.values())
+        return plain and attempt.groups == order.groups and (order.scale is None or float(order.scale) == 1.0)
 
     def _send(self, held: Held, grads: list[torch.Tensor]) -> None:
         """Gather the gradients and let them leave; those sent before are let go first, so that one set is on the way."""
@@ -426,6 +453,9 @@ class Engine:
                 hint="change gradients after the last backward, or plan without `place`",
             )
         held.norms = None
+        if held.attempt is not None and held.attempt.done is not None:
+            held.attempt.done.result()  # it reads the buffer that the next gradient goes to
+            held.attempt, self.ahead = None, False
         if unit.update == DEVICE:
             homes = [unit.trained[n].home for n in which]
             held.here = [h.to(p.dtype) for h, p in zip(held.here, homes, strict=True)]
@@ -493,6 +523,7 @@ class Engine:
         if any(a is not None for a in (*args[1:], *kwargs.values())):
             raise Unsupported("a closure would run the model inside the step", hint="run forward and backward before the step")
         self._swap(False)
+        self._steps += 1
         groups = snapshot(optimizer)
         if self.when != BACKWARD:
             held, self.held = self.held, {}
@@ -572,9 +603,12 @@ class Engine:
         elif unit.update == THROUGH and updater.adopt(unit):
             self._pass_through(held, order)
         else:
+            is_right = self._is_right(held, order)
+            if held.attempt is not None:
+                self._clipped = not is_right
 
             def job() -> Any:
-                return self._on_host(held, order)
+                return self._on_host(held, order, is_right)
 
             if self.when == STEP:
                 self._pending[unit.name] = job()
@@ -582,8 +616,10 @@ class Engine:
             else:
                 self._pending[unit.name] = updater.submit(job)
 
-    def _on_host(self, held: Held, order: Order) -> Any:
+    def _on_host(self, held: Held, order: Order, is_right: bool) -> Any:
         assert self.updater is not None and self.store is not None
+        if held.attempt is not None and is_right:
+            return self.updater.accept(held.unit, held.attempt, order)
         event = self.updater.on_host(held.unit, order, held.on_host())
         if held.sum is not None:
             self.store.free(held.sum)

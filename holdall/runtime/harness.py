@@ -134,6 +134,7 @@ class Harness:
             when=placing.when,
             slots=placing.slots,
             share=placing.share,
+            ahead=placing.ahead,
             release=placing.release,
             paths=[name.partition("#")[0] for name, _ in self.plan.about.get("blocks", ())],
             tell=self._tell,
@@ -280,6 +281,7 @@ class Placing:
     dtype: torch.dtype | None = None
     slots: int = 2
     share: bool = True
+    ahead: bool = False
     release: str = ""
 
 

@@ -135,7 +135,8 @@ def _measure(request: _Request) -> Hardware:
         overlap=kind == "cuda",
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
-        updates=_updates(clock),
+        updates=_updates(clock, host_threads(clock.device)),
+        passing=_has_rate_to_spare(clock),
         context=context,
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
@@ -147,10 +148,17 @@ _UPDATED = {"cpu": 1 << 20, "cuda": 1 << 26}  # parameters
 _BESIDE = 0.85  # of the host's rate is left while copies use its memory too
 
 
-def _updates(clock: _Clock) -> float:
+def _has_rate_to_spare(clock: _Clock) -> bool:
+    """Whether more threads still make the host's updates faster: then its memory is not what limits them."""
+    threads = host_threads(clock.device)
+    if clock.device.type != "cuda" or threads < 2:
+        return False
+    return _updates(clock, threads) > 1.6 * _updates(clock, threads // 2)
+
+
+def _updates(clock: _Clock, threads: int) -> float:
     """Parameters per second of Adam on the host: low-precision gradient in, low-precision weight out, as plans have it."""
     count = min(_UPDATED[clock.device.type], max(1 << 16, int(psutil.virtual_memory().available) // 64))
-    threads = host_threads(clock.device)
     value, first, second = (torch.zeros(count) for _ in range(3))
     grad = torch.full((count,), 0.01, dtype=torch.bfloat16)
     step = torch.zeros(())

@@ -166,10 +166,10 @@ class Unit:
             assert self.flat is not None and self.source is not None
             copy_tensor(store.memory(self.source), self.flat)
 
-    def put_back(self, store: Keeper | None) -> None:
-        """Homes as ordinary memory on the device that they came from."""
+    def put_back(self, store: Keeper | None, *, in_store: bool) -> None:
+        """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
         for m in self.members:
-            m.home.data = m.home.data.clone() if self.homes is not None else m.home.data
+            m.home.data = m.home.data.clone() if self.homes is not None or in_store else m.home.data
             if m.home.device != m.came_from:
                 m.home.data = m.home.data.to(m.came_from)
             m.home.grad, m.work = None, m.home

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from holdall.errors import OverBudget
 from holdall.optim import _host
-from holdall.optim._part import PIECE, Groups, Part
+from holdall.optim._part import PIECE, Groups, Part, snapshot
 from holdall.runtime.units import Layout, Member, Unit, like
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -30,6 +31,26 @@ class Order:
     which: tuple[int, ...]  # members, among the trained, that have a gradient
     scale: torch.Tensor | None
     after: Any  # event: from here on the working weights may be overwritten
+
+
+@dataclass(slots=True)
+class Attempt:
+    """An update made before it is known whether its gradients will be clipped; its values lie beside the old ones."""
+
+    groups: Groups
+    which: tuple[int, ...]
+    members: list[Member]
+    steps: list[torch.Tensor]
+    done: Future[None] | None = None
+
+
+@dataclass(slots=True)
+class Spare:
+    """Room on the host for the values of an attempt."""
+
+    tickets: tuple[Ticket, Ticket]  # of parameters and moments; of the new working weights
+    new: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # trained member -> parameter, moments
+    weights: list[torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -79,11 +100,14 @@ class Updater:
         self.outside = 0  # bytes of optimizer state in ordinary host memory
         self._parts: dict[str, Part] = {}
         self._chunks: dict[str, Chunk] = {}
+        self._spares: dict[str, Spare | None] = {}
         self._slots: list[Slot] = []
         self._sent: list[Ticket] = []  # copies out of the slots
         self._turn = 0
         self._pool: ThreadPoolExecutor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if store is not None:
+            self._is_plain_adam(snapshot(optimizer))  # finds the fast kernel now rather than in the first step
 
     def close(self) -> None:
         if self._pool is not None:
@@ -157,9 +181,75 @@ class Updater:
         """Whether the fast host kernel does what the optimizer would: fused Adam or AdamW without extras."""
         if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
             return False
-        if self.device.type == "cpu" and not _host.is_exact():
-            return False  # the device's own bits are the reference there
-        return all(g.get("fused") and not g.get("amsgrad") and not g.get("differentiable") for g in groups)
+        if not all(g.get("fused") and not g.get("amsgrad") and not g.get("differentiable") for g in groups):
+            return False
+        return _host.is_exact() or self.device.type != "cpu"  # a CPU's own bits are the reference there
+
+    # on the host, ahead of the step
+
+    def attempt(
+        self, unit: Unit, groups: Groups, which: tuple[int, ...], grads: Callable[[], list[torch.Tensor]]
+    ) -> Attempt | None:
+        """Begin the update as if gradients were not clipped, without touching what is there; None: not for this unit."""
+        members = [unit.trained[n] for n in which]
+        states = self.states(members)
+        if self.lane is None or not unit.is_narrow or unit.is_streamed or not all(states) or not self._is_plain_adam(groups):
+            return None
+        if unit.name not in self._spares:
+            self._spares[unit.name] = self._make_spare(unit)
+        spare = self._spares[unit.name]
+        if spare is None:
+            return None
+        attempt = Attempt(groups, which, members, [s["step"].clone() for s in states])
+        order = Order(groups, which, None, None)
+
+        def job() -> None:
+            with self.quiet():
+                new = [spare.new[n] for n in which]
+                weights = [spare.weights[n] for n in which]
+                self._one_pass(unit, order, members, grads(), states, None, weights, steps=attempt.steps, into=new)
+
+        attempt.done = self.submit(job)
+        return attempt
+
+    def _make_spare(self, unit: Unit) -> Spare | None:
+        assert self.lane is not None
+        layout = Layout.of(pattern for m in unit.trained for pattern in (like(m.home),) * 3)
+        try:
+            values = self.lane.reserve(layout.nbytes, pinned=False)
+            weights = self.lane.reserve(unit.grads.nbytes)
+        except OverBudget:
+            return None  # without room, updates wait for the norm
+        views = layout.views(self.lane.memory(values))
+        new = {n: (views[3 * n], views[3 * n + 1], views[3 * n + 2]) for n in range(len(unit.trained))}
+        return Spare((values, weights), new, unit.grads.views(self.lane.memory(weights)))
+
+    def accept(self, unit: Unit, attempt: Attempt, order: Order) -> Any:
+        """The gradients were not clipped: the attempt's values become the parameters and states. Returns as `on_host`."""
+        spare = self._spares[unit.name]
+        assert spare is not None and attempt.done is not None and self.back is not None and unit.flat is not None
+        attempt.done.result()
+        for n, m, step in zip(attempt.which, attempt.members, attempt.steps, strict=True):
+            state = self.optimizer.state[m.home]
+            old = (m.home.data, state["exp_avg"], state["exp_avg_sq"])
+            m.home.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
+            spare.new[n] = old
+            state["step"].copy_(step)
+        if len(attempt.which) == len(unit.members):
+            return self.back.pull(spare.tickets[1], unit.flat, after=order.after)
+        for n in attempt.which:
+            copy_tensor(unit.trained[n].work.data, spare.weights[n])
+        return None
+
+    def has_spare(self, unit: Unit) -> bool:
+        return self._spares.get(unit.name) is not None
+
+    def free_spares(self) -> None:
+        for spare in self._spares.values():
+            if spare is not None and self.lane is not None:
+                for ticket in spare.tickets:
+                    self.lane.free(ticket)
+        self._spares = {}
 
     def _one_pass(
         self,
@@ -170,15 +260,18 @@ class Updater:
         states: Sequence[dict[str, Any]],
         scale: torch.Tensor | None,
         narrow: Sequence[torch.Tensor] | None,
+        *,
+        steps: Sequence[torch.Tensor] | None = None,
+        into: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
     ) -> None:
-        """All of the update in one walk over the host's memory, group by group."""
+        """All of the update in one walk over the host's memory, group by group; `steps`, `into`: not in place."""
         for number, at in self.part(unit).by_group(order.which).items():
             group = order.groups[number]
             _host.update(
                 [members[n].home.detach() for n in at],
                 [states[n]["exp_avg"] for n in at],
                 [states[n]["exp_avg_sq"] for n in at],
-                [states[n]["step"] for n in at],
+                [steps[n] if steps is not None else states[n]["step"] for n in at],
                 [grads[n] for n in at],
                 lr=float(group["lr"]),
                 betas=group["betas"],
@@ -188,6 +281,9 @@ class Updater:
                 maximize=bool(group["maximize"]),
                 scale=1.0 if scale is None else float(scale),
                 out=[narrow[n] for n in at] if narrow is not None else None,
+                into=([into[n][0] for n in at], [into[n][1] for n in at], [into[n][2] for n in at])
+                if into is not None
+                else None,
                 threads=self.threads,
             )
 

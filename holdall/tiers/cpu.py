@@ -157,7 +157,7 @@ class Cpu(Counted):
 
 
 def _in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """One direction of the link serves copies as they were issued, whatever their streams: a long one would hold up the rest."""
+    """One direction of the link serves copies as they were issued, whatever their streams: a long one holds up the rest."""
     size = min(target.numel(), source.numel())
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         for begin in range(0, size, _PIECE):

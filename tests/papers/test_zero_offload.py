@@ -20,7 +20,7 @@ from holdall.types import Kind
 PADDING = 256  # bytes at most, per tensor
 
 
-CLIP = 1e-3  # bites in every step
+CLIP = 1e-4  # bites in every step
 
 
 def build(name="tied", precision=None, freeze=""):
@@ -40,7 +40,7 @@ def traced(name, precision, freeze):
 
 
 def adamw(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
 def planned(trace, hardware=None, **options):
@@ -76,21 +76,21 @@ def same_weights(first, second):
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"recompute": False}], ids=["paper", "overlap", "keep"])
 @pytest.mark.parametrize("name", ["tied", "twice"])
-@pytest.mark.parametrize("steps", [1, 5])
-def test_steps_are_those_of_plain_adamw_bit_for_bit(name, options, steps):
-    """Check (1) of the catalogue, on float32: the same losses, weights and optimizer states, and the peak as said."""
+def test_steps_are_those_of_plain_adamw_bit_for_bit(name, options):
+    """Check (1) of the catalogue, on float32: losses, weights and states after one step and after five; the peak as said."""
     model, batch, optimizer, trace = build(name)
     reference = copy.deepcopy(model)
     theirs = adamw(reference)
-    expected = train(reference, batch, theirs, steps)
+    expected = [(train(reference, batch, theirs, n), *copy.deepcopy((reference, theirs))) for n in (1, 4)]
     plan = planned(trace, **options)
     gc.collect()
     with holdall.apply(plan, model, optimizer) as harness:
-        assert train(model, batch, optimizer, steps) == expected
-        assert same_states(optimizer, theirs)  # which waits for updates under way
-        assert same_weights(model, reference)
+        for losses, plain, plain_optimizer in expected:
+            assert train(model, batch, optimizer, len(losses)) == losses
+            assert same_states(optimizer, plain_optimizer)  # which waits for updates under way
+            assert same_weights(model, plain)
     assert same_weights(model, reference)
-    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+    assert harness.step_peaks[0] == plan.predicted.peak["cpu"]  # comparing brings the plain weights into sight
     assert harness.notes == []
 
 
@@ -111,7 +111,7 @@ class Mixed:
         self.masters = [torch.nn.Parameter(p.detach().clone()) for p in self.model.parameters()]
         for p in self.model.parameters():
             p.data = p.data.bfloat16()
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3)
 
     def train(self, batch, steps):
         torch.manual_seed(1)
@@ -219,7 +219,7 @@ OPTIONS = {"paper": {}, "overlap": {"overlap": True}, "delayed": {"delayed": Tru
 
 
 def delayed_by_hand(model, batch, steps, warmup):
-    """Parameters used at step i + 1 contain the gradients up to i - 1. Returns losses; the last gradients are applied at the end."""
+    """Parameters used at step i + 1 contain the gradients up to i - 1; those held back last are applied at the end."""
     optimizer = adamw(model)
     torch.manual_seed(1)
     kept, losses = None, []
@@ -267,11 +267,13 @@ def test_a_delayed_gradient_takes_effect_exactly_one_step_late(warmup, steps):
         assert steady(model, batch, optimizer, steps) == expected
     assert same_weights(model, reference)
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+    if warmup < steps:
+        assert harness.measured().peak["far"] == pytest.approx(plan.predicted.peak["far"], rel=0.01)
     assert harness.notes == []
 
 
 def test_a_checkpoint_in_between_has_every_gradient_and_changes_nothing():
-    model, batch, optimizer, trace = build()
+    model, batch, _, trace = build()
     runs = {}
     for looks in (False, True):
         trained = copy.deepcopy(model)

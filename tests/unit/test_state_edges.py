@@ -41,7 +41,7 @@ class Layer(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Four units. `spare` is not used; `tied`: the head is the embedding."""
+    """Five units; `tied`: four, for the head is the embedding."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -63,11 +63,23 @@ def net(tied=False):
     return Net(tied)
 
 
+def tied():
+    return net(tied=True)
+
+
 def frozen():
     """A wholly frozen block, and one of which a part is."""
     model = net()
     for p in (*model.embed.parameters(), *model.layers[1].parameters(), model.layers[2].up.weight):
         p.requires_grad_(False)
+    return model
+
+
+def adapted():
+    """What is trained has its gradient before backward is through with the frozen weights beside it."""
+    model = net().requires_grad_(False)
+    for layer in model.layers:
+        layer.down.requires_grad_(True)
     return model
 
 
@@ -77,14 +89,6 @@ def with_spare():
     model.layers[1].spare = torch.nn.Parameter(torch.ones(5))
     model.unused = torch.nn.Linear(8, 8)
     return model
-
-
-def with_lora():
-    peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    model, _ = family("tiny-llama")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, config).train()
 
 
 def ids(n=0, rows=2):
@@ -106,7 +110,7 @@ def traced(make, precision=None):
 
 
 def place_of(trace, place):
-    """"host spill": every unit that allows it, updated so and then; "mixed": all kinds in turn."""
+    """`host spill`: every unit that allows it, updated there and then; `mixed`: all kinds in turn."""
     kind, when = place.split()
     can = streamable(trace)
     turn = list(KINDS.values()) if kind == "mixed" else [KINDS[kind]]
@@ -120,7 +124,7 @@ def planned(make, place, precision=None):
 
 
 def applied(make, place, model, optimizer):
-    return Harness(planned(make, place), model, optimizer, store=Far())
+    return Harness(planned(make, place), model, optimizer, store=Far(), enforce=False)
 
 
 def fresh(make):
@@ -185,7 +189,7 @@ def slow_host(monkeypatch):
     submit = Updater.submit
 
     def later(self, job):
-        return submit(self, lambda: (time.sleep(0.03), job())[1])
+        return submit(self, lambda: (time.sleep(0.02), job())[1])
 
     monkeypatch.setattr(Updater, "submit", later)
 
@@ -195,30 +199,806 @@ def slow_host(monkeypatch):
 
 @every_place
 def test_tied_weights_are_one_parameter_throughout(place):
-    def tied():
-        return net(tied=True)
-
     def loop(model, optimizer):
         seen = steps(model, optimizer)
         assert model.head.weight is model.embed.weight
         return seen
 
-    globals()["tied"] = tied
-    assert_the_same(_tied, place, loop)
-
-
-def _tied():
-    return net(tied=True)
+    assert_the_same(tied, place, loop)
 
 
 @every_place
-def test_frozen_weights_stay_and_the_others_train(place):
+@pytest.mark.parametrize("make", [frozen, adapted])
+def test_frozen_weights_stay_and_the_others_train(make, place):
     def loop(model, optimizer):
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         seen = steps(model, optimizer)
-        for name, p in model.named_parameters():
-            assert torch.equal(p, before[name]) == (not p.requires_grad), name
-            assert p.requires_grad == dict(traced(frozen)[0].named_parameters())[name].requires_grad
+        changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        assert changed == {n for n, p in model.named_parameters() if p.requires_grad}
         return seen
 
-    assert_the_same(frozen, place, loop)
+    assert_the_same(make, place, loop)
+
+
+@cache
+def lora():
+    """(model, batch, trace) with adapters by PEFT, of which alone the optimizer knows."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    base, batch = family("tiny-llama")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)).train()
+    return model, batch, holdall.trace(model, batch, optimizer=of_trained(model))
+
+
+def of_trained(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@every_place
+def test_lora_trains_the_adapters_and_leaves_the_model(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            torch.manual_seed(n)
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    start, batch, trace = lora()
+    model, reference = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer, plain = of_trained(model), of_trained(reference)
+    with Harness(finish(Nop(), problem_for(trace), [place_of(trace, place)]), model, optimizer, store=Far()):
+        seen = loop(model, optimizer)
+    assert seen == loop(reference, plain)
+    assert len(set(seen)) == 3
+    assert differences(states(model, optimizer), states(reference, plain)) == []
+
+
+@every_place
+def test_parameters_that_get_no_gradient_stay_as_they_are(place):
+    def loop(model, optimizer):
+        seen = steps(model, optimizer)
+        assert torch.equal(model.layers[1].spare, torch.ones(5))
+        assert model.layers[1].spare not in optimizer.state
+        return seen
+
+    assert_the_same(with_spare, place, loop)
+
+
+# between steps
+
+
+@every_place
+def test_evaluation_between_steps_sees_the_new_weights(place, slow_host):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            seen.append(step(model, optimizer, n))
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(ids(9)).item())
+            seen += [p.sum().item() for p in model.parameters()]
+            model.train()
+        with torch.inference_mode():
+            seen.append(model.eval()(ids(9)).item())
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+READS = {
+    "clone": lambda p: p.detach().clone(),
+    "sum": lambda p: p.sum().item(),
+    "data": lambda p: p.data.abs().max().item(),
+    "print": repr,
+    "index": lambda p: p.flatten()[0].item(),
+    "copy": lambda p: copy.deepcopy(p).detach(),
+    "to": lambda p: p.detach().to(torch.float64),
+    "numpy": lambda p: p.detach().numpy().copy().tolist(),
+    "list": lambda p: p.tolist(),
+    "data numpy": lambda p: p.data.numpy().copy().tolist(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("place", ["host spill", "mixed spill"])
+def test_a_parameter_read_right_after_the_step_is_the_new_one(place, read, slow_host):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(2):
+            backward(model, n)
+            optimizer.step()
+            seen.append([READS[read](p) for p in reversed(list(model.parameters()))])
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_states_of_the_optimizer_read_right_after_the_step_are_the_new_ones(place, slow_host):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(2):
+            backward(model, n)
+            optimizer.step()
+            seen.append([optimizer.state[p]["exp_avg"].clone() for p in model.parameters()])
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_weights_changed_in_place_between_steps_are_used(place, slow_host):
+    """Clamping, renormalising, averaging: the loop writes into its parameters."""
+
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            seen.append(step(model, optimizer, n))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.3, 0.3)
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_a_forward_without_a_backward_is_forgotten(place):
+    def loop(model, optimizer):
+        seen = [step(model, optimizer, 0), model(ids(7)).item()]
+        return seen + steps(model, optimizer, 1, 3)
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_two_forwards_may_share_one_backward(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            torch.manual_seed(n)
+            loss = model(ids(n)) + 2 * model(ids(n + 10))
+            loss.backward()
+            seen.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_a_batch_of_another_size_is_the_same(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            torch.manual_seed(n)
+            loss = model(ids(n, rows=n + 1))
+            loss.backward()
+            seen.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_autocast_is_the_same(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(2):
+            torch.manual_seed(n)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(ids(n))
+            loss.backward()
+            seen.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+# gradients between backward and step
+
+
+@every_place
+def test_gradients_can_be_read_and_printed(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(2):
+            backward(model, n)
+            for p in model.parameters():
+                seen += [p.grad.clone(), repr(p.grad), p.grad.norm().item(), p.grad.abs().max().item(), p.grad.shape]
+                seen += [torch.isfinite(p.grad).all().item(), (p.grad * 2).sum().item(), p.grad.flatten()[0].item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+def clip_twice(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def multiply_each(model):
+    for n, p in enumerate(model.parameters()):
+        p.grad.mul_(1 / (1 + n))
+
+
+def replace_each(model):
+    for p in model.parameters():
+        p.grad = p.grad * 3
+
+
+def drop_one(model):
+    model.layers[0].up.weight.grad = None
+
+
+def unscale(model):
+    """As `torch.amp.GradScaler` does."""
+    grads = [p.grad for p in model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(0.5))
+
+
+CHANGES = {
+    "norm 2": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5),
+    "norm inf": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=float("inf")),
+    "norm 1": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=1),
+    "norm foreach": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True),
+    "norm of some": lambda m: torch.nn.utils.clip_grad_norm_(m.layers[1].parameters(), 0.05),
+    "value": lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.01),
+    "clip twice": clip_twice,
+    "multiply each": multiply_each,
+    "add": lambda m: [p.grad.add_(0.01) for p in m.parameters()],
+    "clamp data": lambda m: [p.grad.data.clamp_(-0.01, 0.01) for p in m.parameters()],
+    "copy": lambda m: [p.grad.copy_(torch.full_like(p, 0.1)) for p in m.parameters()],
+    "zero a row": lambda m: m.embed.weight.grad[3].zero_(),
+    "set an item": lambda m: m.head.weight.grad.__setitem__(0, 0.5),
+    "replace each": replace_each,
+    "drop one": drop_one,
+    "unscale": unscale,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", ["host step", "through spill", "mixed spill"])
+def test_changed_gradients_are_what_the_update_uses(place, change):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            seen.append(backward(model, n))
+            with torch.no_grad():
+                CHANGES[change](model)
+            if n == 1:
+                seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_gradients_read_after_the_step_are_still_the_gradients(place):
+    """Logging their norms there is common."""
+
+    def loop(model, optimizer):
+        seen = []
+        for n in range(2):
+            backward(model, n)
+            optimizer.step()
+            seen.append([p.grad.norm().item() for p in model.parameters()])
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_summed_gradients_read_after_the_step_are_still_the_gradients(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(2):
+            backward(model, n)
+            backward(model, n + 5)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_step_may_be_skipped(place, clear):
+    """As loops do when a gradient is not finite."""
+
+    def loop(model, optimizer):
+        seen = []
+        for n in range(4):
+            seen.append(backward(model, n))
+            if n % 2 == 0:
+                optimizer.step()
+            (optimizer if clear == "optimizer" else model).zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_gradients_may_be_zeroed_after_a_step(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            seen.append(backward(model, n))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            assert all(not p.grad.any() for p in model.parameters())
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_gradients_may_be_zeroed_in_place_of_a_step(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(4):
+            seen.append(backward(model, n))
+            if n % 2 == 0:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_gradients_that_are_never_cleared_add_up_over_steps(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            seen.append(backward(model, n))
+            optimizer.step()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_a_second_step_without_a_backward_uses_the_gradients_again(place):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(2):
+            seen.append(backward(model, n))
+            optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+class FailOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+@every_place
+def test_a_backward_that_fails_can_be_followed_by_another(place):
+    """Who catches an error in backward, clears the gradients and goes on, goes on as without us."""
+
+    def loop(model, optimizer):
+        seen = []
+        for n in range(4):
+            torch.manual_seed(n)
+            handle = model.layers[1].register_forward_hook(lambda _, __, out: FailOnce.apply(out)) if n == 1 else None
+            loss = model(ids(n))
+            seen.append(loss.item())
+            if handle is not None:
+                handle.remove()
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_a_forward_that_fails_can_be_followed_by_another(place):
+    def loop(model, optimizer):
+        seen = [step(model, optimizer, 0)]
+        with pytest.raises(IndexError):
+            model(torch.full((2, 4), 99))  # no such token
+        return seen + steps(model, optimizer, 1, 3)
+
+    assert_the_same(net, place, loop)
+
+
+# loading and saving
+
+
+@every_place
+def test_states_loaded_in_the_middle_are_used(place, slow_host):
+    def loop(model, optimizer):
+        start = states(model, optimizer)
+        seen = steps(model, optimizer, 0, 2)
+        middle = states(model, optimizer)
+        seen += steps(model, optimizer, 2, 4)
+        model.load_state_dict(middle["model"])
+        optimizer.load_state_dict(middle["optimizer"])
+        again = steps(model, optimizer, 2, 4)
+        assert again == seen[2:]
+        model.load_state_dict(start["model"])
+        return [*seen, again, steps(model, optimizer, 0, 2)]
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
+def test_states_loaded_right_after_applying_are_used(place):
+    reference, plain = fresh(net)
+    steps(reference, plain, 0, 2)
+    saved = states(reference, plain)
+    model, optimizer = fresh(net)
+    with applied(net, place, model, optimizer):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        assert steps(model, optimizer, 2, 4) == steps(reference, plain, 2, 4)
+    assert differences(states(model, optimizer), states(reference, plain)) == []
+
+
+@every_place
+def test_states_are_those_of_plain_training_and_load_there_and_back(place, tmp_path, slow_host):
+    model, optimizer = fresh(net)
+    reference, plain = fresh(net)
+    with applied(net, place, model, optimizer):
+        steps(model, optimizer)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "inside.pt")
+    steps(reference, plain)
+    saved = torch.load(tmp_path / "inside.pt")
+    assert differences(saved, states(reference, plain)) == []
+    other, its = fresh(net)
+    other.load_state_dict(saved["model"])
+    its.load_state_dict(saved["optimizer"])
+    assert steps(other, its, 3, 5) == steps(reference, plain, 3, 5)
+    model, optimizer = fresh(net)
+    with applied(net, place, model, optimizer):
+        step(model, optimizer, 8)  # so that there is something to be replaced
+        model.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(its.state_dict())
+        assert steps(model, optimizer, 5, 7) == steps(reference, plain, 5, 7)
+    assert differences(states(model, optimizer), states(reference, plain)) == []
+
+
+@pytest.mark.parametrize(("before", "after"), zip(PLACES, [*PLACES[3:], *PLACES[:3]], strict=True))
+def test_a_killed_run_resumes_under_another_placement(before, after, tmp_path):
+    reference, plain = fresh(net)
+    expected = steps(reference, plain, 0, 6)
+    model, optimizer = fresh(net)
+    harness = applied(net, before, model, optimizer)
+    seen = steps(model, optimizer, 0, 3)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    step(model, optimizer, 7)  # lost with the process
+    harness.close()
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    model = Net()
+    optimizer = adamw(model)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    with applied(net, after, model, optimizer):
+        seen += steps(model, optimizer, 3, 6)
+    assert seen == expected
+    assert differences(states(model, optimizer), states(reference, plain)) == []
+
+
+@every_place
+def test_leaving_in_the_middle_and_going_on_without_is_the_same(place):
+    reference, plain = fresh(net)
+    expected = steps(reference, plain, 0, 6)
+    model, optimizer = fresh(net)
+    with applied(net, place, model, optimizer):
+        seen = steps(model, optimizer, 0, 2)
+    seen += steps(model, optimizer, 2, 4)
+    with applied(net, place, model, optimizer):
+        seen += steps(model, optimizer, 4, 6)
+    assert seen == expected
+    assert differences(states(model, optimizer), states(reference, plain)) == []
+
+
+@every_place
+def test_leaving_between_backward_and_step_keeps_the_gradients(place):
+    reference, plain = fresh(net)
+    model, optimizer = fresh(net)
+    with applied(net, place, model, optimizer):
+        backward(model)
+    backward(reference)
+    assert [type(p.grad) for p in model.parameters()] == [type(p.grad) for p in reference.parameters()]
+    optimizer.step()
+    plain.step()
+    assert differences(states(model, optimizer), states(reference, plain)) == []
+
+
+# what is left behind
+
+
+def footprint(model, optimizer):
+    """Everything that could be left on the model, the optimizer, this thread or the process."""
+
+    def hooks(owner):
+        return {k: len(v) for k, v in vars(owner).items() if k.endswith("_hooks") and v is not None}
+
+    return {
+        "modules": [(name, type(m), sorted(vars(m)), hooks(m)) for name, m in model.named_modules()],
+        "parameters": [(n, id(p), type(p), sorted(vars(p)), p.requires_grad, p.device) for n, p in model.named_parameters()],
+        "tensor hooks": [[len(h or ()) for h in (p._backward_hooks, p._post_accumulate_grad_hooks)] for p in model.parameters()],
+        "gradients": [type(p.grad) for p in model.parameters()],
+        "optimizer": (type(optimizer), sorted(vars(optimizer)), hooks(optimizer)),
+        "groups": [[id(p) for p in g["params"]] for g in optimizer.param_groups],
+        "modes": torch._C._len_torch_dispatch_stack(),
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "environment": dict(os.environ),
+    }
+
+
+def owns_its_memory(t):
+    """Ordinary memory, by itself: no view into something larger, none of a store's mappings."""
+    storage = t.untyped_storage()
+    return storage.resizable() and storage.nbytes() == t.nbytes and t.storage_offset() == 0
+
+
+def assert_nothing_left(model, optimizer, before):
+    after = footprint(model, optimizer)
+    assert {k: v for k, v in after.items() if v != before[k]} == {}
+    assert [n for n, p in model.named_parameters() if not owns_its_memory(p)] == []
+    held = {(n, k): v for n, p in model.named_parameters() for k, v in optimizer.state.get(p, {}).items() if torch.is_tensor(v)}
+    assert [name for name, v in held.items() if not owns_its_memory(v)] == []
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def leave_by_an_error(model):
+    raise ZeroDivisionError
+
+
+def leave_in_a_forward(model):
+    handle = model.layers[1].register_forward_pre_hook(fail)
+    try:
+        model(ids())
+    finally:
+        handle.remove()
+
+
+def leave_in_a_backward(model):
+    handle = model.layers[1].register_forward_hook(lambda _, __, out: FailOnce.apply(out))
+    try:
+        model(ids()).backward()
+    finally:
+        handle.remove()
+
+
+ENDS = {
+    "after steps": lambda m: None,
+    "by an error": leave_by_an_error,
+    "in a forward": leave_in_a_forward,
+    "in a backward": leave_in_a_backward,
+    "after backward": backward,
+}
+
+
+@every_place
+@pytest.mark.parametrize("ends", ENDS)
+def test_nothing_is_left_behind(place, ends):
+    model, optimizer = fresh(net)
+    steps(model, optimizer, 0, 1)
+    before = footprint(model, optimizer)
+    try:
+        with applied(net, place, model, optimizer):
+            steps(model, optimizer, 1, 3)
+            ENDS[ends](model)
+    except ZeroDivisionError:
+        assert ends in ("by an error", "in a forward", "in a backward")
+    optimizer.zero_grad()
+    assert_nothing_left(model, optimizer, before)
+    steps(model, optimizer, 3, 4)
+
+
+@every_place
+def test_entering_and_leaving_changes_nothing(place):
+    model, optimizer = fresh(net)
+    steps(model, optimizer, 0, 1)
+    before, values = footprint(model, optimizer), states(model, optimizer)
+    with applied(net, place, model, optimizer):
+        pass
+    assert_nothing_left(model, optimizer, before)
+    assert differences(states(model, optimizer), values) == []
+
+
+@pytest.mark.parametrize("place", ["host spill", "streamed spill", "host backward"])
+def test_an_error_in_an_update_on_the_host_reaches_the_loop_and_leaves_nothing(place, monkeypatch):
+    model, optimizer = fresh(net)
+    before = footprint(model, optimizer)
+    monkeypatch.setattr(Updater, "on_host", fail)
+    with pytest.raises(ZeroDivisionError), applied(net, place, model, optimizer):
+        for n in range(2):
+            backward(model, n)
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    assert_nothing_left(model, optimizer, before)
+
+
+def test_a_harness_may_be_closed_twice():
+    model, optimizer = fresh(net)
+    before = footprint(model, optimizer)
+    harness = applied(net, "mixed spill", model, optimizer)
+    steps(model, optimizer)
+    harness.close()
+    harness.close()
+    assert_nothing_left(model, optimizer, before)
+
+
+# updates in backward
+
+
+BACKWARD = ["host backward", "through backward", "streamed backward"]
+
+
+@pytest.mark.parametrize("place", [*BACKWARD, "mixed backward"])
+def test_updates_in_backward_are_those_of_the_step(place, slow_host):
+    def loop(model, optimizer):
+        seen = []
+        for n in range(4):
+            seen.append(backward(model, n))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(net, place, loop)
+
+
+TOUCHES = {
+    "read": lambda m: m.embed.weight.grad.norm(),
+    "print": lambda m: repr(m.embed.weight.grad),
+    "clip": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "multiply": lambda m: m.embed.weight.grad.mul_(0.5),
+    "copy": lambda m: m.embed.weight.grad.clone(),
+}
+
+
+@pytest.mark.parametrize("place", BACKWARD)
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_gradients_that_were_used_up_in_backward_say_so(place, touch):
+    model, optimizer = fresh(net)
+    with applied(net, place, model, optimizer):
+        backward(model)
+        with pytest.raises(Unsupported, match="used up") as refused:
+            TOUCHES[touch](model)
+    assert "clips=True" in refused.value.hint
+
+
+# what is refused
+
+
+@every_place
+def test_a_closure_is_refused_and_the_loop_may_go_on(place):
+    model, optimizer = fresh(net)
+    reference, plain = fresh(net)
+    with applied(net, place, model, optimizer):
+        with pytest.raises(Unsupported, match="closure") as refused:
+            optimizer.step(lambda: model(ids()))
+        seen = steps(model, optimizer)
+    assert refused.value.hint
+    assert seen == steps(reference, plain)
+
+
+def assert_refused(plan, model, optimizer, error, match, store=None):
+    """The plan is not applied, and the model is as it was."""
+    before, values = footprint(model, optimizer), states(model, optimizer)
+    at = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(error, match=match) as refused:
+        Harness(plan, model, optimizer, store=store or Far())
+    assert refused.value.hint
+    assert_nothing_left(model, optimizer, before)
+    assert differences(states(model, optimizer), values) == []
+    assert [p.data_ptr() for p in model.parameters()] == at
+
+
+@every_place
+def test_an_optimizer_that_looks_at_everything_at_once_is_refused(place):
+    model = copy.deepcopy(traced(net)[0])
+    assert_refused(planned(net, place), model, torch.optim.LBFGS(model.parameters()), Unsupported, "LBFGS")
+
+
+@every_place
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_with_hooks_of_its_own_is_refused(place, hook):
+    model, optimizer = fresh(net)
+    calls = []
+    getattr(model.layers[1].up.weight, hook)(lambda _: calls.append(1))
+    assert_refused(planned(net, place), model, optimizer, Unsupported, r"layers\.1\.up\.weight")
+    backward(model)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("update", ["device", "through"])
+def test_streamed_weights_are_updated_as_the_plan_says_or_the_plan_is_refused(update):
+    model, optimizer = fresh(net)
+    reference, plain = fresh(net)
+    trace = traced(net)[1]
+    rows = {name: ("streamed", update) for name in streamable(trace)}
+    try:
+        plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows)])
+    except holdall.HoldallError as refused:
+        assert refused.hint
+        return
+    with Harness(plan, model, optimizer, store=Far()):
+        seen = steps(model, optimizer)
+    assert seen == steps(reference, plain)
+
+
+@every_place
+def test_a_far_tier_that_is_too_small_is_refused_when_planning(place):
+    trace = traced(net)[1]
+    needed = planned(net, place).predicted.peak["far"]
+
+    def plan(far):
+        problem = Problem(trace=trace, hardware=machine(), budget={"cpu": 2**40, "far": far})
+        return finish(Nop(), problem, [place_of(trace, place)])
+
+    assert plan(needed).predicted.peak["far"] == needed
+    with pytest.raises(Infeasible, match="of far") as refused:
+        plan(needed - 1)
+    assert refused.value.smallest == needed
+    assert refused.value.hint
+
+
+def test_a_planner_is_told_that_the_far_tier_is_too_small():
+    trace = traced(net)[1]
+    with pytest.raises(Infeasible) as refused:
+        holdall.plan(trace, budget={"cpu": 1, "far": 2**40}, hardware=machine())
+    least = refused.value.smallest
+    assert holdall.plan(trace, budget={"cpu": least, "far": 2**40}, hardware=machine()).predicted.peak["cpu"] <= least
+    with pytest.raises(Infeasible):
+        holdall.plan(trace, budget={"cpu": least, "far": 1}, hardware=machine())
+
+
+@every_place
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_store_that_is_too_small_is_noticed_before_anything_has_moved(place, share):
+    model, optimizer = fresh(net)
+    steps(model, optimizer, 0, 1)
+    with applied(net, place, copy.deepcopy(model), None) as harness:
+        at_once = harness.store.used
+    assert_refused(planned(net, place), model, optimizer, OverBudget, "far", store=Far(capacity=int(share * at_once)))
+
+
+@every_place
+def test_the_predicted_far_tier_is_enough(place):
+    model, optimizer = fresh(net)
+    plan = planned(net, place)
+    with Harness(plan, model, optimizer, store=Far(capacity=plan.predicted.peak["far"])):
+        steps(model, optimizer)

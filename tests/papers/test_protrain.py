@@ -1,0 +1,433 @@
+"""ProTrain (Yang et al., arXiv 2406.08334): its search against enumeration, its models against ours, its plans against runs."""
+
+import copy
+import gc
+import itertools
+import random
+import statistics
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import holdall
+from holdall import models
+from holdall.errors import Infeasible, InvalidInput
+from holdall.planners._finish import finish, with_traced
+from holdall.planners.protrain import (
+    Chunk,
+    Found,
+    Profile,
+    ProTrain,
+    Setting,
+    Span,
+    Stage,
+    actions_of,
+    map_blocks,
+    modes,
+    profile_of,
+    search,
+)
+from holdall.simulator import simulate
+from holdall.testing.contracts import UNLIMITED
+from holdall.testing.worlds import chain, family, machine
+from holdall.tracing.step import default_loss
+from holdall.types import Kind, Problem
+
+# naive doubles: both models straight from their definitions, unit by unit and span by span
+
+
+def kinds_of(profile, setting):
+    """Of every unit: persistent, a hit or a miss."""
+    stays = len(profile.chunks) - setting.n_buffer
+    return [
+        "persistent" if n < setting.n_persist else "hit" if n >= stays or not chunk.streams else "miss"
+        for n, chunk in enumerate(profile.chunks)
+    ]
+
+
+def naive_ticks(profile, setting):
+    """Memory is given up only for memory: never less than with all units on the device."""
+    return max(paper_ticks(profile, setting), paper_ticks(profile, Setting(len(profile.chunks), 0, *setting[2:])))
+
+
+def paper_ticks(profile, setting):
+    """T = T_fwd + max(T_bwd + T_gpu, T_cpu), with its sums over units and the slower link beside swaps."""
+    decided = modes(len(profile.stages), setting.n_swap, setting.n_ckpt)
+    again = [s.again if mode == "ckpt" and s.dropped else 0 for s, mode in zip(profile.stages, decided, strict=True)]
+    together = max if profile.overlap else lambda a, b: a + b
+    forward = backward = on_device = on_host = 0
+    for n, (chunk, kind) in enumerate(zip(profile.chunks, kinds_of(profile, setting), strict=True)):
+        beside = decided[chunk.stage : chunk.stage + 2].count("swap") if chunk.stage >= 0 else 0
+        up, down = (ticks * (2 + beside) // 2 for ticks in (chunk.up, chunk.down))
+        compute = chunk.backward + sum(t for t, s in zip(again, profile.stages, strict=True) if s.chunk == n)
+        if kind == "persistent":
+            forward, backward, on_device = forward + chunk.forward, backward + compute, on_device + chunk.on_device
+            continue
+        forward += together(chunk.forward, up if kind == "miss" or chunk.grads else 0)
+        backward += together(compute, down + (up if kind == "miss" else 0))
+        on_host += chunk.on_host
+    fixed = profile.rest + sum(t for t, s in zip(again, profile.stages, strict=True) if s.chunk < 0)
+    for n, stage in enumerate(profile.stages[: setting.n_swap]):
+        after = profile.stages[n + 1] if profile.overlap and n + 1 < len(profile.stages) else Stage(forward=0, backward=0)
+        fixed += max(0, stage.out - after.forward) + max(0, stage.back - after.backward)
+    return {
+        "backward": fixed + forward + max(backward + on_device, on_host),
+        "spill": fixed + max(forward, on_host) + backward + on_device,
+        "step": fixed + forward + backward + on_device + on_host,
+    }[profile.when]
+
+
+def naive_peak(profile, setting):
+    """The highest of all moments: states that are here, what blocks hold, what a replay adds, gradients on their way."""
+    decided = list(zip(profile.stages, modes(len(profile.stages), setting.n_swap, setting.n_ckpt), strict=True))
+    first, chunks = setting.n_persist, profile.chunks
+    streamed = [c.weights for c, kind in zip(chunks, kinds_of(profile, setting), strict=True) if kind == "miss"]
+    ring = max([a + b for a, b in itertools.pairwise(streamed)] + streamed, default=0)
+    elsewhere = sum(c.states - c.padding for c in chunks[first:]) + sum(streamed) - ring
+    moments = []
+    for span in profile.spans:
+        gone = sum(s.dropped for s, mode in decided[: span.inside] if mode == "ckpt")
+        gone += sum(s.moved for s, mode in decided[: max(0, span.inside - profile.overlap)] if mode == "swap")
+        gone += sum(c.grads for c in chunks[max(span.done, first) + 1 :])  # that of the unit before these is still leaving
+        moments.append(span.high - gone)
+        if span.replays and decided[span.inside][1] == "ckpt" and decided[span.inside][0].dropped:
+            moments.append(span.before - decided[span.inside][0].dropped + decided[span.inside][0].rise - gone)
+        if first <= span.done < len(chunks) and chunks[span.done].grads:
+            moments.append(span.before + chunks[span.done].weights - gone)  # gathered
+    spaces = [c.workspace for c in chunks]
+    total = sum if profile.sums_workspace else lambda sizes: max(sizes, default=0)
+    moments.append(profile.step - sum(c.grads for c in chunks[first:]) - total(spaces) + total(spaces[:first]))
+    return max(moments) - elsewhere
+
+
+def every_setting(profile):
+    units, blocks = len(profile.chunks), len(profile.stages)
+    for n_persist in range(units + 1):
+        for n_buffer in range(units - n_persist + 1):
+            for n_swap in range(profile.most_swaps + 1):
+                for n_ckpt in range(min(profile.most_ckpts, blocks - n_swap) + 1):
+                    yield Setting(n_persist, n_buffer, n_swap, n_ckpt)
+
+
+def brute_force(profile, limit):
+    found = [Found(naive_ticks(profile, s), naive_peak(profile, s), s) for s in every_setting(profile)]
+    return min((f for f in found if f.peak <= limit), key=lambda f: f.order, default=None)
+
+
+def random_profile(rng, largest=6):
+    """Small numbers, so that ties are many; the bytes of a step are more than those of all its parts."""
+    units, blocks = rng.randint(0, largest), rng.randint(0, largest)
+    chunks = []
+    for _ in range(units):
+        trained = rng.random() < 0.8
+        weights = rng.randint(1, 4)
+        chunks.append(
+            Chunk(
+                weights=weights,
+                padding=rng.randint(0, 1),
+                grads=rng.randint(1, 4) if trained else 0,
+                states=rng.randint(1, 8) if trained else 0,
+                workspace=rng.randint(0, 3),
+                streams=rng.random() < 0.8,
+                forward=rng.randint(0, 4),
+                backward=rng.randint(0, 6),
+                up=rng.randint(0, 4),
+                down=rng.randint(0, 4) if trained else 0,
+                on_device=rng.randint(0, 2),
+                on_host=rng.randint(0, 5),
+                stage=rng.randint(-1, blocks - 1),
+            )
+        )
+    stages = [
+        Stage(
+            forward=rng.randint(1, 4),
+            backward=rng.randint(1, 6),
+            again=rng.randint(1, 4),
+            out=rng.randint(0, 4),
+            back=rng.randint(0, 4),
+            dropped=rng.choice([0, 3, 5]),
+            moved=rng.choice([0, 3, 5]),
+            rise=rng.randint(0, 8),
+            chunk=rng.randint(-1, units - 1),
+        )
+        for _ in range(blocks)
+    ]
+    base, inside, done = 200, 0, units
+    events = [(n, False) for n in range(blocks)] + [(blocks, False)] + [(n, True) for n in reversed(range(blocks))]
+    spans = []
+    for inside, replays in events:
+        before = base + rng.randint(0, 30)
+        spans.append(Span(high=before + rng.randint(0, 6), before=before, inside=inside, done=done, replays=replays))
+        while replays and done and rng.random() < 0.6:
+            done -= 1
+            before = base + rng.randint(0, 30)
+            spans.append(Span(high=before + rng.randint(0, 6), before=before, inside=inside, done=done))
+    return Profile(
+        chunks=tuple(chunks),
+        stages=tuple(stages),
+        spans=tuple(spans),
+        step=base + rng.randint(0, 30),
+        rest=rng.randint(0, 5),
+        when=rng.choice(["backward", "spill", "step"]),
+        overlap=rng.random() < 0.7,
+        sums_workspace=rng.random() < 0.5,
+    )
+
+
+# the search
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_equals_brute_force_ties_included(seed):
+    """Check (1) of the catalogue: up to six units and six blocks, every budget from too little to plenty."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, largest=6 if seed < 4 else 4)
+    mapped = map_blocks(profile)
+    for setting in every_setting(profile):
+        of = next(m for m in mapped if m.found(0, 0).setting[2:] == setting[2:])
+        priced = of.found(setting.n_persist, setting.n_buffer)
+        assert priced == Found(naive_ticks(profile, setting), naive_peak(profile, setting), setting)
+    peaks = sorted({naive_peak(profile, s) for s in every_setting(profile)})
+    for limit in {peaks[0] - 1, peaks[-1], *rng.sample(peaks, min(6, len(peaks)))}:
+        found = search(mapped, limit)
+        assert (found[0] if found else None) == brute_force(profile, limit)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_more_memory_is_never_slower_in_the_model(seed):
+    """Check (3)."""
+    profile = random_profile(random.Random(100 + seed))
+    mapped = map_blocks(profile)
+    times = [found[0].ticks for limit in range(0, 300, 3) if (found := search(mapped, limit))]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_limit_of_the_host_is_kept():
+    chunks = tuple(Chunk(weights=4, grads=4, states=8, host=10, on_host=100, on_device=1) for _ in range(4))
+    profile = Profile(chunks=chunks, stages=(), spans=(Span(high=64, before=64, inside=0, done=4),), step=64)
+    mapped = map_blocks(profile)
+    assert search(mapped, 40)[0].setting.n_persist < 2
+    assert search(mapped, 40, host=20) == []
+    assert search(mapped, 60, host=20)[0].setting.n_persist >= 2
+
+
+def test_blocks_are_swapped_first_and_run_again_in_between():
+    """Claim: SWAP on the earliest, then CKPT interleaved with NONE. Any number of each has its places."""
+    assert modes(6, 2, 2) == ["swap", "swap", "keep", "ckpt", "keep", "ckpt"]
+    assert modes(8, 0, 2) == ["keep", "keep", "ckpt", "keep", "keep", "keep", "ckpt", "keep"]
+    for count, n_swap, n_ckpt in itertools.product(range(9), repeat=3):
+        if n_swap + n_ckpt <= count:
+            found = modes(count, n_swap, n_ckpt)
+            assert found[:n_swap] == ["swap"] * n_swap
+            assert (found.count("swap"), found.count("ckpt"), len(found)) == (n_swap, n_ckpt, count)
+
+
+# models of ours in numbers
+
+
+@cache
+def traced(name, precision=None, layers=None):
+    if layers is None:
+        model, batch = family(name)
+    else:
+        source = models.override(models.describe(name), {"num_hidden_layers": layers})
+        model, batch = models.build(source, device="meta"), models.sample_batch(source, batch=2, seq=128)
+    return holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), precision=precision)
+
+
+def problem_on(trace, budget=UNLIMITED, *, overlap=True, far=UNLIMITED, **options):
+    hardware = options.pop("hardware", machine(overlap=overlap))
+    costed = holdall.api.cost_trace(trace, hardware)
+    return Problem(trace=costed, hardware=hardware, budget={"cpu": budget, "far": far}, **options)
+
+
+def some_settings(profile, seed, count):
+    rng = random.Random(seed)
+    mapped = map_blocks(profile)
+    for _ in range(count):
+        n_persist = rng.randint(0, len(profile.chunks))
+        yield rng.choice(mapped).found(n_persist, rng.randint(0, len(profile.chunks) - n_persist))
+
+
+@pytest.mark.parametrize(
+    ("world", "most", "mean"),
+    [
+        (("tied",), 1.2, 1.08),
+        (("tiny-llama",), 1.3, 1.1),
+        (("tiny-llama", "bf16"), 1.35, 1.1),
+        (("tiny-llama", None, 10), 1.12, 1.04),
+    ],
+    ids=str,
+)
+def test_the_papers_memory_model_is_never_low_and_seldom_high(world, most, mean):
+    """Check (2), against our simulator: over random settings the model is at most 0.5 % low; with four blocks, of which two
+    are always in the ring that it counts all the time, up to 35 % high, with ten up to 12 %."""
+    for overlap in (False, True):
+        problem = problem_on(traced(*world), overlap=overlap)
+        profile = profile_of(problem)
+        ratios = []
+        for found in some_settings(profile, 0, 12):
+            outcome = simulate(problem, with_traced(problem, actions_of(problem, profile, found.setting)))
+            ratios.append(found.peak / outcome.peak["cpu"])
+        assert min(ratios) >= 0.995
+        assert max(ratios) <= most
+        assert statistics.mean(ratios) <= mean
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["spill", "backward"])
+def test_the_papers_runtime_model_ranks_settings_as_the_simulator_does(clips):
+    """Check (2), times: rank correlation of at least 0.9, median error of at most 15 %, where link and host are slow."""
+    hardware = replace(machine(overlap=True, read=3e7, write=3e7), updates=1e6)
+    problem = problem_on(traced("tiny-llama"), hardware=hardware, clips=clips)
+    profile = profile_of(problem)
+    assert profile.when == ("spill" if clips else "backward")
+    pairs = []
+    for found in some_settings(profile, 1, 25):
+        outcome = simulate(problem, with_traced(problem, actions_of(problem, profile, found.setting)))
+        pairs.append((found.ticks / 1e12, outcome.seconds))
+    ours, theirs = ([sorted(column).index(x) for x in column] for column in zip(*pairs, strict=True))
+    assert statistics.correlation(ours, theirs) >= 0.9
+    assert statistics.median(abs(a - b) / b for a, b in pairs) <= 0.15
+
+
+def test_a_hit_is_fetched_once_and_a_miss_twice():
+    """Check (5): traffic of a step is what the numbers of hits and misses say."""
+    problem = problem_on(traced("tied"))
+    profile = profile_of(problem)
+    for n_persist, n_buffer in itertools.product(range(3), range(3)):
+        setting = Setting(n_persist, n_buffer, 0, 0)
+        traffic = simulate(problem, actions_of(problem, profile, setting)).traffic
+        kinds = kinds_of(profile, setting)
+        assert kinds.count("hit") == n_buffer + (n_persist == 0)  # the tied embedding cannot be streamed
+        sizes = {kind: sum(c.weights for c, k in zip(profile.chunks, kinds, strict=True) if k == kind) for kind in kinds}
+        assert traffic["far->cpu"] == sizes.get("hit", 0) + 2 * sizes.get("miss", 0)
+        assert traffic["cpu->far"] == sizes.get("hit", 0) + sizes.get("miss", 0)
+
+
+# plans
+
+
+def smallest_budget(problem):
+    with pytest.raises(Infeasible) as refused:
+        ProTrain()(replace(problem, budget={**problem.budget, "cpu": 1}))
+    return refused.value.smallest
+
+
+def test_a_huge_budget_keeps_everything_and_a_tiny_one_nothing():
+    """Check (3): all persistent and no block touched; n_persist = 0 and all run again."""
+    for precision, taken_for_granted in ((None, []), ("bf16", ["place"])):
+        problem = problem_on(traced("tied", precision), allow=frozenset({"recompute", "place", "head"}))
+        plan = ProTrain()(problem)
+        assert [a.name for a in plan.actions] == taken_for_granted
+        least = ProTrain()(replace(problem, budget={**problem.budget, "cpu": smallest_budget(problem)}))
+        assert [a.blocks for a in least.actions if a.name == "recompute"] == [(f"layers.{n}",) for n in range(4)]
+        rows = next(a for a in least.actions if a.name == "place").units
+        assert {update for _, _, update in rows} == {"host"}
+        assert {weights for unit, weights, _ in rows if unit != "embed"} == {"streamed"}
+        assert Kind.STATE not in least.predicted.peak_kinds
+
+
+def test_what_is_not_allowed_is_not_used():
+    trace = traced("tied")
+    plain = simulate(problem_on(trace), []).peak["cpu"]
+    for allow in (("recompute",), ("offload",), ("place",), ("recompute", "place")):
+        problem = problem_on(trace, plain * 95 // 100, allow=frozenset(("keep", *allow)))
+        assert {a.name for a in ProTrain()(problem).actions} <= set(allow)
+
+
+def test_a_full_host_keeps_units_on_the_device():
+    """The host has room for what blocks swap, or for less."""
+    trace = traced("tied")
+    plain = simulate(problem_on(trace), []).peak["cpu"]
+    plan = ProTrain()(problem_on(trace, plain * 9 // 10, far=40_000))
+    assert plan.predicted.peak.get("far", 0) <= 40_000
+    assert "place" not in plan.count()
+
+
+def test_a_chain_without_units_has_its_blocks_decided():
+    for overlap in (False, True):
+        trace = chain([50] * 8)
+        plain = simulate(problem_on(trace, overlap=overlap), []).peak["cpu"]
+        plan = ProTrain()(problem_on(trace, plain * 6 // 10, overlap=overlap))
+        assert set(plan.count()) <= {"recompute", "offload"}
+        assert plan.predicted.peak["cpu"] <= plain * 6 // 10
+
+
+def test_updates_are_made_in_backward_only_where_that_is_exact():
+    trace = traced("tied")
+    for options, when in (({}, "spill"), ({"clips": False}, "backward"), ({"clips": False, "accumulate": 2}, "spill")):
+        assert profile_of(problem_on(trace, **options)).when == when
+    assert profile_of(problem_on(trace, overlap=False, clips=False)).when == "step"
+
+
+def test_an_alpha_below_one_is_refused():
+    with pytest.raises(InvalidInput, match="alpha"):
+        ProTrain(alpha=0.9)(problem_on(chain([50] * 4)))
+
+
+# real steps
+
+
+def train(model, batch, optimizer, clip=True):
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        loss = default_loss(model, batch)
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@cache
+def plainly_trained(name, clip):
+    model, batch = family(name)
+    losses = train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), clip)
+    return losses, copy.deepcopy(model.state_dict())
+
+
+def assert_runs_as_planned(plan, name, *, clip=True):
+    """Three real steps: the same losses and weights, the predicted peak within 2 %, within the budget, no complaint."""
+    losses, weights = plainly_trained(name, clip)
+    model, batch = family(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gc.collect()
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:  # leaving brings states back, past the budget
+        assert train(model, batch, optimizer, clip) == losses
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert max(harness.step_peaks) <= plan.budget["cpu"]
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.02)
+    assert harness.notes == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_model_trains_to_the_same_weights_under_every_budget(overlap):
+    """Check (4): from plain training's peak down to the smallest that is found, through `plan` and `apply`."""
+    trace = traced("tied")
+    problem = problem_on(trace, hardware=replace(machine(overlap=overlap), updates=5e6))  # the host is slower than the device
+    plain, least = simulate(problem, []).peak["cpu"], smallest_budget(problem)
+    before = 0.0
+    for share in (100, 70, 40, 15, 0):
+        budget = least + (plain - least) * share // 100
+        plan = holdall.plan(trace, planner="protrain", budget=budget, hardware=problem.hardware)
+        assert bool(plan.actions) == (share < 100)
+        assert plan.predicted.seconds >= before * 0.98  # the models rank, the simulator times
+        before = plan.predicted.seconds
+        assert_runs_as_planned(plan, "tied")
+
+
+@pytest.mark.parametrize(("overlap", "clip"), [(False, True), (True, True), (True, False)], ids=["step", "spill", "backward"])
+def test_every_mix_of_modes_trains_to_the_same_weights(overlap, clip):
+    """Check (4): units persistent, hits and misses; blocks kept, swapped and run again, with updates at all three moments."""
+    problem = problem_on(traced("tied"), overlap=overlap, clips=clip)
+    profile = profile_of(problem)
+    for setting in (Setting(2, 1, 1, 2), Setting(0, 2, 2, 1), Setting(1, 0, 0, 3), Setting(3, 0, 3, 0), Setting(0, 0, 0, 5)):
+        actions = actions_of(problem, profile, setting)
+        assert sum(a.name == "offload" for a in actions) == setting.n_swap
+        plan = finish(ProTrain(), replace(problem, budget={"cpu": UNLIMITED, "far": UNLIMITED}), actions)
+        assert_runs_as_planned(plan, "tied", clip=clip)
