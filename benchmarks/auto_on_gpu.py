@@ -21,6 +21,8 @@ from peers import SHAPES, build_ids, build_model
 
 import holdall
 from holdall.api import environment
+from holdall.optim import _host
+from holdall.types import Hardware
 
 
 def main() -> None:
@@ -33,19 +35,22 @@ def main() -> None:
     parser.add_argument("--budgets", default="24")
     parser.add_argument("--planner", default="auto")
     parser.add_argument("--head", default="auto")
+    parser.add_argument("--hardware", default="", help="a probe's result; else this machine is probed")
+    parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--profile", default="", help="write Chrome traces of two steps into this folder")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--out", default="auto_on_gpu.csv")
     parser.add_argument("--trace", default="", help="also write the trace and the hardware into this folder")
     options = parser.parse_args()
     began = time.perf_counter()
-    hardware = holdall.probe("cuda", quick=True)
+    hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
     print(
         f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host, "
         f"memory {hardware.bandwidth / 1e12:.2f} TB/s, link {hardware.tiers[1].read / 1e9:.1f}/"
         f"{hardware.tiers[1].write / 1e9:.1f} x {hardware.duplex:.2f}, context {hardware.context / 2**20:.0f} MiB",
         flush=True,
     )
+    print(_host.backend(), flush=True)
     began = time.perf_counter()
     model = build_model(options.shape, seq=options.seq, dtype=torch.float32, device="cpu").train()
     ids = build_ids(options.shape, batch=options.batch, seq=options.seq, device="cuda")
@@ -105,13 +110,13 @@ def run(plan, model, optimizer, batch, options):
     began = time.perf_counter()
     with holdall.apply(plan, model, optimizer) as harness:
         setup = time.perf_counter() - began
-        losses = []
+        losses, norms = [], []
 
         def step():
             loss = model(**batch).loss
             loss.backward()
             if not options.no_clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
@@ -146,6 +151,7 @@ def run(plan, model, optimizer, batch, options):
         "rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         "solve_s": round(plan.solve_seconds, 1),
         "setup_s": round(setup, 1),
+        "clipped": sum(float(n) > options.max_norm for n in norms),
         "losses": " ".join(f"{float(x):.4f}" for x in losses),
     }
 

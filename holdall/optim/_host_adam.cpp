@@ -19,6 +19,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
 #ifndef FUSE
 #define FUSE 2
 #endif
@@ -64,6 +68,7 @@ struct Piece {
   int64_t array, begin, end;
 };
 
+constexpr int64_t kTile = 1024;      // elements: three tiles stay in a core's first cache
 constexpr int64_t kPiece = 1 << 16;  // elements: small enough to share out evenly, long enough for the hardware to prefetch
 
 float from_bits(uint32_t bits) {
@@ -216,6 +221,44 @@ void walk_any(const Array& array, const Coefficients& c, int64_t begin, int64_t 
   }
 }
 
+// To memory past the caches: a place that is only written need not be read first, which would be 12 bytes more a parameter.
+void write_past(float* to, const float* from, int64_t count) {
+#if defined(__SSE__)
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+    for (; i < count; ++i) to[i] = from[i];
+    return;
+  }
+#endif
+  std::memcpy(to, from, size_t(count) * sizeof(float));
+}
+
+char* moved(const void* pointer, int32_t kind, int64_t elements) {
+  if (pointer == nullptr) return nullptr;
+  return static_cast<char*>(const_cast<void*>(pointer)) + elements * (kind == kFloat ? 4 : 2);
+}
+
+// The new values go elsewhere than the old ones: a tile at a time, through the cache.
+void walk_aside(const Array& array, const Coefficients& c, int64_t begin, int64_t end) {
+  alignas(64) float param[kTile], exp_avg[kTile], exp_avg_sq[kTile];
+  for (int64_t at = begin; at < end; at += kTile) {
+    const int64_t count = std::min(kTile, end - at);
+    Array tile = array;
+    tile.param += at, tile.exp_avg += at, tile.exp_avg_sq += at;
+    tile.new_param = param, tile.new_exp_avg = exp_avg, tile.new_exp_avg_sq = exp_avg_sq;
+    tile.grad = moved(array.grad, array.grad_kind, at);
+    tile.out = moved(array.out, array.out_kind, at);
+    walk_any(tile, c, 0, count);
+    write_past(array.new_param + at, param, count);
+    write_past(array.new_exp_avg + at, exp_avg, count);
+    write_past(array.new_exp_avg_sq + at, exp_avg_sq, count);
+  }
+#if defined(__SSE__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace
 
 // Returns how many threads took part, the caller's included. They live for this call: starting one costs some microseconds,
@@ -233,7 +276,9 @@ extern "C" int32_t holdall_adam(const Array* arrays, int64_t count, const Rule* 
   auto work = [&] {
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces.size();) {
       const Piece& piece = pieces[i];
-      walk_any(arrays[piece.array], coefs[piece.array], piece.begin, piece.end);
+      const Array& array = arrays[piece.array];
+      const bool in_place = array.new_param == array.param;
+      (in_place ? walk_any : walk_aside)(array, coefs[piece.array], piece.begin, piece.end);
     }
   };
   std::vector<std::thread> others;

@@ -10,9 +10,9 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 import holdall
-from holdall import models
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners._finish import finish, with_traced
 from holdall.planners.protrain import (
@@ -227,13 +227,34 @@ def test_blocks_are_swapped_first_and_run_again_in_between():
 # models of ours in numbers
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Every unit is used by one block and can be streamed."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
 @cache
-def traced(name, precision=None, layers=None):
-    if layers is None:
-        model, batch = family(name)
-    else:
-        source = models.override(models.describe(name), {"num_hidden_layers": layers})
-        model, batch = models.build(source, device="meta"), models.sample_batch(source, batch=2, seq=128)
+def traced(layers=None, precision=None):
+    """A step of a net of so many layers; None: of the model with tied weights that real runs train."""
+    model, batch = family("tied") if layers is None else (Net(layers), torch.randint(0, 64, (4, 16)))
     return holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), precision=precision)
 
 
@@ -252,20 +273,13 @@ def some_settings(profile, seed, count):
 
 
 @pytest.mark.parametrize(
-    ("world", "most", "mean"),
-    [
-        (("tied",), 1.2, 1.08),
-        (("tiny-llama",), 1.3, 1.1),
-        (("tiny-llama", "bf16"), 1.35, 1.1),
-        (("tiny-llama", None, 10), 1.12, 1.04),
-    ],
-    ids=str,
+    ("layers", "precision", "most"), [(None, None, 1.2), (4, None, 1.2), (4, "bf16", 1.2), (12, None, 1.1)]
 )
-def test_the_papers_memory_model_is_never_low_and_seldom_high(world, most, mean):
-    """Check (2), against our simulator: over random settings the model is at most 0.5 % low; with four blocks, of which two
-    are always in the ring that it counts all the time, up to 35 % high, with ten up to 12 %."""
+def test_the_papers_memory_model_is_never_low_and_seldom_high(layers, precision, most):
+    """Check (2), against our simulator, over random settings: at most 0.5 % low; with four blocks, two of which are in the
+    ring that it counts all the time, up to 20 % high, with twelve up to 10 %; on average 5 %."""
     for overlap in (False, True):
-        problem = problem_on(traced(*world), overlap=overlap)
+        problem = problem_on(traced(layers, precision), overlap=overlap)
         profile = profile_of(problem)
         ratios = []
         for found in some_settings(profile, 0, 12):
@@ -273,14 +287,14 @@ def test_the_papers_memory_model_is_never_low_and_seldom_high(world, most, mean)
             ratios.append(found.peak / outcome.peak["cpu"])
         assert min(ratios) >= 0.995
         assert max(ratios) <= most
-        assert statistics.mean(ratios) <= mean
+        assert statistics.mean(ratios) <= 1.05
 
 
 @pytest.mark.parametrize("clips", [True, False], ids=["spill", "backward"])
 def test_the_papers_runtime_model_ranks_settings_as_the_simulator_does(clips):
     """Check (2), times: rank correlation of at least 0.9, median error of at most 15 %, where link and host are slow."""
     hardware = replace(machine(overlap=True, read=3e7, write=3e7), updates=1e6)
-    problem = problem_on(traced("tiny-llama"), hardware=hardware, clips=clips)
+    problem = problem_on(traced(6), hardware=hardware, clips=clips)
     profile = profile_of(problem)
     assert profile.when == ("spill" if clips else "backward")
     pairs = []
@@ -294,7 +308,7 @@ def test_the_papers_runtime_model_ranks_settings_as_the_simulator_does(clips):
 
 def test_a_hit_is_fetched_once_and_a_miss_twice():
     """Check (5): traffic of a step is what the numbers of hits and misses say."""
-    problem = problem_on(traced("tied"))
+    problem = problem_on(traced())
     profile = profile_of(problem)
     for n_persist, n_buffer in itertools.product(range(3), range(3)):
         setting = Setting(n_persist, n_buffer, 0, 0)
@@ -318,7 +332,7 @@ def smallest_budget(problem):
 def test_a_huge_budget_keeps_everything_and_a_tiny_one_nothing():
     """Check (3): all persistent and no block touched; n_persist = 0 and all run again."""
     for precision, taken_for_granted in ((None, []), ("bf16", ["place"])):
-        problem = problem_on(traced("tied", precision), allow=frozenset({"recompute", "place", "head"}))
+        problem = problem_on(traced(precision=precision), allow=frozenset({"recompute", "place", "head"}))
         plan = ProTrain()(problem)
         assert [a.name for a in plan.actions] == taken_for_granted
         least = ProTrain()(replace(problem, budget={**problem.budget, "cpu": smallest_budget(problem)}))
@@ -330,7 +344,7 @@ def test_a_huge_budget_keeps_everything_and_a_tiny_one_nothing():
 
 
 def test_what_is_not_allowed_is_not_used():
-    trace = traced("tied")
+    trace = traced()
     plain = simulate(problem_on(trace), []).peak["cpu"]
     for allow in (("recompute",), ("offload",), ("place",), ("recompute", "place")):
         problem = problem_on(trace, plain * 95 // 100, allow=frozenset(("keep", *allow)))
@@ -339,7 +353,7 @@ def test_what_is_not_allowed_is_not_used():
 
 def test_a_full_host_keeps_units_on_the_device():
     """The host has room for what blocks swap, or for less."""
-    trace = traced("tied")
+    trace = traced()
     plain = simulate(problem_on(trace), []).peak["cpu"]
     plan = ProTrain()(problem_on(trace, plain * 9 // 10, far=40_000))
     assert plan.predicted.peak.get("far", 0) <= 40_000
@@ -356,7 +370,7 @@ def test_a_chain_without_units_has_its_blocks_decided():
 
 
 def test_updates_are_made_in_backward_only_where_that_is_exact():
-    trace = traced("tied")
+    trace = traced()
     for options, when in (({}, "spill"), ({"clips": False}, "backward"), ({"clips": False, "accumulate": 2}, "spill")):
         assert profile_of(problem_on(trace, **options)).when == when
     assert profile_of(problem_on(trace, overlap=False, clips=False)).when == "step"
@@ -385,16 +399,16 @@ def train(model, batch, optimizer, clip=True):
 
 
 @cache
-def plainly_trained(name, clip):
-    model, batch = family(name)
+def plainly_trained(clip):
+    model, batch = family("tied")
     losses = train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), clip)
     return losses, copy.deepcopy(model.state_dict())
 
 
-def assert_runs_as_planned(plan, name, *, clip=True):
+def assert_runs_as_planned(plan, *, clip=True):
     """Three real steps: the same losses and weights, the predicted peak within 2 %, within the budget, no complaint."""
-    losses, weights = plainly_trained(name, clip)
-    model, batch = family(name)
+    losses, weights = plainly_trained(clip)
+    model, batch = family("tied")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gc.collect()
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:  # leaving brings states back, past the budget
@@ -408,26 +422,27 @@ def assert_runs_as_planned(plan, name, *, clip=True):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_model_trains_to_the_same_weights_under_every_budget(overlap):
     """Check (4): from plain training's peak down to the smallest that is found, through `plan` and `apply`."""
-    trace = traced("tied")
+    trace = traced()
     problem = problem_on(trace, hardware=replace(machine(overlap=overlap), updates=5e6))  # the host is slower than the device
     plain, least = simulate(problem, []).peak["cpu"], smallest_budget(problem)
     before = 0.0
-    for share in (100, 70, 40, 15, 0):
+    for share in (100, 60, 20, 0):
         budget = least + (plain - least) * share // 100
         plan = holdall.plan(trace, planner="protrain", budget=budget, hardware=problem.hardware)
         assert bool(plan.actions) == (share < 100)
         assert plan.predicted.seconds >= before * 0.98  # the models rank, the simulator times
         before = plan.predicted.seconds
-        assert_runs_as_planned(plan, "tied")
+        if plan.actions:
+            assert_runs_as_planned(plan)
 
 
 @pytest.mark.parametrize(("overlap", "clip"), [(False, True), (True, True), (True, False)], ids=["step", "spill", "backward"])
 def test_every_mix_of_modes_trains_to_the_same_weights(overlap, clip):
     """Check (4): units persistent, hits and misses; blocks kept, swapped and run again, with updates at all three moments."""
-    problem = problem_on(traced("tied"), overlap=overlap, clips=clip)
+    problem = problem_on(traced(), overlap=overlap, clips=clip)
     profile = profile_of(problem)
-    for setting in (Setting(2, 1, 1, 2), Setting(0, 2, 2, 1), Setting(1, 0, 0, 3), Setting(3, 0, 3, 0), Setting(0, 0, 0, 5)):
+    for setting in (Setting(2, 1, 1, 2), Setting(0, 2, 2, 1), Setting(3, 0, 3, 0), Setting(0, 0, 0, 5)):
         actions = actions_of(problem, profile, setting)
         assert sum(a.name == "offload" for a in actions) == setting.n_swap
         plan = finish(ProTrain(), replace(problem, budget={"cpu": UNLIMITED, "far": UNLIMITED}), actions)
-        assert_runs_as_planned(plan, "tied", clip=clip)
+        assert_runs_as_planned(plan, clip=clip)
