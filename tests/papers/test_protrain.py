@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import holdall
+from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners._finish import finish, with_traced
 from holdall.planners.protrain import (
@@ -179,11 +180,11 @@ def random_profile(rng, largest=6):
 # the search
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_search_equals_brute_force_ties_included(seed):
     """Check (1) of the catalogue: up to six units and six blocks, every budget from too little to plenty."""
     rng = random.Random(seed)
-    profile = random_profile(rng, largest=6 if seed < 4 else 4)
+    profile = random_profile(rng, largest=6 if seed < 3 else 4)
     mapped = map_blocks(profile)
     for setting in every_setting(profile):
         of = next(m for m in mapped if m.found(0, 0).setting[2:] == setting[2:])
@@ -195,12 +196,12 @@ def test_the_search_equals_brute_force_ties_included(seed):
         assert (found[0] if found else None) == brute_force(profile, limit)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_more_memory_is_never_slower_in_the_model(seed):
     """Check (3)."""
     profile = random_profile(random.Random(100 + seed))
     mapped = map_blocks(profile)
-    times = [found[0].ticks for limit in range(0, 300, 3) if (found := search(mapped, limit))]
+    times = [found[0].ticks for limit in range(100, 250, 2) if (found := search(mapped, limit))]
     assert times == sorted(times, reverse=True)
 
 
@@ -260,7 +261,7 @@ def traced(layers=None, precision=None):
 
 def problem_on(trace, budget=UNLIMITED, *, overlap=True, far=UNLIMITED, **options):
     hardware = options.pop("hardware", machine(overlap=overlap))
-    costed = holdall.api.cost_trace(trace, hardware)
+    costed = cost_trace(trace, hardware)
     return Problem(trace=costed, hardware=hardware, budget={"cpu": budget, "far": far}, **options)
 
 
