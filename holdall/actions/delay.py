@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.errors import Unsupported
-from holdall.optim._part import snapshot
-from holdall.runtime.gradients import Gradient
 from holdall.types import Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace
+
+if TYPE_CHECKING:
+    import torch
 
 _HANDLING = 0.4  # of an update's time: gradients taken over (6 bytes per parameter) and new weights cast (6), of Adam's 28
 
@@ -99,6 +98,8 @@ class _Late:
         self._nbytes = 0  # of the gradients held back, in the host's ordinary memory
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        from holdall.optim._part import snapshot
+
         engine = self._harness.engine
         self._steps += 1
         if engine is None or self._steps <= self._warmup:
@@ -120,7 +121,7 @@ class _Late:
                 for m, state in zip(members, states, strict=True):
                     optimizer.state[m.home] = state
                     if is_first:
-                        engine.updater.outside += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+                        engine.updater.outside += sum(getattr(v, "nbytes", 0) for v in state.values())
 
         self._is_new = bool(jobs)
         held = sum(g.nbytes for _, _, grads in jobs for g in grads)
@@ -131,6 +132,8 @@ class _Late:
 
     def _take(self, engine: Any, unit: Any) -> tuple[Any, list[int], list[torch.Tensor]]:
         """Take the gradients of a unit as the loop has left them; for the engine there are none."""
+        from holdall.runtime.gradients import Gradient
+
         held = engine.held[unit.name]
         which, grads = [], []
         with self._quiet():

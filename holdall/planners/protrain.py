@@ -81,7 +81,7 @@ class ProTrain:
                 return tried
             failed.add(tried.setting)
             if len(ranked) > _TRIES:  # too many to try each: the next must be smaller by what was missing
-                limit = tried.peak - missing.get(problem.home, 0)
+                limit = tried.peak - max(1, missing.get(problem.home, 0))
         return _smallest(problem, profile, mapped)
 
 
@@ -579,13 +579,16 @@ def actions_of(problem: Problem, profile: Profile, setting: Setting) -> list[Act
             actions.append(Recompute.of(trace, [block]))
         elif mode == "swap" and stage.moved:
             actions.append(Offload.of(trace, block, overlap=profile.overlap))
-    count = len(profile.chunks)
-    if setting.n_persist < count:
-        rows = {}
-        for n, chunk in enumerate(profile.chunks[setting.n_persist :], setting.n_persist):
-            stays = n >= count - setting.n_buffer or not chunk.streams
-            rows[trace.units[n].name] = ("resident" if stays else "streamed", "host")
-        actions.append(Place.of(trace, rows, when=profile.when, share=problem.accumulate == 1))
+    count, is_narrow = len(profile.chunks), trace.about.get("precision") is not None
+    rows = {}
+    for n, (unit, chunk) in enumerate(zip(trace.units[:count], profile.chunks, strict=True)):
+        persists = n < setting.n_persist
+        if not persists or (is_narrow and not unit.numel):  # the wide copy of frozen weights is of no use on the device
+            stays = persists or n >= count - setting.n_buffer or not chunk.streams
+            rows[unit.name] = ("resident" if stays else "streamed", "host")
+    if rows:
+        when = profile.when if setting.n_persist < count else "step"
+        actions.append(Place.of(trace, rows, when=when, share=problem.accumulate == 1))
     return actions
 
 

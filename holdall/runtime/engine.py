@@ -130,7 +130,8 @@ class Engine:
         self._queued = False  # a callback at the end of this backward
         self._leaving: list[Held] = []
         self._copies: dict[str, Any] = {}  # unit -> event of the copy that brings its weights
-        self.updater = Updater(optimizer, store, device, quiet=quiet) if optimizer is not None else None
+        self.away: set[int] = set()  # storages in another tier, which whoever counts the device's memory leaves out
+        self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else None
         self._check(optimizer)
         self.units: list[Unit] = []
@@ -140,6 +141,9 @@ class Engine:
             unit = Unit(placement, members, device=device, dtype=dtype)
             self._set_up(unit, share)
             self.units.append(unit)
+        self.away |= {
+            m.home.untyped_storage()._cdata for u in self.units if u.update != DEVICE or u.is_streamed for m in u.members
+        }
         self._move_buffers()
         self.held: dict[str, Held] = {}
         self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}
@@ -177,12 +181,8 @@ class Engine:
             unit.make_buffers(self.store, share=share)
         if unit.is_streamed:
             unit.resize(False)
-        if self.updater is not None and unit.update == DEVICE:
-            for m in unit.trained:  # states that were loaded before follow their parameter
-                state = self.optimizer.state.get(m.home) if self.optimizer is not None else None
-                for key, value in (state or {}).items():
-                    if isinstance(value, torch.Tensor) and value.dim() and value.device != m.home.device:
-                        state[key] = value.to(m.home.device)  # type: ignore[index]
+        if self.updater is not None:
+            self.updater.bring_states(unit)
 
     def _move_buffers(self) -> None:
         for module in self.model.modules():
@@ -247,13 +247,8 @@ class Engine:
             undo()
         self._undo.clear()
         for unit in self.units:
-            states = self.updater.states(unit.trained) if self.updater is not None else []
-            for m, state in zip(unit.trained, states, strict=bool(states)):
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        away = unit.update != DEVICE
-                        to = m.came_from if value.dim() else value.device
-                        state[key] = value.to(to, copy=away)
+            if self.updater is not None:
+                self.updater.return_states(unit)
             has_spare = self.updater is not None and self.updater.has_spare(unit)
             unit.put_back(self.store, in_store=has_spare)
         if self.updater is not None:
@@ -703,11 +698,6 @@ class Engine:
                     states = self.updater.states(unit.trained)
                     found += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
         return found
-
-    def elsewhere(self) -> set[int]:
-        """Storages of homes that lie in another tier."""
-        away = [u for u in self.units if u.update != DEVICE or u.is_streamed]
-        return {m.home.untyped_storage()._cdata for u in away for m in u.members}
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Device memory that holds parameters, so that nobody mistakes it for activations."""

@@ -107,7 +107,7 @@ class Harness:
         resident = {s._cdata for s in kept}
         self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
         if self._meter.ledger is not None and self.engine is not None:
-            self._meter.ledger.elsewhere = self.engine.elsewhere()
+            self._meter.ledger.elsewhere = self.engine.away
         self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__, self.engine)
         self._watch = Watch(self.plan, Notes(self.notes))
         buffers = dict(self.model.named_buffers())

@@ -18,7 +18,7 @@ import torch
 from holdall.errors import OverBudget
 from holdall.optim import _host
 from holdall.optim._part import PIECE, Groups, Part, snapshot
-from holdall.runtime.units import Layout, Member, Unit, like
+from holdall.runtime.units import DEVICE, Layout, Member, Unit, like
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
 
@@ -88,6 +88,7 @@ class Updater:
         device: torch.device,
         *,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+        away: set[int] | None = None,
         threads: int | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -96,6 +97,7 @@ class Updater:
         self.lane = store.lane() if store is not None else None
         self.back = store.lane() if store is not None else None  # new weights do not queue behind passing states
         self.quiet = quiet
+        self.away = away if away is not None else set()  # storages that are not the device's
         self.threads = threads or host_threads(device)
         self.outside = 0  # bytes of optimizer state in ordinary host memory
         self._parts: dict[str, Part] = {}
@@ -123,10 +125,35 @@ class Updater:
     def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
         return [self.optimizer.state.get(m.home) or {} for m in members]
 
-    def _keep(self, members: Sequence[Member], states: Sequence[dict[str, Any]]) -> None:
+    def _keep(self, members: Sequence[Member], states: Sequence[dict[str, Any]], *, away: bool = False) -> None:
         for m, state in zip(members, states, strict=True):
             if state:
                 self.optimizer.state[m.home] = state
+            if away:
+                there = [m.home.data, *(v for v in state.values() if isinstance(v, torch.Tensor))]
+                self.away.update(t.untyped_storage()._cdata for t in there)
+
+    def bring_states(self, unit: Unit) -> None:
+        """States that are there already go where their parameters went."""
+        for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and self._follows(m, key, value):
+                    state[key] = value.to(m.home.device)
+
+    def return_states(self, unit: Unit) -> None:
+        """States as ordinary memory where their parameters came from."""
+        for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    to = m.came_from if self._follows(m, key, value) else value.device
+                    state[key] = value.to(to, copy=unit.update != DEVICE)
+
+    def _follows(self, member: Member, key: str, value: torch.Tensor) -> bool:
+        """Whether a state lies where its parameter does: counters only where the rule wants them there."""
+        if value.dim() > 0 or key != "step":
+            return True
+        group = next(g for g in self.optimizer.param_groups if any(p is member.home for p in g["params"]))
+        return bool(group.get("fused") or group.get("capturable"))
 
     # on the device
 
@@ -172,7 +199,7 @@ class Updater:
             else:
                 values = [m.home.detach() for m in members]
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
-            self._keep(members, states)
+            self._keep(members, states, away=is_first)
         if is_first:
             self.outside += sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
         return None if unit.is_streamed else self.refresh(unit, order)
@@ -235,6 +262,7 @@ class Updater:
             m.home.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
             spare.new[n] = old
             state["step"].copy_(step)
+            self.away.add(m.home.data.untyped_storage()._cdata)
         if len(attempt.which) == len(unit.members):
             return self.back.pull(spare.tickets[1], unit.flat, after=order.after)
         for n in attempt.which:
@@ -332,7 +360,12 @@ class Updater:
         assert self.lane is not None
         if not all(states):
             return False
-        keys = [(n, key) for n, s in enumerate(states) for key, v in s.items() if self._travels(n, unit, key, v)]
+        keys = [
+            (n, key)
+            for n, s in enumerate(states)
+            for key, v in s.items()
+            if isinstance(v, torch.Tensor) and v.numel() and self._follows(unit.trained[n], key, v)
+        ]
         layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
         ticket = self.lane.reserve(layout.nbytes)
         views = layout.views(self.lane.memory(ticket))
@@ -349,7 +382,7 @@ class Updater:
                 unit.source = None  # the working weights come out of the chunk from now on
             self.lane.free(unit.homes)
         unit.homes = ticket
-        self._keep(unit.trained, states)
+        self._keep(unit.trained, states, away=True)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)
         return True
 
@@ -364,14 +397,6 @@ class Updater:
             for (n, key), view in zip(chunk.keys, views, strict=True):
                 copy_tensor(view, states[n][key])
                 states[n][key] = view
-
-    def _travels(self, n: int, unit: Unit, key: str, value: Any) -> bool:
-        """Whether a state goes to the device with its parameter: counters only where the rule wants them there."""
-        if not isinstance(value, torch.Tensor) or value.numel() == 0:
-            return False
-        home = unit.trained[n].home
-        group = next(g for g in self.optimizer.param_groups if any(p is home for p in g["params"]))
-        return value.dim() > 0 or key != "step" or bool(group.get("fused") or group.get("capturable"))
 
     def through(self, unit: Unit, order: Order, ticket: Ticket, layout: Layout) -> Any:
         """Update on the device, states in and out. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""

@@ -33,8 +33,16 @@ OPTIMIZERS = {
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),
 }
+KINDS = {
+    "device": ("resident", "device"),
+    "host": ("resident", "host"),
+    "through": ("resident", "through"),
+    "streamed host": ("streamed", "host"),
+    "streamed through": ("streamed", "through"),
+}
+IN_FULL = [kind for kind in KINDS if kind != "streamed through"]  # in float32; see the test of these
 RULES = list(OPTIMIZERS)
-CASES = [(name, RULES[(n + k) % 5]) for n, name in enumerate(PLAIN) for k in range(3)]
+CASES = [(name, RULES[(2 * n + k) % 5]) for n, name in enumerate(PLAIN) for k in range(2)]
 CASES += [(name, RULES[n % 5]) for n, name in enumerate(HUGGING_FACE)]
 
 
@@ -100,12 +108,21 @@ def everything(model, optimizer, seen):
     return copy.deepcopy({"seen": seen, "model": dict(model.state_dict()), "optimizer": optimizer.state_dict()})
 
 
-def random_placement(trace, rng, *, when, share=True):
+def placement_of(trace, kind, **options):
+    """The same for every unit that allows it."""
+    weights, update = KINDS[kind]
+    can = streamable(trace)
+    return Place.of(trace, {u.name: (weights if u.name in can else "resident", update) for u in trace.units}, **options)
+
+
+def random_placement(trace, rng, kinds, **options):
     """Every unit by itself: where its weights are, and where it is updated."""
     can = streamable(trace)
-    kinds = [("resident", "device"), ("resident", "host"), ("resident", "through")]
-    rows = {u.name: rng.choice(kinds + [("streamed", "host"), ("streamed", "through")] * (u.name in can)) for u in trace.units}
-    return Place.of(trace, rows, when=when, share=share)
+    rows = {}
+    for unit in trace.units:
+        weights, update = KINDS[rng.choice(list(kinds))]
+        rows[unit.name] = (weights if unit.name in can else "resident", update)
+    return Place.of(trace, rows, **options)
 
 
 def random_activations(trace, rng):
@@ -146,35 +163,83 @@ def as_planned(plan, model, optimizer, batches, **loop):
 # any placement, mixed with any action on activations
 
 
+@cache
+def traced(name, rule):
+    """(model, batch, trace); the model is to be copied."""
+    model, batch = family(name)
+    return model, batch, holdall.trace(model, batch, optimizer=make_optimizer(rule, model))
+
+
+def assert_plain(name, rule, actions, *, accumulate=1, clip=0.5, steps=STEPS):
+    """Trains as without us; inside of the harness and after it. Returns the harness."""
+    start, batch, trace = traced(name, rule)
+    batches = micro_batches(batch, accumulate)
+    model, reference = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer, plain = make_optimizer(rule, model), make_optimizer(rule, reference)
+    expected = everything(reference, plain, run(reference, plain, batches, clip=clip, steps=steps))
+    inside, harness = as_planned(make_plan(trace, actions, accumulate), model, optimizer, batches, clip=clip, steps=steps)
+    assert differences(inside, expected) == [], actions
+    assert differences(everything(model, optimizer, inside["seen"]), expected) == [], actions
+    assert harness.notes == []
+    return harness
+
+
 @pytest.mark.parametrize(("name", "rule"), CASES)
-def test_any_placement_gives_the_bits_of_plain_training_in_the_predicted_bytes(name, rule):
+def test_any_placement_gives_the_bits_of_plain_training(name, rule):
     rng = random.Random(f"{name} {rule}")
-    start, batch = family(name)
-    trace = holdall.trace(start, batch, optimizer=make_optimizer(rule, start))
-    runs = [(rng.choice(["step", "spill"]), 2, 0.5), *rng.sample([("step", 1, 0.5), ("spill", 1, 0.5), ("backward", 1, None)], 2)]
-    for when, accumulate, clip in runs[: 3 if name in PLAIN else 2]:
-        batches = micro_batches(batch, accumulate)
-        model, reference = copy.deepcopy(start), copy.deepcopy(start)
-        optimizer, plain = make_optimizer(rule, model), make_optimizer(rule, reference)
-        expected = everything(reference, plain, run(reference, plain, batches, clip=clip))
-        actions = [random_placement(trace, rng, when=when, share=accumulate == 1), *random_activations(trace, rng)]
-        inside, harness = as_planned(make_plan(trace, actions, accumulate), model, optimizer, batches, clip=clip)
-        assert differences(inside, expected) == [], actions
-        assert differences(everything(model, optimizer, inside["seen"]), expected) == [], actions
-        assert harness.notes == []
-        assert_predicted(harness, (when, accumulate, actions))
+    trace = traced(name, rule)[2]
+    place = random_placement(trace, rng, IN_FULL, when=rng.choice(["step", "spill"]), share=False)
+    assert_plain(name, rule, [place, *random_activations(trace, rng)], accumulate=2)
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_any_placement_takes_the_predicted_bytes(name, rule):
+    rng = random.Random(f"{rule} {name}")
+    trace = traced(name, rule)[2]
+    when = rng.choice(["step", "spill", "backward"])
+    place = random_placement(trace, rng, ["device", "host", "streamed host"], when=when)
+    actions = [place, *random_activations(trace, rng)]
+    assert_predicted(assert_plain(name, rule, actions, clip=None if when == "backward" else 0.5, steps=3), actions)
+
+
+@pytest.mark.parametrize("when", ["step", "spill", "backward"])
+def test_streamed_weights_may_be_updated_through_the_device(when):
+    place = placement_of(traced("tied", "adamw-fused")[2], "streamed through", when=when)
+    assert_plain("tied", "adamw-fused", [place], clip=None if when == "backward" else 0.5)
+
+
+# bytes
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+@pytest.mark.parametrize("kind", IN_FULL)
+@pytest.mark.parametrize("rule", ["adamw-fused", "adafactor"])
+def test_each_kind_of_placement_takes_the_predicted_bytes(kind, when, rule):
+    place = placement_of(traced("tied", rule)[2], kind, when=when)
+    assert_predicted(assert_plain("tied", rule, [place], clip=None if when == "backward" else 0.5, steps=3), place)
+
+
+@pytest.mark.parametrize("name", ["twice", "tiny-t5"])
+def test_streamed_weights_take_the_predicted_bytes_where_a_module_is_called_twice(name):
+    """T5's dropout, before and after its layers."""
+    rule = dict(CASES)[name]
+    place = placement_of(traced(name, rule)[2], "streamed host")
+    assert_predicted(assert_plain(name, rule, [place], steps=3), place)
+
+
+def test_gradients_that_leave_take_the_predicted_bytes_at_a_large_head():
+    place = placement_of(traced("tiny-llama", "adamw")[2], "host")
+    assert_predicted(assert_plain("tiny-llama", "adamw", [place], steps=3), place)
+
+
+@pytest.mark.parametrize("kind", IN_FULL)
+def test_accumulation_takes_the_predicted_bytes(kind):
+    """A second backward finds the first one's gradients."""
+    place = placement_of(traced("tied", "adamw-fused")[2], kind, share=False)
+    assert_predicted(assert_plain("tied", "adamw-fused", [place], accumulate=2, steps=3), place)
 
 
 # copies to compute with, in bfloat16
-
-
-KINDS = {
-    "device": ("resident", "device"),
-    "host": ("resident", "host"),
-    "through": ("resident", "through"),
-    "streamed host": ("streamed", "host"),
-    "streamed through": ("streamed", "through"),
-}
 
 
 class Small(torch.nn.Module):
@@ -235,13 +300,6 @@ def run_in_bfloat16(model, optimizer, batches, *, clip):
     return run(model, optimizer, batches, clip=clip, backward=backward, step=step)
 
 
-def placement_of(trace, kind, **options):
-    """The same for every unit that allows it."""
-    weights, update = KINDS[kind]
-    can = streamable(trace)
-    return Place.of(trace, {u.name: (weights if u.name in can else "resident", update) for u in trace.units}, **options)
-
-
 def in_bfloat16(rule, place, actions=(), *, accumulate=1, clip=0.5, width=8):
     """Train both ways: (differences, harness)."""
     start, batch, trace = small(rule, width)
@@ -267,9 +325,9 @@ def test_copies_in_bfloat16_train_as_the_reference_does(kind, when, accumulate):
 def test_any_placement_of_copies_in_bfloat16_trains_as_the_reference_does(rule):
     rng = random.Random(rule)
     trace = small(rule)[2]
-    for when, accumulate in [("step", 2), ("spill", 2), ("backward", 1)]:
+    for when, accumulate in [("spill", 2), (rng.choice(["step", "backward"]), 1)]:
         actions = random_activations(trace, rng)
-        place = random_placement(trace, rng, when=when, share=accumulate == 1)
+        place = random_placement(trace, rng, KINDS, when=when, share=accumulate == 1)
         different, _ = in_bfloat16(rule, place, actions, accumulate=accumulate, clip=None if when == "backward" else 0.5)
         assert different == [], (place, actions)
 
