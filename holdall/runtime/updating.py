@@ -130,7 +130,7 @@ class Updater:
             if state:
                 self.optimizer.state[m.home] = state
             if away:
-                there = [m.home.data, *(v for v in state.values() if isinstance(v, torch.Tensor))]
+                there = [m.home, *(v for v in state.values() if isinstance(v, torch.Tensor))]
                 self.away.update(t.untyped_storage()._cdata for t in there)
 
     def bring_states(self, unit: Unit) -> None:
@@ -262,7 +262,7 @@ class Updater:
             m.home.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
             spare.new[n] = old
             state["step"].copy_(step)
-            self.away.add(m.home.data.untyped_storage()._cdata)
+            self.away.add(m.home.untyped_storage()._cdata)
         if len(attempt.which) == len(unit.members):
             return self.back.pull(spare.tickets[1], unit.flat, after=order.after)
         for n in attempt.which:
