@@ -375,6 +375,7 @@ class Updater:
                 m.home.data = view
             for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
                 copy_tensor(view, states[n][key])
+                self.away.discard(states[n][key].untyped_storage()._cdata)  # soon another's
                 states[n][key] = view
         self.outside -= sum(view.nbytes for view in views[len(unit.trained) :])
         if unit.homes is not None:
