@@ -7,6 +7,7 @@ import re
 
 from holdall.errors import InvalidInput
 
+ALIGN = 256  # bytes; tensors in a flat piece of memory begin at such boundaries, as kernels like it
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 
 _UNITS = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdall.errors import Unsupported
-from holdall.runtime.units import ALIGN
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
 from holdall.types.trace import OpId, TensorId
+from holdall.units import ALIGN
 
 if TYPE_CHECKING:
     from holdall.actions.place import Place
@@ -112,7 +112,11 @@ class _Rewrite:
                 info = schedule.info(x)
                 schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
         if placed.update == "device" and not placed.streamed:
+            if self.problem.accumulate > 1:
+                self._accumulated(unit, "")
             return
+        if self.problem.accumulate > 1 and placed.update != "device":
+            self._accumulated(unit, self.far)
         for x in unit.states:
             schedule.start[x] = self.far
         like = self.trace.tensors[unit.weights[0]]
@@ -134,6 +138,16 @@ class _Rewrite:
             if self._is_ahead(placed):
                 values = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in unit.states)
                 self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))
+
+    def _accumulated(self, unit: Unit, tier: str) -> None:
+        """Gradients of earlier backwards of the step, as wide as the parameters; there all the time, to be on the safe side."""
+        size = sum(self.trace.tensors[g].nbytes for g in unit.grads) * (2 if self.is_narrow else 1)
+        if size:
+            like = self.trace.tensors[unit.weights[0]]
+            sums = self.schedule.add(like, name=f"{unit.name}: gradients so far", kind=Kind.GRAD, nbytes=size)
+            self.schedule.holds[sums] = [(len(self.trace.ops), 0)]
+            if tier:
+                self.schedule.start[sums] = tier
 
     def _there(self, tensor: TensorId) -> None:
         self.schedule.start[tensor] = self.far

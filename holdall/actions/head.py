@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from holdall.errors import Unsupported
-from holdall.runtime.logits import chunk_head
 from holdall.types import Problem, Schedule, Trace
 
 
@@ -39,6 +38,8 @@ class Head:
         return schedule
 
     def install(self, harness: Any) -> None:
+        from holdall.runtime.logits import chunk_head  # planning needs no torch
+
         try:
             head = harness.model.get_submodule(self.module)
         except AttributeError:

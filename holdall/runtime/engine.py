@@ -490,8 +490,14 @@ class Engine:
             for n in held.which:
                 home = held.unit.trained[n].home
                 grad = home.grad
-                if not isinstance(grad, Gradient) or grad.source is not held:
+                if grad is not None and (not isinstance(grad, Gradient) or grad.source is not held):
+                    raise Unsupported(
+                        "gradients of the step before were not cleared, so this backward would add to them",
+                        hint="call `optimizer.zero_grad()` after every step, or plan without `place`",
+                    )
+                if grad is None:
                     grad = home.grad = Gradient(home, held, n)
+                assert isinstance(grad, Gradient)
                 grad.renew()
                 if self.when == BACKWARD:
                     grad.spent = "it was used up in backward, because the loop was said not to clip"
@@ -564,6 +570,8 @@ class Engine:
             values[n] = grad.value() if isinstance(grad, Gradient) else grad
         held.which = tuple(kept)
         held.norms = None
+        if not kept:
+            return
         if unit.update == DEVICE:
             held.here = [values[n].to(self.device) for n in kept]
             return

@@ -186,12 +186,12 @@ class Harness:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._meter.stop()  # what follows is not the loop's
         if self.engine is not None:
             self._outside = self.engine.outside
             self.engine.close()
             self.engine = None
         self._blocks.restart()
-        self._meter.stop()
         if self.store is not None:
             self.store.close()
 

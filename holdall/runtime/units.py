@@ -21,8 +21,7 @@ import torch
 
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
-
-ALIGN = 256  # bytes; kernels like their operands on such a boundary
+from holdall.units import ALIGN
 
 RESIDENT, STREAMED = "resident", "streamed"
 DEVICE, HOST, THROUGH = "device", "host", "through"
@@ -136,8 +135,9 @@ class Unit:
         at = self.device if stays else torch.device("cpu")
         if stays or store is None or (self.is_narrow and not into_store):
             for m in self.members:
-                if m.home.device != at:
-                    m.home.data = m.home.data.to(at)
+                to = at if m.trained or not self.is_narrow else torch.device("cpu")  # nobody computes with a wide frozen one
+                if m.home.device != to:
+                    m.home.data = m.home.data.to(to)
             return
         layout = Layout.of(like(m.home) for m in self.members)
         self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow)

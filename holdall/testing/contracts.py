@@ -264,6 +264,6 @@ def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lis
     for name, module in model.named_modules():
         hooks = [len(v) for k, v in sorted(vars(module).items()) if k.endswith("_hooks") and v is not None]
         seen.append((name, "forward" in module.__dict__, hooks, type(module).__name__))
-    seen += [(n, id(p), p.data_ptr(), p._version) for n, p in model.named_parameters()]
+    seen += [(n, id(p), p.device, p.stride(), p._version, p.tolist()) for n, p in model.named_parameters()]
     seen.append([len(v) for k, v in sorted(vars(optimizer).items()) if k.endswith("_hooks") and hasattr(v, "__len__")])
     return seen

@@ -391,7 +391,8 @@ def test_evaluation_computes_with_the_copies_and_reads_the_parameters(kind, when
         with torch.no_grad():
             seen = default_loss(model.eval(), batch)
         values = [p.detach().clone() for p in model.parameters()]
-        work = copy.deepcopy(model)
+        work = copy.deepcopy(start).eval()
+        work.load_state_dict(model.state_dict())
     assert seen.dtype == torch.bfloat16
     assert all(v.dtype == torch.float32 for v in values)
     assert not all(torch.equal(v, v.bfloat16().float()) for v in values)
