@@ -17,6 +17,7 @@ from holdall.cli._workload import Workload, describe_workload
 from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
+from holdall.planners._finish import allocator_of
 from holdall.registry import build_member, member_class
 from holdall.runtime.probe import probe
 from holdall.simulator import simulate
@@ -181,7 +182,7 @@ def plain_outcome(trace: Trace, machine: Hardware | None = None) -> Outcome:
     """Plain training, whether it fits or not. Without a machine its bytes are right and its seconds mean nothing."""
     machine = machine or _any_machine(str(trace.about.get("device", "cpu")))
     problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget={})
-    return simulate(problem, [], full=True, allocator="caching" if machine.device == "cuda" else None)
+    return simulate(problem, [], full=True, allocator=allocator_of(problem))
 
 
 def _any_machine(device: str) -> Hardware:

@@ -21,8 +21,7 @@ def finish(
 ) -> Plan:
     """The plan of these actions; `Infeasible` if it does not fit. `began`: when planning started (`time.perf_counter`)."""
     actions = with_traced(problem, actions)
-    allocator = "expandable" if problem.hardware.device == "cuda" else None
-    outcome = simulate(problem, actions, full=True, checked=True, allocator=allocator)
+    outcome = simulate(problem, actions, full=True, checked=True, allocator=allocator_of(problem))
     refuse_over_budget(problem, outcome, planner.name)
     trace = problem.trace
     return Plan(
@@ -38,6 +37,11 @@ def finish(
         why=tuple(why),
         about={**_what_the_harness_needs(problem), "rows": block_rows(problem, actions)},
     )
+
+
+def allocator_of(problem: Problem) -> str | None:
+    """The allocator that the runtime will have on the problem's device; None: bytes are all that counts."""
+    return "expandable" if problem.hardware.device == "cuda" else None
 
 
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:

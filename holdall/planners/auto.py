@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdall.planners._chain import best_choices
-from holdall.planners._finish import finish, over_budget, with_traced
+from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
 from holdall.planners._menu import Item, Menus, actions_for, try_choices
 from holdall.planners._segments import segmented
 from holdall.planners._states import Placements, Spread
@@ -95,10 +95,11 @@ class _Search:
 
     def is_placed(self, actions: Sequence[Action]) -> bool:
         """Whether the device's allocator finds a place for everything; elsewhere bytes are all that counts."""
-        if self.problem.hardware.device != "cuda":
+        allocator = allocator_of(self.problem)
+        if allocator is None:
             return True
         whole = with_traced(self.problem, actions)
-        return not over_budget(self.problem, simulate(self.problem, whole, allocator="expandable"))
+        return not over_budget(self.problem, simulate(self.problem, whole, allocator=allocator))
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""

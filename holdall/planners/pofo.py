@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 from holdall.actions.offload import Offload, own_inputs
 from holdall.actions.recompute import Recompute
 from holdall.errors import InvalidInput
-from holdall.planners._finish import finish, over_budget
+from holdall.planners._finish import allocator_of, finish, over_budget
 from holdall.planners._menu import Choice, Item, make_menus
 from holdall.planners._rotor import Stage, Table
 from holdall.planners._segments import runs
@@ -521,7 +521,7 @@ def _ask(
 
 
 def _try(problem: Problem, segments: Sequence[Segment], actions: Sequence[Action]) -> _Candidate:
-    allocator = "caching" if problem.hardware.device == "cuda" else None
+    allocator = allocator_of(problem)
     outcome = simulate(problem, actions, allocator=allocator)
     return _Candidate(list(segments), list(actions), outcome, over_budget(problem, outcome))
 

@@ -34,7 +34,7 @@ from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute, obstacle
 from holdall.cost.link import IN, OUT, copy_seconds
 from holdall.errors import InvalidInput
-from holdall.planners._finish import finish, over_budget, with_traced
+from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
 from holdall.simulator import lower, simulate
 from holdall.simulator.curve import Curve, memory_curve
 from holdall.types import Action, Block, Outcome, Phase, Plan, Problem, Trace, Unit
@@ -593,7 +593,7 @@ def actions_of(problem: Problem, profile: Profile, setting: Setting) -> list[Act
 
 
 def _simulated(problem: Problem, profile: Profile, setting: Setting) -> Outcome:
-    allocator = "caching" if problem.hardware.device == "cuda" else None
+    allocator = allocator_of(problem)
     return simulate(problem, with_traced(problem, actions_of(problem, profile, setting)), allocator=allocator)
 
 

@@ -135,7 +135,7 @@ def _measure(request: _Request) -> Hardware:
         overlap=kind == "cuda",
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
-        updates=_updates(clock, host_threads(clock.device)),
+        updates=_updates(clock, host_threads(clock.device)) if kind == "cuda" else bandwidth / _UPDATE_BYTES,
         passing=_has_rate_to_spare(clock),
         context=context,
         resident=resident,
@@ -144,7 +144,8 @@ def _measure(request: _Request) -> Hardware:
     )
 
 
-_UPDATED = {"cpu": 1 << 20, "cuda": 1 << 26}  # parameters
+_UPDATE_BYTES = 28  # that Adam reads and writes per parameter
+_UPDATED = 1 << 26  # parameters
 _BESIDE = 0.85  # of the host's rate is left while copies use its memory too
 
 
@@ -158,7 +159,7 @@ def _has_rate_to_spare(clock: _Clock) -> bool:
 
 def _updates(clock: _Clock, threads: int) -> float:
     """Parameters per second of Adam on the host: low-precision gradient in, low-precision weight out, as plans have it."""
-    count = min(_UPDATED[clock.device.type], max(1 << 16, int(psutil.virtual_memory().available) // 64))
+    count = min(_UPDATED, max(1 << 16, int(psutil.virtual_memory().available) // 64))
     value, first, second = (torch.zeros(count) for _ in range(3))
     grad = torch.full((count,), 0.01, dtype=torch.bfloat16)
     step = torch.zeros(())
@@ -181,7 +182,7 @@ def _updates(clock: _Clock, threads: int) -> float:
         )
 
     seconds = clock.seconds(update)
-    return count / seconds * (_BESIDE if clock.device.type == "cuda" else 1.0)
+    return count / seconds * _BESIDE
 
 
 def _resident(device: torch.device) -> int:

@@ -25,7 +25,7 @@ def machine(**changes):
     )
     known = {
         "name": "toy",
-        "device": "cuda",
+        "device": "cpu",
         "tiers": tiers,
         "flops": {"float32": 100.0},
         "bandwidth": 10.0,
@@ -234,6 +234,12 @@ def test_an_op_takes_its_overhead_and_the_longer_of_arithmetic_and_bytes():
     assert op_seconds(op(flops=100, moved=10), hardware) == 1.0 + 2.0  # 100 / (100 * 0.5)
     assert op_seconds(op(flops=100, moved=50), hardware) == 1.0 + 5.0
     assert op_seconds(op("aten.add.Tensor", moved=50), hardware) == 1.0 + 5.0
+
+
+def test_on_a_gpu_the_start_of_an_op_hides_behind_the_op_before():
+    hardware = machine(device="cuda")
+    assert op_seconds(op(flops=100, moved=10), hardware) == 2.0
+    assert op_seconds(op("aten.view.default"), hardware) == 0.0
 
 
 def test_a_view_takes_at_most_half_of_an_overhead():

@@ -102,7 +102,10 @@ def adamw(model):
 
 def adamw_in_groups(model):
     params = list(model.parameters())
-    groups = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if p.dim() > 1]},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
 
 
@@ -782,7 +785,9 @@ def footprint(model, optimizer):
     return {
         "modules": [(name, type(m), sorted(vars(m)), hooks(m)) for name, m in model.named_modules()],
         "parameters": [(n, id(p), type(p), sorted(vars(p)), p.requires_grad, p.device) for n, p in model.named_parameters()],
-        "tensor hooks": [[len(h or ()) for h in (p._backward_hooks, p._post_accumulate_grad_hooks)] for p in model.parameters()],
+        "tensor hooks": [
+            [len(h or ()) for h in (p._backward_hooks, p._post_accumulate_grad_hooks)] for p in model.parameters()
+        ],
         "gradients": [type(p.grad) for p in model.parameters()],
         "optimizer": (type(optimizer), sorted(vars(optimizer)), hooks(optimizer)),
         "groups": [[id(p) for p in g["params"]] for g in optimizer.param_groups],

@@ -67,8 +67,11 @@ def micro_batches(batch, accumulate):
     return [batch, rolled(batch)][:accumulate]
 
 
-def run(model, optimizer, batches, *, clip, steps=STEPS, backward=None, step=None):
-    """Losses, norms and rates. `backward` and `step` are what the reference in bfloat16 does in its own way."""
+def run(model, optimizer, batches, *, clip, steps=STEPS, meddle=None, backward=None, step=None):
+    """Losses, norms and rates. `meddle` is called before the step, and may ask for none.
+
+    `backward` and `step` are what the reference in bfloat16 does in its own way.
+    """
     seen = []
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
 
@@ -82,8 +85,9 @@ def run(model, optimizer, batches, *, clip, steps=STEPS, backward=None, step=Non
         seen += [(backward or own_backward)(batch) for batch in batches]
         if clip:
             seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        (step or optimizer.step)()
-        scheduler.step()
+        if meddle is None or not meddle(n, optimizer):
+            (step or optimizer.step)()
+            scheduler.step()
         optimizer.zero_grad()
         seen += scheduler.get_last_lr()
     return seen
@@ -255,7 +259,7 @@ class Small(torch.nn.Module):
             self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
 
         def forward(self, x):
-            return x + torch.nn.functional.dropout(self.down(self.up(self.norm(x)).relu()), 0.1)
+            return x + torch.nn.functional.dropout(self.down(self.up(self.norm(x)).relu()), 0.1, self.training)
 
     def __init__(self, width):
         super().__init__()
@@ -279,7 +283,7 @@ def small(rule, width=8):
     return model, batch, holdall.trace(model, batch, optimizer=make_optimizer(rule, model), precision="bf16")
 
 
-def run_in_bfloat16(model, optimizer, batches, *, clip):
+def run_in_bfloat16(model, optimizer, batches, **loop):
     """The reference: a bfloat16 model makes the gradients, which are added up, clipped and applied in float32."""
     work = copy.deepcopy(model)
     pairs = list(zip(model.parameters(), work.parameters(), strict=True))
@@ -300,17 +304,17 @@ def run_in_bfloat16(model, optimizer, batches, *, clip):
         for p, w in pairs:
             w.data.copy_(p.data)
 
-    return run(model, optimizer, batches, clip=clip, backward=backward, step=step)
+    return run(model, optimizer, batches, backward=backward, step=step, **loop)
 
 
-def in_bfloat16(rule, place, actions=(), *, accumulate=1, clip=0.5, width=8):
+def in_bfloat16(rule, place, actions=(), *, accumulate=1, clip=0.5, width=8, **loop):
     """Train both ways: (differences, harness)."""
     start, batch, trace = small(rule, width)
     batches = micro_batches(batch, accumulate)
     model, reference = copy.deepcopy(start), copy.deepcopy(start)
     optimizer, plain = make_optimizer(rule, model), make_optimizer(rule, reference)
-    expected = everything(reference, plain, run_in_bfloat16(reference, plain, batches, clip=clip))
-    inside, harness = as_planned(make_plan(trace, [place, *actions], accumulate), model, optimizer, batches, clip=clip)
+    expected = everything(reference, plain, run_in_bfloat16(reference, plain, batches, clip=clip, **loop))
+    inside, harness = as_planned(make_plan(trace, [place, *actions], accumulate), model, optimizer, batches, clip=clip, **loop)
     assert differences(everything(model, optimizer, inside["seen"]), inside) == []
     return differences(inside, expected), harness
 
@@ -339,6 +343,48 @@ def test_any_placement_of_copies_in_bfloat16_trains_as_the_reference_does(rule):
 def test_copies_in_bfloat16_take_the_predicted_bytes(kind):
     place = placement_of(small("adamw-fused", 64)[2], kind)
     assert_predicted(in_bfloat16("adamw-fused", place, width=64)[1], place)
+
+
+def skip_some(n, optimizer):
+    return n % 3 == 2
+
+
+def change_rates(n, optimizer):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+LOOPS = {
+    "never clipped": {"clip": 1e6},
+    "always clipped": {"clip": 1e-3},
+    "sometimes clipped": {"clip": 2.5},
+    "not looked at": {"clip": None},
+    "two backwards": {"clip": None, "accumulate": 2},
+    "skipped": {"clip": None, "meddle": skip_some},
+    "rates changed": {"clip": None, "meddle": change_rates},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", ["host", "mixed"])
+def test_updates_begun_before_it_is_known_whether_gradients_are_clipped_are_right(loop, kind):
+    trace = small("adamw-fused")[2]
+    options = {"when": "spill", "share": False, "ahead": True}
+    place = (
+        placement_of(trace, "host", **options)
+        if kind == "host"
+        else random_placement(trace, random.Random(3), KINDS, **options)
+    )
+    different, _ = in_bfloat16("adamw-fused", place, steps=10, **LOOPS[loop])
+    assert different == []
+
+
+def test_the_loop_that_is_sometimes_clipped_is_so_sometimes():
+    model, batch, _ = small("adamw-fused")
+    reference = copy.deepcopy(model)
+    seen = run_in_bfloat16(reference, make_optimizer("adamw-fused", reference), [batch], steps=10, **LOOPS["sometimes clipped"])
+    clipped = [norm > 2.5 for norm in seen[1::4]]  # loss, norm, two rates
+    assert any(clipped) and not all(clipped)
 
 
 def narrow_gradients(model, batch):
