@@ -18,78 +18,19 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from holdall.errors import Unsupported
 from holdall.optim._part import Groups, is_separable, snapshot
 from holdall.runtime.gradients import Gradient
-from holdall.runtime.units import DEVICE, HOST, THROUGH, Layout, Placement, Unit, find_members
-from holdall.runtime.updating import Attempt, Order, Updater
-from holdall.tiers import Keeper, Ticket
+from holdall.runtime.guard import Guard
+from holdall.runtime.held import Held
+from holdall.runtime.units import DEVICE, HOST, THROUGH, Placement, Unit, find_members
+from holdall.runtime.updating import Order, Updater
+from holdall.tiers import Keeper
 
 BACKWARD, SPILL, STEP = "backward", "spill", "step"
 _RETRY = 4  # after a step whose gradients were clipped, one step in so many tries again to be ahead
-
-
-class Held:
-    """The gradients of a unit between backward and its update."""
-
-    def __init__(self, unit: Unit, store: Keeper | None) -> None:
-        self.unit = unit
-        self.store = store
-        self.which: tuple[int, ...] = ()
-        self.here: list[torch.Tensor] = []  # on the device, those of `which`
-        self.norms: torch.Tensor | None = None  # of `which`, on the device
-        self.sum: Ticket | None = None  # on the host, where more than one backward was added up
-        self.flat: torch.Tensor | None = None  # on the device, while it is being copied out
-        self.attempt: Attempt | None = None  # its update, if one was begun ahead
-        self.host_norms: torch.Tensor | None = None  # the same on the host, valid after `norms_event`
-        self.norms_event: Any = None
-
-    @property
-    def layout(self) -> Layout:
-        """Of the gradient on the host."""
-        return self.unit.grads if self.sum is None else self.unit.wide
-
-    @property
-    def ticket(self) -> Ticket:
-        ticket = self.sum if self.sum is not None else self.unit.buffer
-        assert ticket is not None
-        return ticket
-
-    def on_host(self) -> list[torch.Tensor]:
-        """The gradients of `which` in the host's memory, when they are there."""
-        assert self.store is not None
-        self.store.arrived(self.ticket)
-        views = self.layout.views(self.store.memory(self.ticket))
-        return [views[n] for n in self.which]
-
-    # what `Gradient` asks
-
-    def norm(self, index: int) -> torch.Tensor | None:
-        found: torch.Tensor
-        at = self.which.index(index)
-        device = self.unit.trained[index].home.device
-        if self.sum is not None:
-            found = torch.linalg.vector_norm(self.on_host()[at])
-            return found
-        if self.norms is None:
-            return None
-        if device.type == self.norms.device.type:
-            return self.norms[at]
-        if self.norms_event is not None:
-            self.norms_event.synchronize()
-            self.norms_event = None
-        if self.host_norms is None:
-            self.host_norms = self.norms.to(device)
-        return self.host_norms[at]
-
-    def bring(self, index: int) -> torch.Tensor:
-        at = self.which.index(index)
-        home = self.unit.trained[index].home
-        found = self.here[at] if self.here else self.on_host()[at]
-        return found.detach().to(device=home.device, dtype=home.dtype, copy=True)
 
 
 class Engine:
@@ -155,7 +96,7 @@ class Engine:
         self._norms: torch.Tensor | None = None  # pinned
         self._homes: set[int] = set()  # storages of homes whose update is under way
         self._aside: list[list[torch.Tensor]] = []
-        self._guard = _Guard(self)
+        self._guard = Guard(self.settle_home)
         self._install()
 
     # setting up and taking down
@@ -722,35 +663,3 @@ class Engine:
             else 0
         )
         return homes + (self.updater.outside if self.updater is not None else 0)
-
-
-class _Guard(TorchDispatchMode):
-    """On between a step and the next forward while updates are under way: an op that touches a home waits for its update."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._engine = engine
-        self._is_up = False
-        self._is_on = False
-
-    def rise(self) -> None:
-        self._is_on = True
-        if not self._is_up:
-            self._is_up = True
-            self.__enter__()
-
-    def lower(self) -> None:
-        """Off; taken from the stack as soon as nothing lies above it there."""
-        self._is_on = False
-        if self._is_up and _get_current_dispatch_mode() is self:
-            self._is_up = False
-            self.__exit__(None, None, None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_on:
-            for t in tree_iter((args, kwargs)):
-                if isinstance(t, torch.Tensor) and not isinstance(t, Gradient):
-                    self._engine.settle_home(t.untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Model states on a real GPU: wherever they live, the same training, the predicted bytes, a budget that the device sees kept."""
+"""Model states on a real GPU: wherever they live, the same training, the predicted bytes, and a budget that is kept."""
 
 import copy
 

@@ -199,6 +199,15 @@ def assert_the_same_or_refused(make, place, loop):
         assert refused.hint
 
 
+@pytest.fixture(autouse=True)
+def no_modes_left():
+    """A mode that a failing test left on this thread must not slow or fail the others."""
+    before = torch._C._len_torch_dispatch_stack()
+    yield
+    while torch._C._len_torch_dispatch_stack() > before:
+        torch.utils._python_dispatch._pop_mode()
+
+
 @pytest.fixture
 def slow_host(monkeypatch):
     """Updates on the host come late: who does not wait for them sees the old values."""
@@ -872,17 +881,8 @@ def test_entering_and_leaving_changes_nothing(place):
     assert differences(states(model, optimizer), values) == []
 
 
-@pytest.fixture
-def no_modes_left():
-    """A mode that a failing test left behind must not fail the others."""
-    before = torch._C._len_torch_dispatch_stack()
-    yield
-    while torch._C._len_torch_dispatch_stack() > before:
-        torch.utils._python_dispatch._pop_mode()
-
-
 @pytest.mark.parametrize("place", ["host spill", "streamed spill", "host backward"])
-def test_an_error_in_an_update_on_the_host_reaches_the_loop_and_leaves_nothing(place, monkeypatch, no_modes_left):
+def test_an_error_in_an_update_on_the_host_reaches_the_loop_and_leaves_nothing(place, monkeypatch):
     model, optimizer = fresh(net)
     before = footprint(model, optimizer)
     monkeypatch.setattr(Updater, "on_host", fail)

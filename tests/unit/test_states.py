@@ -47,6 +47,15 @@ CASES += [(name, RULES[n % 5]) for n, name in enumerate(HUGGING_FACE)]
 CASES.remove(("branching", "adafactor"))  # its step is watched as it runs, and Adafactor's cannot be
 
 
+@pytest.fixture(autouse=True)
+def no_modes_left():
+    """A mode that a failing test left on this thread must not slow or fail the others."""
+    before = torch._C._len_torch_dispatch_stack()
+    yield
+    while torch._C._len_torch_dispatch_stack() > before:
+        torch.utils._python_dispatch._pop_mode()
+
+
 def make_optimizer(rule, model):
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -357,7 +366,7 @@ def change_rates(n, optimizer):
 LOOPS = {
     "never clipped": {"clip": 1e6},
     "always clipped": {"clip": 1e-3},
-    "sometimes clipped": {"clip": 2.5},
+    "sometimes clipped": {"clip": 0.6},
     "not looked at": {"clip": None},
     "two backwards": {"clip": None, "accumulate": 2},
     "skipped": {"clip": None, "meddle": skip_some},
@@ -383,7 +392,7 @@ def test_the_loop_that_is_sometimes_clipped_is_so_sometimes():
     model, batch, _ = small("adamw-fused")
     reference = copy.deepcopy(model)
     seen = run_in_bfloat16(reference, make_optimizer("adamw-fused", reference), [batch], steps=10, **LOOPS["sometimes clipped"])
-    clipped = [norm > 2.5 for norm in seen[1::4]]  # loss, norm, two rates
+    clipped = [norm > 0.6 for norm in seen[1::4]]  # loss, norm, two rates
     assert any(clipped) and not all(clipped)
 
 

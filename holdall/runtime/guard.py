@@ -1,0 +1,44 @@
+"""Nobody reads a parameter whose update is still under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_iter
+
+from holdall.runtime.gradients import Gradient
+
+
+class Guard(TorchDispatchMode):
+    """On between a step and the next forward while updates are under way: an op that touches a home waits for its update."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, touched: Callable[[int], None]) -> None:
+        super().__init__()
+        self._touched = touched  # told the key of every storage that an op is about to use
+        self._is_up = False
+        self._is_on = False
+
+    def rise(self) -> None:
+        self._is_on = True
+        if not self._is_up:
+            self._is_up = True
+            self.__enter__()
+
+    def lower(self) -> None:
+        """Off; taken from the stack as soon as nothing lies above it there."""
+        self._is_on = False
+        if self._is_up and _get_current_dispatch_mode() is self:
+            self._is_up = False
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_on:
+            for t in tree_iter((args, kwargs)):
+                if isinstance(t, torch.Tensor) and not isinstance(t, Gradient):
+                    self._touched(t.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
