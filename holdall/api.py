@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
-from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_name
+from holdall.errors import HoldallError, InvalidInput, TraceMismatch, Unsupported, unknown_name
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
 from holdall.runtime.harness import Harness
@@ -102,15 +102,29 @@ def apply(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     enforce: bool = True,
+    fallback: Plan | None = None,
 ) -> Harness:
     """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
 
-    `enforce`: stop the run at the op that would pass the budget.
+    `enforce`: stop the run at the op that would pass the budget. `fallback`: a plan to step back to if this one is measured
+    slower than it.
     """
     read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     _check_belongs(read, model, optimizer)
-    store = _store_for(read, model)
-    return Harness(read, model, optimizer, store=store, enforce=enforce, make_report=make_report)
+
+    def make_store(plan: Plan) -> Any:
+        return _store_for(plan, model)
+
+    return Harness(
+        read,
+        model,
+        optimizer,
+        store=make_store(read),
+        enforce=enforce,
+        make_report=make_report,
+        make_store=make_store,
+        fallback=fallback,
+    )
 
 
 def fit(
@@ -149,7 +163,19 @@ def fit(
         progress=progress,
         **options,
     )
-    return apply(made, model, optimizer, enforce=enforce)
+    fallback = _fallback_for(made, traced, hardware=hardware, allow=allow, budget=budget, accumulate=accumulate)
+    return apply(made, model, optimizer, enforce=enforce, fallback=fallback)
+
+
+def _fallback_for(made: Plan, traced: Trace, **given: Any) -> Plan | None:
+    """Recompute all, optimizer on the host: what anyone would do. None: not needed, not feasible, or times mean nothing."""
+    places = any(action.name == "place" for action in made.actions)
+    if made.planner != "auto" or not places or traced.about.get("device") != "cuda":
+        return None
+    try:
+        return plan(traced, planner="zero_offload", overlap=True, **given)
+    except HoldallError:
+        return None
 
 
 def make_report(harness: Harness) -> Report:

@@ -22,6 +22,7 @@ from holdall.runtime.ledger import Ledger
 from holdall.runtime.meter import CpuMeter, CudaMeter, Meter
 from holdall.runtime.parking import Bank
 from holdall.runtime.policy import Blocks, Policy
+from holdall.runtime.step_back import StepBack
 from holdall.runtime.units import Placement
 from holdall.runtime.watch import Watch
 from holdall.types import Moment, Outcome, Plan
@@ -53,6 +54,8 @@ class Harness:
         store: Any,
         enforce: bool = True,
         make_report: Callable[[Harness], Any] | None = None,
+        make_store: Callable[[Plan], Any] | None = None,
+        fallback: Plan | None = None,
     ) -> None:
         self.plan = plan
         self.model = model
@@ -71,8 +74,25 @@ class Harness:
         self._meter: Meter = CpuMeter(self._there) if self._device.type == "cpu" else CudaMeter(self._device)
         self._enforce = enforce
         self._closed = False
-        for action in sorted(plan.actions, key=lambda a: a.rank):
-            action.install(self)
+        self._make_store = make_store
+        self._next: Plan | None = None  # a plan to change to before the next step
+        self._since = 0  # steps that were made under earlier plans
+        self._step_back = StepBack(plan, fallback) if fallback is not None else None
+        self._install()
+        log.info("holdall: %s", plan.summary())
+
+    def switch(self, plan: Plan) -> None:
+        """Go on under another plan from the next step on. What is trained stays; only where things live changes."""
+        if self._make_store is None:
+            raise Unsupported("this harness cannot change its plan", hint="use `holdall.apply`")
+        self._next = plan
+
+    def _change(self, plan: Plan) -> None:
+        assert self._make_store is not None
+        self._take_off()
+        self.plan, self.store = plan, self._make_store(plan)
+        self._policies, self._placing = {}, None
+        self._since = len(self._meter.peaks())
         self._install()
         log.info("holdall: %s", plan.summary())
 
@@ -100,6 +120,8 @@ class Harness:
     # installing and leaving
 
     def _install(self) -> None:
+        for action in sorted(self.plan.actions, key=lambda a: a.rank):
+            action.install(self)
         if self._placing is not None:
             self.engine = self._make_engine(self._placing)
         kept = [t.untyped_storage() for t in (*self.model.parameters(), *self.model.buffers())]
@@ -183,6 +205,9 @@ class Harness:
         self._closed = True
         if self.optimizer is None:
             self._finish_step()
+        self._take_off()
+
+    def _take_off(self) -> None:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -204,6 +229,9 @@ class Harness:
     # steps
 
     def _begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ARG002
+        if self._next is not None and not self._is_stepping:
+            plan, self._next = self._next, None
+            self._change(plan)
         if self.engine is not None:
             args, kwargs = self.engine.begin(args, kwargs)
         if torch.is_grad_enabled():  # else: evaluation
@@ -233,16 +261,19 @@ class Harness:
             self._is_stepping = False
             self._meter.end()
             self._watch.end()
+            if self._step_back is not None:
+                self._step_back.after_step(self, Notes(self.notes))
 
     # results
 
     @property
     def step_seconds(self) -> list[float]:
-        return self._meter.seconds()
+        """Of every step under the present plan."""
+        return self._meter.seconds()[self._since :]
 
     @property
     def step_peaks(self) -> list[int]:
-        return self._meter.peaks()
+        return self._meter.peaks()[self._since :]
 
     @property
     def ledger(self) -> Ledger | None:

@@ -49,7 +49,7 @@ def test_every_figure_is_that_of_a_real_machine(measured):
 
 def test_the_probe_is_short_and_tells_how_far_it_is(measured, told):
     _, seconds = measured
-    assert seconds < 15  # about two on an idle machine; this one may be shared
+    assert seconds < 30  # about two on an idle machine; this one may be shared
     done = [step[1] for step in told]
     assert done == sorted(done) and told[-1][1] == told[-1][2] and told[0][0].startswith("measuring")
 
