@@ -20,7 +20,14 @@ MaybeModel = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--batch", "-b", metavar="N", help="Sequences (or images) in one step.")]
 Seq = Annotated[int, typer.Option("--seq", "-s", metavar="N", help="Tokens in one sequence; images have none.")]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help="Of weights and computation: float32, bfloat16, float16.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Of weights and computation: float32, bfloat16, float16; bf16-mixed: float32 weights, computed in bf16.",
+    ),
+]
 Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or none.")]
 Budget = Annotated[
     str,

@@ -123,7 +123,7 @@ def _block_kinds(trace: Trace) -> tuple[BlockKind, ...]:
 
 
 def _against_closed_form(workload: Workload, trace: Trace, blocks: tuple[BlockKind, ...]) -> tuple[Check, ...]:
-    shape = _classic_shape(workload)
+    shape = _classic_shape(workload) if workload.precision is None else None
     layers = next((b for b in blocks if shape is not None and b.count == shape.layers), None)
     if shape is None or layers is None:
         return ()

@@ -19,6 +19,7 @@ from holdall.types import Trace
 from holdall.units import format_bytes
 
 OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
+MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}  # working copies of this width, float32 parameters
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
 
 
@@ -29,10 +30,12 @@ class Workload:
     seq: int
     dtype: str
     optimizer: str
+    precision: str | None = None  # the width to compute in, where it is not that of the weights
 
     def __str__(self) -> str:
         tokens = "" if self.is_image else f" x {self.seq} tokens"
-        return f"{self.source.name}, batch {self.batch}{tokens}, {self.dtype}, optimizer {self.optimizer}"
+        width = f"{self.precision}-mixed" if self.precision else self.dtype
+        return f"{self.source.name}, batch {self.batch}{tokens}, {width}, optimizer {self.optimizer}"
 
     @property
     def is_image(self) -> bool:
@@ -55,7 +58,7 @@ class Workload:
         batch = self.sample()
         try:
             with _quiet():
-                return trace(model, batch, optimizer=optimizer, device=device)
+                return trace(model, batch, optimizer=optimizer, device=device, precision=self.precision)
         except InvalidInput as error:
             if error.__cause__ is None:  # said about the call, not by the model
                 raise
@@ -65,14 +68,15 @@ class Workload:
 
 def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str) -> Workload:
     """A workload from what was typed; wrong names are refused before anything slow begins."""
-    dtype = DTYPE_ALIASES.get(dtype, dtype)
+    precision = MIXED.get(dtype)
+    dtype = "float32" if precision else DTYPE_ALIASES.get(dtype, dtype)
     if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
+        raise unknown_name("dtype", dtype, (*DTYPES, *MIXED))
     if optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", optimizer, OPTIMIZERS)
     _hush_transformers()
     source = describe(model)
-    made = Workload(source=source, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    made = Workload(source=source, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, precision=precision)
     _check_batch(made)
     return made
 
