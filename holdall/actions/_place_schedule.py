@@ -99,6 +99,11 @@ class _Rewrite:
                     f"the weights of `{unit.name}` cannot come and go: {len(blocks)} blocks use them",
                     hint="leave them resident",
                 )
+            if streamed and unit.numel and (update == "device" or (update == "through" and not self.is_narrow)):
+                raise Unsupported(
+                    f"`{unit.name}` cannot be streamed and updated {update}",
+                    hint="update streamed units on the host" + (", or through the device" if self.is_narrow else ""),
+                )
             last = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
             first = blocks[0] if blocks else None
             self.units.append(_Placed(unit, streamed, update, first, max(last, default=-1)))

@@ -167,7 +167,7 @@ def _pieces(
     batch: _Piece = ([], [], [], [])
     size = 0
     for value, grad, state, n in zip(values, grads, states, which, strict=True):
-        if value.numel() > PIECE and sliced:
+        if value.numel() > PIECE and sliced and value.is_contiguous():
             yield from _slices(value, grad, state, n)
             continue
         if size and size + value.numel() > PIECE:

@@ -123,7 +123,7 @@ class Engine:
         if unit.is_streamed:
             unit.resize(False)
         if self.updater is not None:
-            self.updater.bring_states(unit)
+            self.updater.take(unit)
 
     def _move_buffers(self) -> None:
         for module in self.model.modules():
@@ -180,7 +180,16 @@ class Engine:
         return arrived
 
     def close(self) -> None:
-        self._rest()
+        """Everything as it was, whatever happens; then whatever happened is said."""
+        try:
+            self._rest()
+        finally:
+            self._take_down()
+
+    def _take_down(self) -> None:
+        kept = self._left_gradients()
+        self._release_all()
+        self._swap(False)
         if self.updater is not None:
             self.updater.leave_room()
             self.updater.close()
@@ -194,7 +203,19 @@ class Engine:
             unit.put_back(self.store, in_store=has_spare)
         if self.updater is not None:
             self.updater.free_spares()
+        for home, grad in kept:
+            home.grad = grad.to(home.device)
         self.units, self.held, self.updater = [], {}, None
+
+    def _left_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Gradients that no step has used yet, as plain tensors: the loop may go on without us."""
+        found = []
+        for held in self.held.values():
+            for n in held.which:
+                home = held.unit.trained[n].home
+                if isinstance(home.grad, Gradient) and not home.grad.spent:
+                    found.append((home, home.grad.value()))
+        return found
 
     # forward
 
@@ -206,6 +227,13 @@ class Engine:
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A forward begins: modules get the working weights, and inputs are on the device."""
         self._guard.lower()
+        if self._queued:  # a backward that failed half way
+            self._queued = False
+            self._left = {u.name: len(u.trained) for u in self.units}
+            for unit in self.units:
+                for m in unit.trained:
+                    if m.is_swapped:
+                        m.work.grad = None
         self._swap(True)
         move = tree_map_only(torch.Tensor, self._here, (args, kwargs))
         return move[0], move[1]
@@ -310,7 +338,7 @@ class Engine:
         if unit.is_streamed and unit.is_here:
             self._release(unit)
         held = self.held.get(unit.name)
-        if held is not None and all(unit.trained[n].home.grad is None for n in held.which):
+        if held is not None and all(_is_cleared(unit.trained[n].home.grad) for n in held.which):
             self._drop(held)  # the loop cleared its gradients instead of stepping
             held = None
         if held is None:
@@ -431,6 +459,8 @@ class Engine:
             for n in held.which:
                 home = held.unit.trained[n].home
                 grad = home.grad
+                if _is_cleared(grad):
+                    grad = None
                 if grad is not None and (not isinstance(grad, Gradient) or grad.source is not held):
                     raise Unsupported(
                         "gradients of the step before were not cleared, so this backward would add to them",
@@ -473,10 +503,23 @@ class Engine:
             for unit in self.units:
                 if unit.name in held:
                     self._update(held[unit.name], groups, self._asked(held[unit.name]))
+                    self._spend(held[unit.name])
+                elif any(isinstance(m.home.grad, Gradient) and m.home.grad.spent for m in unit.trained):
+                    raise Unsupported(
+                        f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
+                        hint="step once after every backward, and clear gradients in between",
+                    )
         self._aside = [group["params"] for group in optimizer.param_groups]
         placed = {id(m.home) for u in self.units for m in u.trained if u.needs_work}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in placed]
+
+    def _spend(self, held: Held) -> None:
+        """What held the gradient is the update's now; whoever still wants it is told so."""
+        for m in held.unit.trained:
+            if isinstance(m.home.grad, Gradient):
+                m.home.grad.spent = "the step has used it"
+                m.home.grad.here = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         for group, params in zip(optimizer.param_groups, self._aside, strict=True):
@@ -593,9 +636,16 @@ class Engine:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def settle(self) -> None:
-        """Every update is over, on the host too."""
+        """Every update is over, on the host too; an error in one of them is raised when all are."""
+        wrong: Exception | None = None
         for unit in self.units:
-            self._finish_update(unit)
+            try:
+                self._finish_update(unit)
+            except Exception as error:  # of the user's optimizer, or for want of memory
+                wrong = wrong or error
+        self._guard.lower()
+        if wrong is not None:
+            raise wrong
         if self.updater is not None:
             self.updater.leave_room()
         if self.device.type == "cuda":
@@ -663,3 +713,7 @@ class Engine:
             else 0
         )
         return homes + (self.updater.outside if self.updater is not None else 0)
+
+
+def _is_cleared(grad: torch.Tensor | None) -> bool:
+    return grad is None or (isinstance(grad, Gradient) and grad.is_cleared)

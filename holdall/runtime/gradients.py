@@ -21,6 +21,9 @@ _CLEARS = (aten.zero_.default, aten._foreach_zero_.default)
 _ALIASES = (aten.detach.default, aten.alias.default)
 
 
+_HINT = "look at gradients between backward and step, and plan with `clips=True`, which keeps them until then"
+
+
 class Source(Protocol):
     """Who knows the gradients of some parameters."""
 
@@ -41,6 +44,7 @@ class Gradient(torch.Tensor):
     factor: torch.Tensor | None
     here: torch.Tensor | None  # brought home: from then on it is the truth
     spent: str  # why it must not be touched any more; empty: it may
+    is_cleared: bool  # set to zero: the next backward begins anew
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: Source, index: int) -> Gradient:
@@ -54,12 +58,12 @@ class Gradient(torch.Tensor):
 
     def renew(self) -> None:
         """A new gradient has come."""
-        self.factor, self.here, self.spent = None, None, ""
+        self.factor, self.here, self.spent, self.is_cleared = None, None, "", False
 
     def value(self) -> torch.Tensor:
         """The gradient as a plain tensor."""
         if self.spent:
-            raise Unsupported(f"the gradient was used up: {self.spent}", hint="plan with `clips=True`, which keeps gradients")
+            raise Unsupported(f"the gradient is gone: {self.spent}", hint=_HINT)
         if self.here is None:
             self.here = self.source.bring(self.place)
             if self.factor is not None:
@@ -93,7 +97,8 @@ class Gradient(torch.Tensor):
             return first
         if func in _CLEARS and all(isinstance(g, Gradient) for g in _listed(first)):
             for g in _listed(first):
-                g.here, g.factor = torch.zeros(g.shape, dtype=g.dtype, device=g.device), None
+                g.renew()
+                g.here, g.is_cleared = torch.zeros(g.shape, dtype=g.dtype, device=g.device), True
             return first
         if func in _ALIASES:
             return first

@@ -211,14 +211,20 @@ class Harness:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self._meter.stop()  # what follows is not the loop's
-        if self.engine is not None:
-            self._outside = self.engine.outside
-            self.engine.close()
-            self.engine = None
-        self._blocks.restart()
-        if self.store is not None:
-            self.store.close()
+        engine, self.engine = self.engine, None
+        try:
+            if engine is not None:
+                self._outside = engine.outside
+                engine.settle()
+        finally:
+            self._meter.stop()  # what follows is not the loop's
+            try:
+                if engine is not None:
+                    engine.close()
+            finally:
+                self._blocks.restart()
+                if self.store is not None:
+                    self.store.close()
 
     def __enter__(self) -> Harness:
         return self

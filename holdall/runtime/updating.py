@@ -100,6 +100,9 @@ class Updater:
         self.away = away if away is not None else set()  # storages that are not the device's
         self.threads = threads or host_threads(device)
         self.outside = 0  # bytes of optimizer state in ordinary host memory
+        self._counts_there = {
+            id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]
+        }
         self._parts: dict[str, Part] = {}
         self._chunks: dict[str, Chunk] = {}
         self._spares: dict[str, Spare | None] = {}
@@ -117,9 +120,12 @@ class Updater:
             self._pool = None
         self._slots = []
 
+    def take(self, unit: Unit) -> None:
+        """Take a unit on. While a step runs, the optimizer's groups are empty, so what is to be known of them is learnt now."""
+        self._parts[unit.name] = Part(self.optimizer, [m.home for m in unit.trained])
+        self._bring_states(unit)
+
     def part(self, unit: Unit) -> Part:
-        if unit.name not in self._parts:
-            self._parts[unit.name] = Part(self.optimizer, [m.home for m in unit.trained])
         return self._parts[unit.name]
 
     def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
@@ -133,7 +139,7 @@ class Updater:
                 there = [m.home, *(v for v in state.values() if isinstance(v, torch.Tensor))]
                 self.away.update(t.untyped_storage()._cdata for t in there)
 
-    def bring_states(self, unit: Unit) -> None:
+    def _bring_states(self, unit: Unit) -> None:
         """States that are there already go where their parameters went."""
         for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
             for key, value in state.items():
@@ -152,8 +158,7 @@ class Updater:
         """Whether a state lies where its parameter does: counters only where the rule wants them there."""
         if value.dim() > 0 or key != "step":
             return True
-        group = next(g for g in self.optimizer.param_groups if any(p is member.home for p in g["params"]))
-        return bool(group.get("fused") or group.get("capturable"))
+        return self._counts_there[id(member.home)]
 
     # on the device
 

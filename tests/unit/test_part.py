@@ -201,7 +201,6 @@ def test_narrow_gradients_by_the_stretch_give_what_wide_ones_give(rule, form, sl
     assert all(torch.equal(n, p.bfloat16()) for n, p in zip(narrow, params, strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="`_slices` makes a flat view, which there is none of")
 def test_a_parameter_that_is_laid_out_in_another_order_can_be_sliced(monkeypatch):
     monkeypatch.setattr(_part, "PIECE", 64)
     torch.manual_seed(0)
