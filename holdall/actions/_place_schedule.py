@@ -181,7 +181,8 @@ class _Rewrite:
             self.schedule.insert(block.backward, [wait], first=True)
         else:
             self.schedule.insert(block.backward, [fetch, wait], first=True)
-        gone = placed.ready if placed.ready >= 0 else self._next_backward(block)
+        whole = placed.ready >= 0 and len(unit.grads) == len(unit.weights)  # frozen ones may be needed for what comes before
+        gone = placed.ready if whole else self._next_backward(block)
         self.schedule.hold_more(unit.weights, (gone, 0))
 
     def _before(self, op: OpId, steps: Sequence[Step]) -> None:

@@ -79,9 +79,17 @@ class Engine:
         for placement in placements:
             own = {id(p) for p in model.parameters()} if trained is None else trained
             members = list(find_members(model, placement.params, own))
-            unit = Unit(placement, members, device=device, dtype=dtype)
-            self._set_up(unit, share)
-            self.units.append(unit)
+            self.units.append(Unit(placement, members, device=device, dtype=dtype))
+        if store is not None:  # refused before anything is moved, if it is too much
+            into_store = device.type == "cpu"
+            store.free(store.reserve(sum(u.far_bytes(into_store=into_store, share=share) for u in self.units), pinned=False))
+        try:
+            for unit in self.units:
+                self._set_up(unit, share)
+        except BaseException:  # no room for all of it: as if nothing had been moved
+            for unit in self.units:
+                unit.put_back(store, in_store=False)
+            raise
         self.away |= {
             m.home.untyped_storage()._cdata for u in self.units if u.update != DEVICE or u.is_streamed for m in u.members
         }
@@ -255,11 +263,17 @@ class Engine:
             self._guard.lower()
             self._swap(True)
         for unit in self._users.get(path, ()):
-            self._finish_update(unit)
+            self._make_new(unit)
             self._arrive(unit)
         for follower in self._after.get(path, ()):
-            self._finish_update(follower)
+            self._make_new(follower)
             self._fetch(follower)
+
+    def _make_new(self, unit: Unit) -> None:
+        """The working weights are those of the homes: after their update, and after what the loop itself wrote into them."""
+        self._finish_update(unit)
+        if unit.needs_work and unit.was_written():
+            unit.copy_from_homes(self.store)
 
     def leave(self, path: str) -> None:
         """The forward of this module is over: streamed weights that nobody needs before backward go."""
@@ -335,8 +349,8 @@ class Engine:
         grads = [unit.trained[n].work.grad for n in which]
         for n in which:
             unit.trained[n].work.grad = None
-        if unit.is_streamed and unit.is_here:
-            self._release(unit)
+        if unit.is_streamed and unit.is_here and len(unit.trained) == len(unit.members):
+            self._release(unit)  # frozen ones may still be needed for what comes before
         held = self.held.get(unit.name)
         if held is not None and all(_is_cleared(unit.trained[n].home.grad) for n in held.which):
             self._drop(held)  # the loop cleared its gradients instead of stepping
@@ -524,7 +538,11 @@ class Engine:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         for group, params in zip(optimizer.param_groups, self._aside, strict=True):
             group["params"] = params
-        self._homes = {m.home.untyped_storage()._cdata for u in self.units if u.name in self._pending for m in u.trained}
+        pending = [m for u in self.units if u.name in self._pending for m in u.trained]
+        self._homes = {m.home.untyped_storage()._cdata for m in pending}
+        for m in pending:
+            values = optimizer.state.get(m.home, {}).values()
+            self._homes |= {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
         if self._pending:
             self._guard.rise()
 
@@ -587,6 +605,7 @@ class Engine:
         if unit.update == DEVICE:
             updater.on_device(unit, order, held.here)
             held.here = []
+            unit.note_versions()
         elif unit.update == THROUGH and updater.adopt(unit):
             self._pass_through(held, order)
         else:
@@ -597,7 +616,8 @@ class Engine:
             def job() -> Any:
                 return self._on_host(held, order, is_right)
 
-            if self.when == STEP:
+            is_first = not all(updater.states([unit.trained[n] for n in held.which]))
+            if self.when == STEP or (is_first and self.when == SPILL):  # a first step makes states, which whoever looks expects
                 self._pending[unit.name] = job()
                 self._finish_update(unit)
             else:
@@ -621,7 +641,7 @@ class Engine:
         self._pending[held.unit.name] = self.updater.through(held.unit, order, held.ticket, held.layout)
         if inline:
             self.updater.leave_room()
-            self._pending.pop(held.unit.name)
+            self._finish_update(held.unit)
         if held.sum is not None:
             self.store.free(held.sum)
             held.sum = None
@@ -632,6 +652,7 @@ class Engine:
             return
         pending = self._pending.pop(unit.name)
         event = pending.result() if hasattr(pending, "result") else pending
+        unit.note_versions()
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 

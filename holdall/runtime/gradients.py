@@ -94,12 +94,12 @@ class Gradient(torch.Tensor):
         if func in _FACTORS and all(isinstance(g, Gradient) for g in _listed(first)) and _is_factor(args[1]):
             for g in _listed(first):
                 g.times(args[1])
-            return first
+            return None if isinstance(first, (list, tuple)) else first
         if func in _CLEARS and all(isinstance(g, Gradient) for g in _listed(first)):
             for g in _listed(first):
                 g.renew()
                 g.here, g.is_cleared = torch.zeros(g.shape, dtype=g.dtype, device=g.device), True
-            return first
+            return None if isinstance(first, (list, tuple)) else first
         if func in _ALIASES:
             return first
         plain_args, plain_kwargs = tree_map_only(Gradient, Gradient.value, (args, kwargs))

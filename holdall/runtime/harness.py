@@ -78,7 +78,14 @@ class Harness:
         self._next: Plan | None = None  # a plan to change to before the next step
         self._since = 0  # steps that were made under earlier plans
         self._step_back = StepBack(plan, fallback) if fallback is not None else None
-        self._install()
+        try:
+            self._install()
+        except BaseException:  # nothing half done
+            for undo in reversed(self._undo):
+                undo()
+            if self.store is not None:
+                self.store.close()
+            raise
         log.info("holdall: %s", plan.summary())
 
     def switch(self, plan: Plan) -> None:

@@ -46,6 +46,7 @@ class Member:
     slots: list[tuple[dict[str, Any], str]]  # where modules hold it
     trained: bool
     came_from: torch.device
+    version: int = 0  # of the home when the working copy was last made from it
 
     @property
     def is_swapped(self) -> bool:
@@ -129,6 +130,16 @@ class Unit:
 
     # setting up and taking down
 
+    def far_bytes(self, *, into_store: bool, share: bool) -> int:
+        """Bytes that it will ask of the store when it is set up."""
+        stays = self.update == DEVICE and not self.is_streamed
+        in_store = not stays and (into_store or not self.is_narrow)
+        homes = Layout.of(like(m.home) for m in self.members).nbytes if in_store else 0
+        buffer = self.grads.nbytes if self.update != DEVICE and self.trained else 0
+        shared = share and buffer == self.layout.nbytes
+        source = self.layout.nbytes if self.is_streamed and self.is_narrow and not shared else 0
+        return homes + buffer + source
+
     def settle_homes(self, store: Keeper | None, *, into_store: bool) -> None:
         """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
         stays = self.update == DEVICE and not self.is_streamed
@@ -155,6 +166,7 @@ class Unit:
         for m, view in zip(self.members, self.layout.views(self.flat), strict=True):
             copy_tensor(view, m.home.data)
             m.work = torch.nn.Parameter(view, requires_grad=m.home.requires_grad)
+            m.version = m.home._version
 
     def make_buffers(self, store: Keeper, *, share: bool) -> None:
         """Room on the host for gradients, and for weights that are fetched again and again."""
@@ -169,10 +181,13 @@ class Unit:
     def put_back(self, store: Keeper | None, *, in_store: bool) -> None:
         """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
         for m in self.members:
+            grad, m.home.grad = m.home.grad, None
             m.home.data = m.home.data.clone() if self.homes is not None or in_store else m.home.data
             if m.home.device != m.came_from:
                 m.home.data = m.home.data.to(m.came_from)
-            m.home.grad, m.work = None, m.home
+            m.work = m.home
+            if grad is not None and not self.needs_work:  # its own, not one of ours
+                m.home.grad = grad.to(m.came_from)
         for ticket in {id(t): t for t in (self.homes, self.buffer, self.source) if t is not None}.values():
             if store is not None:
                 store.free(ticket)
@@ -180,10 +195,19 @@ class Unit:
             self.flat.untyped_storage().resize_(0)
             self.flat = None
 
+    def was_written(self) -> bool:
+        """Whether somebody wrote into a home since the working copies were made."""
+        return any(m.version != m.home._version for m in self.members)
+
+    def note_versions(self) -> None:
+        for m in self.members:
+            m.version = m.home._version
+
     def copy_from_homes(self, store: Keeper | None) -> None:
         """The homes have new values; what was made from them follows."""
         if not self.needs_work:
             return
+        self.note_versions()
         if self.is_here:
             assert self.flat is not None
             for view, m in zip(self.layout.views(self.flat), self.members, strict=True):

@@ -305,10 +305,13 @@ class Small(torch.nn.Module):
 
 
 @cache
-def small(rule, width=8):
-    """(model, batch, trace) in bfloat16."""
+def small(rule, width=8, frozen=False):
+    """(model, batch, trace) in bfloat16. `frozen`: a block, and a part of another."""
     torch.manual_seed(0)
     model, batch = Small(width), (torch.randint(0, 16, (2, 4)),)
+    if frozen:
+        model.layers[0].requires_grad_(False)
+        model.layers[1].up.weight.requires_grad_(False)
     return model, batch, holdall.trace(model, batch, optimizer=make_optimizer(rule, model), precision="bf16")
 
 
@@ -336,9 +339,9 @@ def run_in_bfloat16(model, optimizer, batches, **loop):
     return run(model, optimizer, batches, backward=backward, step=step, **loop)
 
 
-def in_bfloat16(rule, place, actions=(), *, accumulate=1, clip=0.5, width=8, **loop):
+def in_bfloat16(rule, place, actions=(), *, accumulate=1, clip=0.5, width=8, frozen=False, **loop):
     """Train both ways: (differences, harness)."""
-    start, batch, trace = small(rule, width)
+    start, batch, trace = small(rule, width, frozen)
     batches = micro_batches(batch, accumulate)
     model, reference = copy.deepcopy(start), copy.deepcopy(start)
     optimizer, plain = make_optimizer(rule, model), make_optimizer(rule, reference)
@@ -365,6 +368,13 @@ def test_copies_in_bfloat16_train_as_the_reference_does(kind, when, accumulate):
     different, harness = in_bfloat16("adamw-fused", place, accumulate=accumulate, clip=clip, steps=3)
     assert different == []
     assert harness.notes == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weights_have_copies_in_bfloat16_too(kind):
+    place = placement_of(small("adamw-fused", frozen=True)[2], kind, when="spill")
+    different, _ = in_bfloat16("adamw-fused", place, frozen=True, steps=3)
+    assert different == []
 
 
 @pytest.mark.parametrize("rule", ["adamw-fused", "sgd", "adafactor"])
