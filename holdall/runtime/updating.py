@@ -416,6 +416,10 @@ class Updater:
         after = slot.free if slot.free is not None else order.after
         self.lane.pull(chunk.ticket, states_at, after=after)
         here = self.lane.pull(ticket, grads_at, after=after)
+        staged = rest[: unit.layout.nbytes] if unit.is_streamed else rest[:0]
+        if unit.is_streamed and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
+            assert unit.source is not None
+            here = self.lane.pull(unit.source, staged, after=after)
         stream = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
         with stream:
             if self._stream is not None:
@@ -427,7 +431,6 @@ class Updater:
             for (n, key), view in zip(chunk.keys, views[len(unit.trained) :], strict=True):
                 states[n][key] = view
             grads = layout.views(grads_at)
-            staged = rest[: unit.layout.nbytes] if unit.is_streamed else rest[:0]
             weights = unit.weights()
             if unit.is_streamed:
                 weights = [v for v, m in zip(unit.layout.views(staged), unit.members, strict=True) if m.trained]

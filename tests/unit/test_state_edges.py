@@ -243,14 +243,7 @@ def test_tied_weights_are_one_parameter_throughout(place):
     assert_the_same(tied, place, loop)
 
 
-@pytest.mark.parametrize(
-    ("make", "place"),
-    cases(
-        [(make, place) for make in (frozen, adapted) for place in PLACES],
-        [],
-        "",
-    ),
-)
+@pytest.mark.parametrize(("make", "place"), [(make, place) for make in (frozen, adapted) for place in PLACES])
 def test_frozen_weights_stay_and_the_others_train(make, place):
     def loop(model, optimizer):
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -530,12 +523,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
-    cases(
-        [(change, place) for change in CHANGES for place in ("host step", "through spill", "mixed spill")],
-        [],
-        "",
-    ),
+    ("change", "place"), [(change, place) for change in CHANGES for place in ("host step", "through spill", "mixed spill")]
 )
 def test_changed_gradients_are_what_the_update_uses(change, place):
     def loop(model, optimizer):
@@ -891,14 +879,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("ends", "place"),
-    cases(
-        [(ends, place) for ends in ENDS for place in PLACES],
-        [],
-        "",
-    ),
-)
+@pytest.mark.parametrize(("ends", "place"), [(ends, place) for ends in ENDS for place in PLACES])
 def test_nothing_is_left_behind(ends, place):
     model, optimizer = fresh(net)
     steps(model, optimizer, 0, 1)
@@ -1074,14 +1055,7 @@ def test_a_planner_is_told_that_the_far_tier_is_too_small():
         holdall.plan(trace, budget={"cpu": least, "far": 1}, hardware=machine())
 
 
-@pytest.mark.parametrize(
-    ("share", "place"),
-    cases(
-        [(share, place) for share in (0.1, 0.5, 0.9) for place in PLACES],
-        [],
-        "",
-    ),
-)
+@pytest.mark.parametrize(("share", "place"), [(share, place) for share in (0.1, 0.5, 0.9) for place in PLACES])
 def test_a_store_that_is_too_small_is_noticed_before_anything_has_moved(share, place):
     model, optimizer = fresh(net)
     steps(model, optimizer, 0, 1)
