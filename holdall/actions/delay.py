@@ -110,6 +110,8 @@ class _Late:
         if self._is_new:
             engine.refresh()
         jobs = [self._take(engine, unit) for unit in engine.units if unit.update == "host" and unit.name in engine.held]
+        for unit, _, _ in jobs:
+            unit.follows = False  # the device's weights are meant to be a step behind
         groups = snapshot(optimizer)
 
         def update() -> None:

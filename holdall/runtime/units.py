@@ -109,6 +109,7 @@ class Unit:
         self.source: Ticket | None = None  # host memory that working weights are fetched from
         self.homes: Ticket | None = None  # host memory that the homes were moved to
         self.is_here = True  # the working weights are on the device, or on their way
+        self.follows = True  # working copies are made anew when somebody writes into the homes
 
     def width(self, member: Member) -> torch.dtype:
         """The dtype that the module computes with."""
@@ -197,7 +198,7 @@ class Unit:
 
     def was_written(self) -> bool:
         """Whether somebody wrote into a home since the working copies were made."""
-        return any(m.version != m.home._version for m in self.members)
+        return self.follows and any(m.version != m.home._version for m in self.members)
 
     def note_versions(self) -> None:
         for m in self.members:

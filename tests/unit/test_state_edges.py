@@ -255,6 +255,28 @@ def test_frozen_weights_stay_and_the_others_train(make, place):
     assert_the_same(make, place, loop)
 
 
+@pytest.mark.parametrize(
+    ("make", "place"),
+    cases(
+        [(make, place) for make in (frozen, adapted) for place in PLACES],
+        [(frozen, "through step")],
+        "moving into a chunk gives back the memory that the frozen homes of the unit lie in",
+    ),
+)
+def test_frozen_weights_stay_where_gradients_are_summed(make, place):
+    """Sums take memory that was given back in between."""
+
+    def loop(model, optimizer):
+        seen = []
+        for n in range(3):
+            seen += [backward(model, n), backward(model, n + 5)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_the_same(make, place, loop)
+
+
 @cache
 def lora():
     """(model, batch, trace) with adapters by PEFT, of which alone the optimizer knows."""
