@@ -386,7 +386,8 @@ class Updater:
         if unit.homes is not None:
             if unit.source is unit.homes:
                 unit.source = None  # the working weights come out of the chunk from now on
-            self.lane.free(unit.homes)
+            if len(unit.trained) == len(unit.members):  # else frozen homes still lie there, until the store is closed
+                self.lane.free(unit.homes)
         unit.homes = ticket
         self._keep(unit.trained, states, away=True)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)

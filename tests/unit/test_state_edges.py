@@ -259,8 +259,8 @@ def test_frozen_weights_stay_and_the_others_train(make, place):
     ("make", "place"),
     cases(
         [(make, place) for make in (frozen, adapted) for place in PLACES],
-        [(frozen, "through step")],
-        "moving into a chunk gives back the memory that the frozen homes of the unit lie in",
+        [],
+        "",
     ),
 )
 def test_frozen_weights_stay_where_gradients_are_summed(make, place):
