@@ -3,6 +3,9 @@
 After ZeRO-Offload (arXiv 2101.06840) and ProTrain (arXiv 2406.08334): parameters in their own precision stay where they are
 updated, the model computes with working copies. One action says it for all units, because they share the memory that updates
 pass through and the moment at which they begin.
+
+Exact in that nothing but the place changes. Where a GPU computes and the host updates, the host's Adam rounds as a host does,
+an ulp from the GPU's.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from holdall.optim._part import Groups, is_separable, snapshot
 from holdall.runtime.gradients import Gradient
 from holdall.runtime.guard import Guard
 from holdall.runtime.held import Held
+from holdall.runtime.streaming import Streaming
 from holdall.runtime.units import DEVICE, HOST, THROUGH, Placement, Unit, find_members
 from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper
@@ -64,13 +65,11 @@ class Engine:
         self._clipped = False  # the last attempt was in vain
         self._steps = 0
         self.release = release  # the module at whose forward the memory that updates pass through is given back
-        self._tell = tell
         self._quiet = quiet
         self._undo: list[Callable[[], object]] = []
         self._is_swapped = False
         self._queued = False  # a callback at the end of this backward
         self._leaving: list[Held] = []
-        self._copies: dict[str, Any] = {}  # unit -> event of the copy that brings its weights
         self.away: set[int] = set()  # storages in another tier, which whoever counts the device's memory leaves out
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else None
@@ -97,10 +96,7 @@ class Engine:
         self.held: dict[str, Held] = {}
         self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}
         self._pending: dict[str, Any] = {}  # unit -> future or event of its update
-        self._users = self._find_users()
-        self._after = self._neighbours(paths)
-        self._before = self._neighbours(paths[::-1])
-        self._streams = any(u.is_streamed for u in self.units)
+        self.streaming = Streaming(model, self.units, paths, store=store, device=device, tell=tell)
         self._norms: torch.Tensor | None = None  # pinned
         self._homes: set[int] = set()  # storages of homes whose update is under way
         self._aside: list[list[torch.Tensor]] = []
@@ -145,23 +141,6 @@ class Engine:
 
                     self._undo.append(undo)
 
-    def _find_users(self) -> dict[str, list[Unit]]:
-        """Module path -> units whose parameters are used inside it."""
-        owners: dict[int, list[Unit]] = {}
-        for unit in self.units:
-            for m in unit.members:
-                for slots, _ in m.slots:
-                    found = owners.setdefault(id(slots), [])
-                    if unit not in found:
-                        found.append(unit)
-        users: dict[str, list[Unit]] = {}
-        for path, module in self.model.named_modules():
-            found = []
-            for inner in module.modules():
-                found += [u for u in owners.get(id(inner._parameters), []) if u not in found]
-            users[path] = found
-        return users
-
     def _install(self) -> None:
         for unit in self.units:
             for m in unit.trained:
@@ -196,7 +175,7 @@ class Engine:
 
     def _take_down(self) -> None:
         kept = self._left_gradients()
-        self._release_all()
+        self.streaming.release_all()
         self._swap(False)
         if self.updater is not None:
             self.updater.leave_room()
@@ -227,11 +206,6 @@ class Engine:
 
     # forward
 
-    @property
-    def streams(self) -> bool:
-        """Whether weights come and go."""
-        return self._streams
-
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A forward begins: modules get the working weights, and inputs are on the device."""
         self._guard.lower()
@@ -252,7 +226,7 @@ class Engine:
     def end_forward(self) -> None:
         """Without a backward to come, the homes return at once."""
         if not torch.is_grad_enabled():
-            self._release_all()
+            self.streaming.release_all()
             self._swap(False)
 
     def need(self, path: str) -> None:
@@ -262,12 +236,12 @@ class Engine:
         if not self._is_swapped:
             self._guard.lower()
             self._swap(True)
-        for unit in self._users.get(path, ()):
+        for unit in self.streaming.used_by(path):
             self._make_new(unit)
-            self._arrive(unit)
-        for follower in self._after.get(path, ()):
+            self.streaming.arrive(unit)
+        for follower in self.streaming.after.get(path, ()):
             self._make_new(follower)
-            self._fetch(follower)
+            self.streaming.fetch(follower)
 
     def _make_new(self, unit: Unit) -> None:
         """The working weights are those of the homes: after their update, and after what the loop itself wrote into them."""
@@ -277,62 +251,8 @@ class Engine:
 
     def leave(self, path: str) -> None:
         """The forward of this module is over: streamed weights that nobody needs before backward go."""
-        for unit in self._users.get(path, ()):
-            if unit.is_streamed and unit.is_here:
-                self._release(unit)
-
-    def _neighbours(self, paths: Sequence[str]) -> dict[str, list[Unit]]:
-        """Module path -> the streamed units of the next module, in this order, that has any."""
-        found: dict[str, list[Unit]] = {}
-        following: list[Unit] = []
-        for path in reversed(paths):
-            found[path] = following
-            own = [u for u in self._users.get(path, ()) if u.is_streamed]
-            following = own or following
-        return found
-
-    # weights that come and go
-
-    def _fetch(self, unit: Unit) -> None:
-        """Take memory for the weights and start copying them."""
-        if unit.is_here or self.store is None:
-            return
-        assert unit.flat is not None and unit.source is not None
-        unit.resize(True)
-        self._tell(unit.flat.untyped_storage())
-        self._copies[unit.name] = self.store.pull(unit.source, unit.flat)
-
-    def _arrive(self, unit: Unit) -> None:
-        """The weights are on the device when this stream goes on."""
-        if unit.is_streamed:
-            self._fetch(unit)
-            event = self._copies.pop(unit.name, None)
-            if event is not None:
-                torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _release(self, unit: Unit) -> None:
-        event = self._copies.pop(unit.name, None)
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-        assert unit.flat is not None
-        unit.resize(False)
-        self._tell(unit.flat.untyped_storage())
-
-    def _release_all(self) -> None:
-        for unit in self.units:
-            if unit.is_streamed and unit.is_here:
-                self._release(unit)
-
-    def backward_begins(self, path: str) -> None:
-        """The backward of this module begins: its weights are there, those of the module before it may set out."""
-        users = self._users.get(path, ())
-        for unit in self.units:
-            if unit.is_streamed and unit.is_here and unit not in users and unit.name not in self._copies:
-                self._release(unit)
-        for unit in users:
-            self._arrive(unit)
-        for earlier in self._before.get(path, ()):
-            self._fetch(earlier)
+        for unit in self.streaming.used_by(path):
+            self.streaming.release(unit)
 
     # gradients
 
@@ -349,8 +269,8 @@ class Engine:
         grads = [unit.trained[n].work.grad for n in which]
         for n in which:
             unit.trained[n].work.grad = None
-        if unit.is_streamed and unit.is_here and len(unit.trained) == len(unit.members):
-            self._release(unit)  # frozen ones may still be needed for what comes before
+        if len(unit.trained) == len(unit.members):
+            self.streaming.release(unit)  # frozen ones may still be needed for what comes before
         held = self.held.get(unit.name)
         if held is not None and all(_is_cleared(unit.trained[n].home.grad) for n in held.which):
             self._drop(held)  # the loop cleared its gradients instead of stepping
@@ -466,7 +386,7 @@ class Engine:
             if 0 < self._left[unit.name] < len(unit.trained):
                 self._gradient_ready(unit)
         self._let_go()
-        self._release_all()
+        self.streaming.release_all()
         self._swap(False)
         self._send_norms()
         for held in self.held.values():
@@ -693,7 +613,7 @@ class Engine:
     def _rest(self) -> None:
         """Everything that is under way comes to its end, and modules hold the homes."""
         self.settle()
-        self._release_all()
+        self.streaming.release_all()
         self._swap(False)
 
     def _swap(self, working: bool) -> None:

@@ -64,8 +64,8 @@ class Blocks:
         engine.need(path)
         out = self._run(name, module, forward, buffers, args, kwargs)
         engine.leave(path)
-        if engine.streams and torch.is_grad_enabled():
-            _at_backward(out, lambda: engine.backward_begins(path))
+        if engine.streaming.is_needed and torch.is_grad_enabled():
+            _at_backward(out, lambda: engine.streaming.backward_begins(path))
         return out
 
     def _run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,111 @@
+"""Weights that come and go: on the device only while a module uses them, the next module's already on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from holdall.runtime.units import Unit
+from holdall.tiers import Keeper
+
+
+class Streaming:
+    """Knows which module uses which units, and brings and releases those that are streamed."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        units: Sequence[Unit],
+        paths: Sequence[str],
+        *,
+        store: Keeper | None,
+        device: torch.device,
+        tell: Callable[[torch.UntypedStorage], None],
+    ) -> None:
+        self._streamed = [u for u in units if u.is_streamed]
+        self._store = store
+        self._device = device
+        self._tell = tell  # a storage has changed its size
+        self._copies: dict[str, Any] = {}  # unit -> event of the copy that brings its weights
+        self._users = _find_users(model, units)
+        self.after = self._neighbours(paths)  # module path -> streamed units of the next module that has any
+        self._before = self._neighbours(paths[::-1])
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self._streamed)
+
+    def used_by(self, path: str) -> Sequence[Unit]:
+        """The units whose parameters are used inside a module."""
+        return self._users.get(path, ())
+
+    def fetch(self, unit: Unit) -> None:
+        """Take memory for the weights and start copying them."""
+        if unit.is_here or self._store is None:
+            return
+        assert unit.flat is not None and unit.source is not None
+        unit.resize(True)
+        self._tell(unit.flat.untyped_storage())
+        self._copies[unit.name] = self._store.pull(unit.source, unit.flat)
+
+    def arrive(self, unit: Unit) -> None:
+        """The weights are on the device when this stream goes on."""
+        if unit.is_streamed:
+            self.fetch(unit)
+            self._wait(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Give the memory back, if it was taken."""
+        if unit.is_streamed and unit.is_here:
+            self._wait(unit)
+            assert unit.flat is not None
+            unit.resize(False)
+            self._tell(unit.flat.untyped_storage())
+
+    def release_all(self) -> None:
+        for unit in self._streamed:
+            self.release(unit)
+
+    def backward_begins(self, path: str) -> None:
+        """The backward of this module begins: its weights are there, those of the module before it may set out."""
+        users = self.used_by(path)
+        for unit in self._streamed:
+            if unit not in users and unit.name not in self._copies:
+                self.release(unit)
+        for unit in users:
+            self.arrive(unit)
+        for earlier in self._before.get(path, ()):
+            self.fetch(earlier)
+
+    def _wait(self, unit: Unit) -> None:
+        event = self._copies.pop(unit.name, None)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _neighbours(self, paths: Sequence[str]) -> dict[str, list[Unit]]:
+        found: dict[str, list[Unit]] = {}
+        following: list[Unit] = []
+        for path in reversed(paths):
+            found[path] = following
+            following = [u for u in self.used_by(path) if u.is_streamed] or following
+        return found
+
+
+def _find_users(model: torch.nn.Module, units: Sequence[Unit]) -> dict[str, list[Unit]]:
+    """Module path -> units whose parameters are used inside it."""
+    owners: dict[int, list[Unit]] = {}
+    for unit in units:
+        for m in unit.members:
+            for slots, _ in m.slots:
+                found = owners.setdefault(id(slots), [])
+                if unit not in found:
+                    found.append(unit)
+    users: dict[str, list[Unit]] = {}
+    for path, module in model.named_modules():
+        found = []
+        for inner in module.modules():
+            found += [u for u in owners.get(id(inner._parameters), []) if u not in found]
+        users[path] = found
+    return users
