@@ -51,7 +51,7 @@ class Engine:
         share: bool = True,
         ahead: bool = False,
         release: str = "",
-        paths: Sequence[str] = (),
+        calls: Sequence[str] = (),
         tell: Callable[[torch.UntypedStorage], None] = lambda _: None,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -64,7 +64,7 @@ class Engine:
         self.ahead = ahead  # begin updates on the host before it is known whether gradients are clipped
         self._clipped = False  # the last attempt was in vain
         self._steps = 0
-        self.release = release  # the module at whose forward the memory that updates pass through is given back
+        self.release = release  # the block call at whose forward the memory that updates pass through is given back
         self._quiet = quiet
         self._undo: list[Callable[[], object]] = []
         self._is_swapped = False
@@ -96,7 +96,7 @@ class Engine:
         self.held: dict[str, Held] = {}
         self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}
         self._pending: dict[str, Any] = {}  # unit -> future or event of its update
-        self.streaming = Streaming(model, self.units, paths, store=store, device=device, tell=tell)
+        self.streaming = Streaming(model, self.units, calls, store=store, device=device, tell=tell)
         self._norms: torch.Tensor | None = None  # pinned
         self._homes: set[int] = set()  # storages of homes whose update is under way
         self._aside: list[list[torch.Tensor]] = []
@@ -229,17 +229,17 @@ class Engine:
             self.streaming.release_all()
             self._swap(False)
 
-    def need(self, path: str) -> None:
-        """The forward of this module begins: its weights must be there, the next one's may set out."""
-        if path == self.release and self.updater is not None:
+    def need(self, call: str) -> None:
+        """The forward of this block call begins: its weights must be there, the next one's may set out."""
+        if call == self.release and self.updater is not None:
             self.updater.leave_room()
         if not self._is_swapped:
             self._guard.lower()
             self._swap(True)
-        for unit in self.streaming.used_by(path):
+        for unit in self.streaming.used_by(call):
             self._make_new(unit)
             self.streaming.arrive(unit)
-        for follower in self.streaming.after.get(path, ()):
+        for follower in self.streaming.after.get(call, ()):
             self._make_new(follower)
             self.streaming.fetch(follower)
 
@@ -249,9 +249,9 @@ class Engine:
         if unit.needs_work and unit.was_written():
             unit.copy_from_homes(self.store)
 
-    def leave(self, path: str) -> None:
-        """The forward of this module is over: streamed weights that nobody needs before backward go."""
-        for unit in self.streaming.used_by(path):
+    def leave(self, call: str) -> None:
+        """The forward of this block call is over: streamed weights that nobody needs before backward go."""
+        for unit in self.streaming.used_by(call):
             self.streaming.release(unit)
 
     # gradients

@@ -165,7 +165,7 @@ class Harness:
             share=placing.share,
             ahead=placing.ahead,
             release=placing.release,
-            paths=[name.partition("#")[0] for name, _ in self.plan.about.get("blocks", ())],
+            calls=[name for name, _ in self.plan.about.get("blocks", ())],
             tell=self._tell,
             quiet=self._quiet,
         )
@@ -193,7 +193,7 @@ class Harness:
 
         def planned(*args: Any, **kwargs: Any) -> Any:
             name = self._watch.called(path, args, kwargs)
-            return self._blocks.run(name, path, module, forward, buffers, args, kwargs)
+            return self._blocks.run(name, module, forward, buffers, args, kwargs)
 
         module.forward = planned  # type: ignore[method-assign]
 

@@ -56,16 +56,16 @@ class Blocks:
         self._leaving = []
         self._awaited = {}
 
-    def run(self, name: str, path: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         """The block's forward under its policy, with its weights there."""
         engine = self._engine
         if engine is None:
             return self._run(name, module, forward, buffers, args, kwargs)
-        engine.need(path)
+        engine.need(name)
         out = self._run(name, module, forward, buffers, args, kwargs)
-        engine.leave(path)
+        engine.leave(name)
         if engine.streaming.is_needed and torch.is_grad_enabled():
-            _at_backward(out, lambda: engine.streaming.backward_begins(path))
+            _at_backward(out, lambda: engine.streaming.backward_begins(name))
         return out
 
     def _run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:

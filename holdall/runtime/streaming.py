@@ -18,7 +18,7 @@ class Streaming:
         self,
         model: torch.nn.Module,
         units: Sequence[Unit],
-        paths: Sequence[str],
+        calls: Sequence[str],
         *,
         store: Keeper | None,
         device: torch.device,
@@ -30,16 +30,16 @@ class Streaming:
         self._tell = tell  # a storage has changed its size
         self._copies: dict[str, Any] = {}  # unit -> event of the copy that brings its weights
         self._users = _find_users(model, units)
-        self.after = self._neighbours(paths)  # module path -> streamed units of the next module that has any
-        self._before = self._neighbours(paths[::-1])
+        self.after = self._neighbours(calls)  # block call -> streamed units of the next call that has any
+        self._before = self._neighbours(calls[::-1])
 
     @property
     def is_needed(self) -> bool:
         return bool(self._streamed)
 
-    def used_by(self, path: str) -> Sequence[Unit]:
-        """The units whose parameters are used inside a module."""
-        return self._users.get(path, ())
+    def used_by(self, call: str) -> Sequence[Unit]:
+        """The units whose parameters are used inside the module of a block call (`path`, or `path#n`)."""
+        return self._users.get(call.partition("#")[0], ())
 
     def fetch(self, unit: Unit) -> None:
         """Take memory for the weights and start copying them."""
@@ -68,15 +68,15 @@ class Streaming:
         for unit in self._streamed:
             self.release(unit)
 
-    def backward_begins(self, path: str) -> None:
-        """The backward of this module begins: its weights are there, those of the module before it may set out."""
-        users = self.used_by(path)
+    def backward_begins(self, call: str) -> None:
+        """The backward of this block call begins: its weights are there, those of the call before it may set out."""
+        users = self.used_by(call)
         for unit in self._streamed:
             if unit not in users and unit.name not in self._copies:
                 self.release(unit)
         for unit in users:
             self.arrive(unit)
-        for earlier in self._before.get(path, ()):
+        for earlier in self._before.get(call, ()):
             self.fetch(earlier)
 
     def _wait(self, unit: Unit) -> None:
@@ -84,12 +84,12 @@ class Streaming:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _neighbours(self, paths: Sequence[str]) -> dict[str, list[Unit]]:
+    def _neighbours(self, calls: Sequence[str]) -> dict[str, list[Unit]]:
         found: dict[str, list[Unit]] = {}
         following: list[Unit] = []
-        for path in reversed(paths):
-            found[path] = following
-            following = [u for u in self.used_by(path) if u.is_streamed] or following
+        for call in reversed(calls):
+            found[call] = following
+            following = [u for u in self.used_by(call) if u.is_streamed] or following
         return found
 
 

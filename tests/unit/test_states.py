@@ -251,9 +251,7 @@ def test_each_kind_of_placement_takes_the_predicted_bytes(rule, kind, when):
     assert_predicted(assert_plain("tied", rule, [place], clip=None if when == "backward" else 0.5, steps=3), place)
 
 
-@pytest.mark.parametrize(
-    "name", cases(["twice", "tiny-t5"], ["tiny-t5"], "what to fetch next is looked up by module, not by call of it")
-)
+@pytest.mark.parametrize("name", ["twice", "tiny-t5"])
 def test_streamed_weights_take_the_predicted_bytes_where_a_module_is_called_twice(name):
     """T5's dropout, before and after its layers."""
     rule = dict(CASES)[name]
