@@ -120,6 +120,10 @@ class Harness:
         """Where model states live; once."""
         self._placing = placing
 
+    def note(self) -> Callable[[str], None]:
+        """For whoever has something to tell the user, once."""
+        return Notes(self.notes)
+
     def on_close(self, undo: Callable[[], object]) -> None:
         """To be called when the harness leaves the model."""
         self._undo.append(undo)

@@ -20,12 +20,16 @@ def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
 
 
 def _once_per_block(actions: Iterable[Action]) -> None:
-    seen: set[tuple[str, str]] = set()
+    """No technique twice on one block, and nothing beside one that claims the block for itself (`alone`)."""
+    seen: dict[str, list[Action]] = {}
     for action in actions:
         for block in getattr(action, "blocks", None) or (getattr(action, "block", ""),):
-            if (action.name, block) in seen:
-                raise InvalidInput(f"`{block}` is to be treated by {action.name} twice", hint="name each block once")
-            seen.add((action.name, block))
+            for other in seen.get(block, ()):
+                if action.name == other.name:
+                    raise InvalidInput(f"`{block}` is to be treated by {action.name} twice", hint="name each block once")
+                if block and (getattr(action, "alone", False) or getattr(other, "alone", False)):
+                    raise InvalidInput(f"`{block}` cannot have both {other.name} and {action.name}", hint="choose one of them")
+            seen.setdefault(block, []).append(action)
 
 
 def close(schedule: Schedule) -> list[Step]:

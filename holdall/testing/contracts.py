@@ -250,12 +250,13 @@ class TierContract:
 
 
 def _clash(first: Any, second: Any) -> bool:
-    """One technique is applied to a block once."""
+    """One technique is applied to a block once; some want it for themselves."""
 
     def blocks(action: Any) -> set[str]:
         return set(getattr(action, "blocks", None) or (action.block,))
 
-    return first.name == second.name and bool(blocks(first) & blocks(second))
+    alone = any(getattr(action, "alone", False) for action in (first, second))
+    return (first.name == second.name or alone) and bool(blocks(first) & blocks(second))
 
 
 def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from holdall.ops import is_random, mutated_arguments
 from holdall.tracing.flops import count_flops
 from holdall.tracing.trials import Trials
 from holdall.tracing.values import KnownValues
@@ -105,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self._module_of_seq: dict[int, str] = {}
         self._seq = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._module_of_param: dict[int, str] = {}
+        self._last = ""  # module of the autograd node that ran last
         self._quiet = 0
         self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that took them
 
@@ -307,12 +309,13 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.FORWARD:
             return self._stack[-1].path if self._stack else ""
         node = torch._C._current_autograd_node()
-        if node is None:
-            return ""
+        if node is None:  # autograd adds up what the node before and an earlier one gave to the same tensor
+            return self._last
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self._module_of_param.get(id(variable), "")
-        return self._module_of_seq.get(node._sequence_nr(), "")
+        self._last = self._module_of_seq.get(node._sequence_nr(), "")
+        return self._last
 
     # ops
 
@@ -324,7 +327,7 @@ class Recorder(TorchDispatchMode):
             if self.phase is Phase.FORWARD:
                 self._attribute_nodes()
             reads = self.ids((args, kwargs))
-            mutates = self._mutated(func, args, kwargs)
+            mutates = self.ids(mutated_arguments(func, args, kwargs))
         out = self.values.run(func, args, kwargs)
         with self.quiet():
             self._record(func, args, kwargs, out, reads, mutates)
@@ -358,32 +361,10 @@ class Recorder(TorchDispatchMode):
                 moved=sum(t.numel() * t.element_size() for t in tensors),
                 seconds=trial.seconds,
                 workspace=trial.workspace,
-                random=_is_random(func, args, kwargs),
+                random=is_random(func, args, kwargs),
                 dtype=str(dtype).removeprefix("torch."),
             )
         )
-
-    def _mutated(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        schema = getattr(func, "_schema", None)
-        if schema is None:
-            return ()
-        found: dict[int, None] = {}
-        if "batch_norm" in schema.name and "backward" not in schema.name:
-            found.update(dict.fromkeys(self._running_statistics(schema, args, kwargs)))
-        if not schema.is_mutable:
-            return tuple(found)
-        for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                found.update(dict.fromkeys(self.ids(value)))
-        return tuple(found)
-
-    def _running_statistics(self, schema: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Batch norm changes its running statistics in training, which its schema does not say."""
-        values = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
-        if not (values.get("training") or values.get("train")):
-            return ()
-        return self.ids([values.get("running_mean"), values.get("running_var")])
 
     # result
 
@@ -425,17 +406,3 @@ class Recorder(TorchDispatchMode):
 
 def _made_here(op: Op, tensor: int) -> Op:
     return replace(op, reads=tuple(x for x in op.reads if x != tensor), writes=(*op.writes, tensor))
-
-
-def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    tags = getattr(func, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return False
-    if "scaled_dot_product" in str(func):
-        schema = func._schema.arguments
-        at = next((i for i, a in enumerate(schema) if a.name == "dropout_p"), None)
-        if at is None:
-            return False
-        p = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
-        return bool(p)
-    return True

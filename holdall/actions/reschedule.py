@@ -1,0 +1,209 @@
+"""Reschedule: run the ops of a block in an order of our own, some of them again in backward, each result freed at its last use.
+
+The common deed of planners that decide op by op (Checkmate, Moccasin, Rockmate's menus): `forward` and `backward` list op
+numbers within the block, the forward's ops first, then those of its backward. A number of a forward op that comes a second
+time is a recomputation. Nobody lists frees: a value goes after its last use, and what backward reads before it is made again
+was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from holdall.errors import InvalidInput, Unsupported
+from holdall.types import Block, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace
+from holdall.types.program import Effect, fault, lazily
+from holdall.types.trace import TensorId, digest_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reschedule:
+    block: str
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    ops: str  # digest of the names of the block's ops, so that no other block is run by these numbers
+
+    name: ClassVar[str] = "reschedule"
+    exact: ClassVar[bool] = True
+    alone: ClassVar[bool] = True  # no other action may treat the same block
+    rank: ClassVar[int] = 5
+
+    @staticmethod
+    def of(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Reschedule:
+        """The action for a block of a trace; the forward as it is unless told otherwise."""
+        ops, count = region(trace, block)
+        return Reschedule(
+            block=block.name,
+            forward=tuple(forward) or tuple(range(count)),
+            backward=tuple(backward),
+            ops=digest_of([op.site.op for op in ops]),
+        )
+
+    @staticmethod
+    def samples(trace: Trace) -> list[Reschedule]:
+        """A block whose ops are all run again at once, and one whose ops are run again when they are needed."""
+        can = [b for b in trace.blocks if b.saves and not obstacle(trace, b)]
+        found = []
+        for block, lazy in zip(can, (False, True), strict=False):
+            ops, count = region(trace, block)
+            order = lazily(effects(ops), count) if lazy else [*range(count), *range(count, len(ops))]
+            found.append(Reschedule.of(trace, block, order))
+        return found
+
+    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
+        trace = problem.trace
+        block = trace.block(self.block)
+        why_not = obstacle(trace, block)
+        if why_not:
+            raise Unsupported(f"`{self.block}` cannot be run op by op: {why_not}", hint="keep, recompute or offload it whole")
+        ops, count = region(trace, block)
+        if digest_of([op.site.op for op in ops]) != self.ops:
+            raise InvalidInput(f"`{self.block}` has other ops than this program was made for", hint="plan again")
+        wrong = fault(effects(ops), count, self.forward, self.backward)
+        if wrong:
+            raise InvalidInput(f"the program of `{self.block}` is not one: {wrong}", hint="plan again")
+        return _Rewrite(schedule.copy(), trace, block, ops, count).apply(self.forward, self.backward)
+
+    def install(self, harness: Any) -> None:
+        from holdall.runtime.programs import Runner
+
+        harness.policy(self.block).runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note())
+
+
+def region(trace: Trace, block: Block) -> tuple[list[Op], int]:
+    """The ops of a block, forward then backward, and how many are the forward's."""
+    inside = f"{block.module}."
+    ops = list(trace.ops[block.first : block.last + 1])
+    count = len(ops)
+    ops += [
+        op
+        for op in trace.ops
+        if op.site.phase is Phase.BACKWARD and (op.site.module == block.module or op.site.module.startswith(inside))
+    ]
+    return ops, count
+
+
+def obstacle(trace: Trace, block: Block) -> str:
+    """Why the ops of a block cannot be run one by one; empty if they can."""
+    if block.nth or sum(b.module == block.module for b in trace.blocks) > 1:
+        return "its module is called more than once"
+    ops, count = region(trace, block)
+    if len(ops) == count:
+        return "it has no backward"
+    own: set[TensorId] = set()
+    for op in ops[:count]:
+        own.update(op.writes)
+        for x in op.mutates:
+            if x not in own and trace.tensors[x].kind is not Kind.BUFFER:
+                return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which is not its own"
+    if set(block.outputs) - own:
+        return "it returns what it was given"
+    mine = {op.id for op in ops}
+    given: set[TensorId] = set()  # gradients that the block's backward begins with
+    for op in ops[count:]:
+        foreign = {x for x in op.reads if _is_gradient_from_elsewhere(trace, x, mine)}
+        if op.site.op == "aten.add.Tensor" and foreign - given:
+            # autograd adds gradients in the order in which they come; a block that added up its own first would give other bits
+            return "what it reads is read elsewhere too, and their gradients are added in turns"
+        given |= foreign
+    return ""
+
+
+def _is_gradient_from_elsewhere(trace: Trace, x: TensorId, mine: set[int]) -> bool:
+    born = trace.tensors[x].born
+    return born >= 0 and born not in mine and trace.ops[born].site.phase is Phase.BACKWARD
+
+
+def effects(ops: Sequence[Op]) -> list[Effect]:
+    """The ops as `types.program` sees them."""
+    return [Effect(op.reads, op.writes, op.mutates) for op in ops]
+
+
+class _Rewrite:
+    """The schedule side of one block."""
+
+    def __init__(self, schedule: Schedule, trace: Trace, block: Block, ops: Sequence[Op], count: int) -> None:
+        self.schedule = schedule
+        self.trace = trace
+        self.block = block
+        self.ops = ops
+        self.count = count
+        self.now: dict[TensorId, TensorId] = {}  # what the block made -> its newest copy
+        self.runs: dict[int, int] = {}  # op number -> how often it has run
+        self.own = {x for op in ops[:count] for x in op.writes}
+
+    def apply(self, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
+        self._release()
+        self._walk(forward, self.block.first - 1)
+        begin = self.ops[self.count].id - 1
+        self._walk(backward, begin)
+        self._hold_tangents()
+        return self.schedule
+
+    def _release(self) -> None:
+        """Neither autograd nor a Python frame of the block holds what it made; whoever is outside still does."""
+        mine = set(self.block.saves)
+        saves = [self.trace.saves[i] for i in mine]
+        for x in {s.tensor for s in saves}:
+            self.schedule.unhold(x, [s for s in saves if s.tensor == x])
+        elsewhere = {s.tensor for i, s in enumerate(self.trace.saves) if i not in mine}
+        for x in self.own - set(self.block.outputs) - elsewhere:
+            self.schedule.holds[x] = []
+        inside = {op.id for op in self.ops}
+        for op in self.ops[self.count :]:
+            for x in op.writes:
+                if self.trace.tensors[x].kind is not Kind.GRAD and set(self.trace.uses(x)) <= inside:
+                    self.schedule.holds[x] = []
+
+    def _walk(self, order: Sequence[int], at: int) -> None:
+        """Originals stay where they are; what is run again goes right before the next original."""
+        waiting: list[Step] = []
+        for n in order:
+            run = self._run(n)
+            if run.again:
+                waiting.append(run)
+                continue
+            at = self.ops[n].id
+            if waiting:
+                self.schedule.insert(at - 1, waiting)
+                waiting = []
+            if run != self.schedule.run(at):
+                self.schedule.runs[at] = run
+        assert not waiting, "a program ends with the last op of its half"
+
+    def _run(self, n: int) -> Run:
+        op = self.ops[n]
+        again = self.runs.get(n, 0)
+        self.runs[n] = again + 1
+        now = self.now
+        reads = tuple(now.get(x, x) for x in op.reads)
+        mutates = tuple(now.get(x, x) for x in op.mutates)
+        if not again:
+            base = self.schedule.run(op.id)
+            for x in op.writes:
+                now[x] = x
+            return replace(base, reads=reads, mutates=mutates)
+        copied = [x for x in op.mutates if x not in self.own]  # buffers have had their change: a copy is changed instead
+        for x in op.writes:
+            now[x] = self.schedule.add(self.trace.tensors[x])
+        return Run(
+            op=op.id,
+            reads=(*reads, *copied),
+            writes=tuple(now[x] for x in op.writes),
+            mutates=tuple(x for x, was in zip(mutates, op.mutates, strict=True) if was in self.own),
+            seconds=op.seconds,
+            workspace=op.workspace + sum(self.trace.tensors[x].nbytes for x in copied),
+            again=again,
+            name=op.site.op,
+        )
+
+    def _hold_tangents(self) -> None:
+        """Autograd hands the gradient of the block's result over for the whole of its backward."""
+        mine = {op.id for op in self.ops}
+        last = self.ops[-1].id
+        for op in self.ops[self.count :]:
+            for x in op.reads:
+                if _is_gradient_from_elsewhere(self.trace, x, mine):
+                    self.schedule.hold(x, (last, 0))

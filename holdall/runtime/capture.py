@@ -1,0 +1,297 @@
+"""One block call as a list of ops, forward and backward, so that they can be run in another order and more than once.
+
+The block is run once on fake tensors under `make_fx`, forward and its own backward by autograd: the same ops in the same order
+as eager training runs them, nothing fused, nothing decomposed. Views are folded into the tensor that owns the bytes, exactly
+as in a trace, so that op number n here is op number n of the block there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
+
+from holdall.errors import Unsupported
+from holdall.ops import is_random, mutated_arguments
+
+Slot = int  # a storage
+
+
+class Ref(NamedTuple):
+    """A tensor argument: a storage and how to look at it. `size` None: as it was made."""
+
+    slot: Slot
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One op that makes or changes storages."""
+
+    func: Any
+    args: Any  # nested, with `Ref`s in the places of tensors
+    kwargs: Any
+    makes: tuple[tuple[int, Slot], ...]  # (leaf of the result, storage)
+    reads: tuple[Slot, ...]
+    mutates: tuple[Slot, ...]
+    random: bool
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Graph:
+    """What a block call does. Forward ops come first, then those of its backward."""
+
+    ops: list[Instruction]
+    forward: int  # how many of them are the forward's
+    inputs: list[Slot]  # of the tensors that it was called with, then parameters and buffers
+    starts: list[int]  # storage offset of each input when it was captured
+    tangents: list[Slot]
+    outputs: list[Any]  # leaves of what it returns: a `Ref`, or a plain value
+    spec: TreeSpec
+    wanted: list[int]  # outputs that have a gradient
+    gradients: list[Ref | None]  # one per input
+    constants: dict[Slot, torch.Tensor]
+    made: set[Slot] = field(default_factory=set)
+
+    def names(self) -> list[str]:
+        """The ops by name, as a trace calls them."""
+        return [str(op.func) for op in self.ops]
+
+
+class _Shim(torch.nn.Module):
+    """Lets `functional_call` reach a forward that the harness has put another in front of."""
+
+    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, each once."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Graph:
+    """The ops of this call; Unsupported if they depend on values, or if somebody listens inside."""
+    for path, inner in module.named_modules():
+        if inner is not module and (inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks):
+            raise Unsupported(
+                f"`{path}` has hooks, which a captured block would not run", hint="remove them, or recompute whole blocks"
+            )
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    named = tensors_of(module)
+    inputs = [leaves[i] for i in places] + [t for _, t in named]
+    shim = _Shim(module, forward)
+    found: dict[str, Any] = {}
+
+    def run(tensors: Sequence[torch.Tensor]) -> Any:
+        flat = list(leaves)
+        for i, t in zip(places, tensors, strict=False):
+            flat[i] = t
+        state = {f"module.{name}": t for (name, _), t in zip(named, tensors[len(places) :], strict=True)}
+        a, k = tree_unflatten(flat, spec)
+        return torch.func.functional_call(shim, state, a, k)
+
+    def joint(tensors: list[torch.Tensor]) -> Any:
+        out, out_spec = tree_flatten(run(tensors))
+        wanted = [i for i, o in enumerate(out) if isinstance(o, torch.Tensor) and o.requires_grad]
+        trained = [i for i, t in enumerate(tensors) if t.requires_grad]
+        if not wanted or not trained:
+            raise Unsupported("the block has no backward", hint="keep it")
+        with torch.no_grad():
+            tangents = [torch.ones_like(out[i]) for i in wanted]
+        grads = torch.autograd.grad([out[i] for i in wanted], [tensors[i] for i in trained], tangents, allow_unused=True)
+        per_input: list[Any] = [None] * len(tensors)
+        for i, g in zip(trained, grads, strict=True):
+            per_input[i] = g
+        found.update(spec=out_spec, wanted=wanted, plain=[None if isinstance(o, torch.Tensor) else o for o in out])
+        return [o if isinstance(o, torch.Tensor) else None for o in out], tangents, per_input
+
+    gm = _trace(joint, inputs)
+    return _Builder(gm, inputs, found).build()
+
+
+def _trace(joint: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        with (
+            _disable_current_modes(),
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+            _no_autocast_cache(),
+        ):
+            copies = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+            return make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
+    except Unsupported:
+        raise
+    except Exception as error:  # whatever a model does that a graph cannot say
+        line = str(error).strip().split("\n")[0][:200]
+        raise Unsupported(
+            f"the block cannot be captured ({type(error).__name__}: {line})", hint="recompute whole blocks"
+        ) from error
+    finally:
+        torch.set_rng_state(states[0])
+        if states[1]:
+            torch.cuda.set_rng_state_all(states[1])
+
+
+class _no_autocast_cache:  # noqa: N801
+    """A cast that autocast remembers would be a fake tensor for whoever comes next."""
+
+    def __enter__(self) -> None:
+        self._was = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._was)
+
+
+class _Builder:
+    """Turns the fx graph into instructions on storages."""
+
+    def __init__(self, gm: torch.fx.GraphModule, inputs: list[torch.Tensor], found: dict[str, Any]) -> None:
+        self.gm = gm
+        self.real = inputs
+        self.found = found
+        self.slots: dict[int, Slot] = {}  # address of a fake storage -> slot
+        self.bases: dict[Slot, torch.Tensor] = {}  # the tensor as it was made
+        self.constants: dict[Slot, torch.Tensor] = {}
+        self.alive: list[Any] = []  # fakes, so that no address is used twice
+
+    def build(self) -> Graph:
+        ops: list[Instruction] = []
+        inputs: list[Slot] = []
+        starts: list[int] = []
+        result: Any = None
+        for node in self.gm.graph.nodes:
+            value = node.meta.get("val")
+            self.alive.append(value)
+            if node.op == "placeholder":
+                inputs.append(self._slot(value))
+                starts.append(int(value.storage_offset()))
+            elif node.op == "get_attr":
+                real = getattr(self.gm, node.target)
+                value = node.meta.setdefault("val", real)
+                self.constants[self._slot(value)] = real
+            elif node.op == "output":
+                result = node.args[0]
+            else:
+                made = self._instruction(node, value)
+                if made is not None:
+                    ops.append(made)
+        return self._finish(ops, inputs, starts, result)
+
+    def _finish(self, ops: list[Instruction], inputs: list[Slot], starts: list[int], result: Any) -> Graph:
+        many, few = len(self.found["plain"]), len(self.found["wanted"])
+        returned, stand_ins, per_input = result[:many], result[many : many + few], result[many + few :]
+        tangents = [self._ref(n).slot for n in stand_ins]
+        cut = next((i for i, op in enumerate(ops) if any(s in tangents for _, s in op.makes)), len(ops))
+        kept = [op for op in ops if not any(s in tangents for _, s in op.makes)]
+        outputs: list[Any] = []
+        for value, plain in zip(returned, self.found["plain"], strict=True):
+            outputs.append(plain if value is None else self._ref(value))
+        own = set(inputs)
+        for out in outputs:
+            if isinstance(out, Ref) and out.slot in own:
+                raise Unsupported("the block returns what it was given, or a view of it", hint="keep or recompute it whole")
+        made = {s for op in kept for _, s in op.makes}
+        return Graph(
+            ops=kept,
+            forward=cut,
+            inputs=inputs,
+            starts=starts,
+            tangents=tangents,
+            outputs=outputs,
+            spec=self.found["spec"],
+            wanted=self.found["wanted"],
+            gradients=[None if g is None else self._ref(g) for g in per_input],
+            constants=self.constants,
+            made=made,
+        )
+
+    def _slot(self, tensor: torch.Tensor) -> Slot:
+        key = tensor.untyped_storage()._cdata
+        if key not in self.slots:
+            self.slots[key] = len(self.slots)
+            self.bases[self.slots[key]] = tensor
+        return self.slots[key]
+
+    def _ref(self, node: Any) -> Ref:
+        """How to get a node's tensor from its storage."""
+        value = node.meta["val"]
+        slot = self._slot(value)
+        base = self.bases[slot]
+        if value.dtype is not base.dtype:
+            raise Unsupported("the block looks at a tensor as another dtype", hint="keep or recompute it whole")
+        mine = (tuple(value.shape), tuple(value.stride()), int(value.storage_offset()))
+        if mine == (tuple(base.shape), tuple(base.stride()), int(base.storage_offset())):
+            return Ref(slot)
+        return Ref(slot, *mine)
+
+    def _instruction(self, node: torch.fx.Node, value: Any) -> Instruction | None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None  # getitem
+        before = len(self.slots)
+        leaves = list(tree_iter(value))
+        makes: list[tuple[int, Slot]] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and self._slot(leaf) >= before and all(s != self._slot(leaf) for _, s in makes):
+                makes.append((i, self._slot(leaf)))
+        real_args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
+        real_kwargs = torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+        mutates = tuple(dict.fromkeys(self._slot(t) for t in mutated_arguments(node.target, real_args, real_kwargs)))
+        if not makes and not mutates:
+            return None  # a view
+        if "rnn" in str(node.target):
+            raise Unsupported(
+                f"`{node.target}` keeps its workspace only under autograd", hint="keep or recompute the block whole"
+            )
+        args = _with_refs(node.args, self._ref)
+        kwargs = _with_refs(node.kwargs, self._ref)
+        reads = tuple(dict.fromkeys(r.slot for r in _refs((args, kwargs))))
+        tensors = [t for t in (*tree_iter((real_args, real_kwargs)), *leaves) if isinstance(t, torch.Tensor)]
+        return Instruction(
+            func=node.target,
+            args=args,
+            kwargs=kwargs,
+            makes=tuple(makes),
+            reads=reads,
+            mutates=mutates,
+            random=is_random(node.target, real_args, real_kwargs),
+            device=next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu")),
+        )
+
+
+def _with_refs(value: Any, ref: Callable[[Any], Ref]) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return ref(value)
+    if isinstance(value, dict):
+        return {k: _with_refs(v, ref) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        inside = [_with_refs(v, ref) for v in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return value
+
+
+def _refs(value: Any) -> list[Ref]:
+    if isinstance(value, Ref):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [r for v in value for r in _refs(v)]
+    if isinstance(value, dict):
+        return [r for v in value.values() for r in _refs(v)]
+    return []

@@ -1,0 +1,281 @@
+"""A captured block under a schedule of its own: ops in any legal order, some run again, each result freed at its last use.
+
+`Program` pairs a `Graph` with two lists of op numbers, one to run in forward and one in backward. A number of the forward's
+ops in the second list is a recomputation. What must survive from one to the other follows from the lists; so does every free.
+Autograd sees one node per block, so whatever hangs on gradients (hooks, streamed weights, updates in backward) works as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from holdall.errors import InvalidInput, Unsupported
+from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, tensors_of
+from holdall.runtime.replaying import Segment
+from holdall.types.program import Effect, fault
+from holdall.types.trace import digest_of
+
+Values = dict[Slot, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One execution of one op."""
+
+    op: int
+    again: bool
+    keep_state: bool  # of the generator: it will be run again
+    frees: tuple[Slot, ...]  # what nobody needs any more
+
+
+class Program:
+    """What to run, and when to let go of what."""
+
+    def __init__(self, graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> None:
+        self.graph = graph
+        self._own = set(graph.made)
+        ops = [Effect(op.reads, tuple(s for _, s in op.makes), op.mutates) for op in graph.ops]
+        wrong = fault(ops, graph.forward, forward, backward)
+        if wrong:
+            raise InvalidInput(f"the program of a block is not one: {wrong}", hint="write the plan again")
+        again_later = set(backward)
+        last = {r.slot for r in graph.outputs if isinstance(r, Ref)}
+        needed = self._needed_first(backward)
+        self.saved: list[Slot] = sorted(needed & self._own)
+        self.kept_inputs: list[Slot] = sorted(needed - self._own - set(graph.tangents) - set(graph.constants))
+        seen: set[int] = set()
+        self.forward = self._turns(forward, last | set(self.saved), seen, again_later)
+        ends = {g.slot for g in graph.gradients if g is not None}
+        self.backward = self._turns(backward, ends, seen, set())
+
+    def _needed_first(self, order: Sequence[int]) -> set[Slot]:
+        """Storages that the backward reads before it has made them."""
+        made: set[Slot] = set()
+        needed: set[Slot] = set()
+        for n in order:
+            op = self.graph.ops[n]
+            needed |= {s for s in (*op.reads, *op.mutates) if s not in made}
+            made |= {s for _, s in op.makes}
+        needed |= {g.slot for g in self.graph.gradients if g is not None and g.slot not in made}
+        return needed
+
+    def _turns(self, order: Sequence[int], stay: set[Slot], seen: set[int], again_later: set[int]) -> list[_Turn]:
+        turns: list[_Turn] = []
+        wanted = set(stay)  # needed by what comes after, walking from the end
+        frees: list[tuple[Slot, ...]] = []
+        for n in reversed(order):
+            op = self.graph.ops[n]
+            made = {s for _, s in op.makes}
+            touched = {*op.reads, *op.mutates, *made}
+            frees.append(tuple(sorted(touched - wanted)))
+            wanted = (wanted - made) | {*op.reads, *op.mutates}
+        for n, free in zip(order, reversed(frees), strict=True):
+            is_again = n in seen
+            later = n in again_later and self.graph.ops[n].random
+            turns.append(_Turn(n, is_again, later and not is_again, free))
+            seen.add(n)
+        return turns
+
+    # running
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Run the forward; autograd knows how to come back."""
+        differentiable = [t for t in inputs if t.requires_grad]
+        call = _Call(self, inputs)
+        results = _Block.apply(call, *differentiable)
+        outputs = iter(results)
+        leaves = [next(outputs) if isinstance(o, Ref) else o for o in self.graph.outputs]
+        return tree_unflatten(leaves, self.graph.spec)
+
+
+class Runner:
+    """Runs a block by its program, captured at the first call of each kind.
+
+    A block that is not what was planned for is recomputed whole, and it is said.
+    """
+
+    def __init__(
+        self, name: str, forward: Sequence[int], backward: Sequence[int], ops: str, note: Callable[[str], None]
+    ) -> None:
+        self._name = name
+        self._forward = forward
+        self._backward = backward
+        self._ops = ops  # digest of the names of the ops that the plan was made for
+        self._note = note
+        self._programs: dict[Any, Program | None] = {}
+
+    def __call__(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        key = _signature(module, args, kwargs)
+        if key not in self._programs:
+            self._programs[key] = self._prepare(module, forward, args, kwargs)
+        program = self._programs[key]
+        if program is None:
+            return Segment().run(module, forward, args, kwargs, state=list(module.buffers()), keep=frozenset())[0]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        return program([*inputs, *(t for _, t in tensors_of(module))])
+
+    def _prepare(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Program | None:
+        try:
+            for leaf in tree_leaves((args, kwargs)):
+                if not isinstance(leaf, _PLAIN):
+                    raise Unsupported(f"it is called with a {type(leaf).__name__}", hint="recompute whole blocks")
+            graph = capture(module, forward, args, kwargs)
+            if digest_of(graph.names()) != self._ops:
+                raise Unsupported("it runs other ops than were planned for", hint="plan again for this model")
+            return Program(graph, self._forward, self._backward)
+        except Unsupported as error:
+            why = str(error).split("\n")[0]
+            self._note(f"`{self._name}` is recomputed as a whole instead of op by op: {why}")
+            return None
+
+
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a captured graph depends on."""
+    leaves = [
+        (t.dtype, t.device, tuple(t.shape), t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
+        for t in tree_leaves((args, kwargs))
+    ]
+    kinds = [(p.dtype, p.requires_grad) for p in module.parameters()]
+    casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+    return tuple(leaves), tuple(kinds), tuple(m.training for m in module.modules()), tuple(casts)
+
+
+class _Call:
+    """One call of a block, from its forward to its backward."""
+
+    def __init__(self, program: Program, inputs: Sequence[torch.Tensor]) -> None:
+        self.program = program
+        self.inputs: Sequence[torch.Tensor] | None = inputs
+        self.is_trained = [t.requires_grad for t in inputs]
+        self.kept: Values = {}
+        self.versions: dict[Slot, int] = {}
+        self.states: dict[int, Any] = {}  # op -> state of the generator before it first ran
+        self.shifts: dict[Slot, int] = {}
+        graph = program.graph
+        for slot, t, start in zip(graph.inputs, inputs, graph.starts, strict=True):
+            if t.storage_offset() != start:
+                self.shifts[slot] = int(t.storage_offset()) - start
+
+    def forward(self) -> list[torch.Tensor]:
+        program, graph = self.program, self.program.graph
+        assert self.inputs is not None
+        values: Values = {**graph.constants}
+        for slot, t in zip(graph.inputs, self.inputs, strict=True):
+            values.setdefault(slot, t.detach())
+        self.inputs = None
+        for slot in program.kept_inputs:
+            self.kept[slot] = values[slot]
+        for turn in program.forward:
+            self._run(turn, values)
+        for slot in program.saved:
+            self.kept[slot] = values[slot]
+        own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: what is run again gets copies of them
+        self.versions = {s: self.kept[s]._version for s in program.kept_inputs if s not in own_changes}
+        return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
+
+    def backward(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        program, graph = self.program, self.program.graph
+        if not self.kept and (program.saved or program.kept_inputs):
+            raise Unsupported(
+                "a second backward through a block that runs by a program",
+                hint="do not retain the graph, or recompute whole blocks",
+            )
+        for slot, version in self.versions.items():
+            if self.kept[slot]._version != version:
+                raise RuntimeError("a tensor that a block needs for its backward has been changed in place since its forward")
+        values: Values = {**graph.constants, **self.kept}
+        self.kept = {}
+        for slot, t in zip(graph.tangents, tangents, strict=True):
+            values[slot] = t
+        for turn in program.backward:
+            self._run(turn, values)
+        found: list[torch.Tensor | None] = []
+        for ref, trained in zip(graph.gradients, self.is_trained, strict=True):
+            if trained:
+                found.append(None if ref is None else self._look(ref, values))
+        return found
+
+    def _run(self, turn: _Turn, values: Values) -> None:
+        op = self.program.graph.ops[turn.op]
+        if turn.keep_state:
+            self.states[turn.op] = _state(op.device)
+        aside: Values = {}
+        if turn.again and op.mutates:  # buffers have had their change; what the program made itself is to change again
+            for slot in op.mutates:
+                if slot not in self.program.graph.made:
+                    aside[slot] = values[slot]
+                    values[slot] = values[slot].clone()
+        if turn.again and op.random:
+            before = _state(op.device)
+            _set_state(op.device, self.states[turn.op])
+            out = self._execute(op, values)
+            _set_state(op.device, before)
+        else:
+            out = self._execute(op, values)
+        values.update(aside)
+        if op.makes:
+            leaves = tree_leaves(out)
+            for leaf, slot in op.makes:
+                values[slot] = leaves[leaf]
+        del out
+        for slot in turn.frees:
+            values.pop(slot, None)
+
+    def _execute(self, op: Instruction, values: Values) -> Any:
+        return op.func(*self._fill(op.args, values), **self._fill(op.kwargs, values))
+
+    def _fill(self, value: Any, values: Values) -> Any:
+        if isinstance(value, Ref):
+            return self._look(value, values)
+        if type(value) in (list, tuple):
+            return type(value)([self._fill(v, values) for v in value])
+        if type(value) is dict:
+            return {k: self._fill(v, values) for k, v in value.items()}
+        return value
+
+    def _look(self, ref: Ref, values: Values) -> torch.Tensor:
+        tensor = values[ref.slot]
+        if ref.size is None:
+            return tensor
+        return tensor.as_strided(ref.size, ref.stride, ref.offset + self.shifts.get(ref.slot, 0))
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        outputs = call.forward()
+        ctx.call = call
+        graph = call.program.graph
+        refs = [i for i, o in enumerate(graph.outputs) if isinstance(o, Ref)]
+        ctx.wanted = [refs.index(i) for i in graph.wanted]
+        ctx.mark_non_differentiable(*[o for i, o in zip(refs, outputs, strict=True) if i not in graph.wanted])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call, ctx.call = ctx.call, None
+        if call is None:
+            raise Unsupported(
+                "a second backward through a block that runs by a program",
+                hint="do not retain the graph, or recompute whole blocks",
+            )
+        return None, *call.backward([grads[i] for i in ctx.wanted])
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,249 @@
+"""Blocks run op by op in an order of their own: the same bits, the predicted bytes, nothing left behind."""
+
+import copy
+import dataclasses
+import gc
+import random
+
+import pytest
+import torch
+
+import holdall
+from holdall.actions.reschedule import Reschedule, effects, obstacle, region
+from holdall.cost.roofline import cost_trace
+from holdall.planners._finish import finish
+from holdall.planners.nop import Nop
+from holdall.runtime.harness import Harness
+from holdall.testing.contracts import problem_for, run_both, traced, train
+from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, machine
+from holdall.tiers.far import Far
+from holdall.types.program import Effect, fault, groups, lazily
+
+
+def random_order(trace, block, rng, *, kept=0.5, lost=0.3):
+    """Some results kept at first; after every op some are thrown away; what is missing is made again, as often as it takes."""
+    ops, count = region(trace, block)
+    does = effects(ops)
+    together = groups(does[:count])
+    owner = {x: g for g in together for n in g for x in does[n].writes}
+    live = {x for x in owner if rng.random() < kept}
+    order = []
+
+    def make(x):
+        if x in live or x not in owner:
+            return
+        group = owner[x]
+        inside = {y for n in group for y in does[n].writes}
+        for n in group:
+            for y in (*does[n].reads, *does[n].mutates):
+                if y not in inside:
+                    make(y)
+        order.extend(group)
+        live.update(inside)
+
+    for n in range(count, len(ops)):
+        for x in does[n].reads:
+            make(x)
+        for x in does[n].reads:  # making one may have needed memory of another: not here, but it may have been remade
+            make(x)
+        order.append(n)
+        live.difference_update([x for x in live if rng.random() < lost])
+    return order
+
+
+def able(trace):
+    return [b for b in trace.blocks if b.saves and b.backward is not None and not obstacle(trace, b)]
+
+
+FAMILIES = [n for n in (*PLAIN, *HUGGING_FACE) if n not in ("tiny-qwen2", "tiny-qwen3")]  # as tiny-llama
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_order_gives_the_same_bits_and_the_predicted_peak(name):
+    """Dropout, batch norm and ops in place among them; ops run up to many times."""
+    rng = random.Random(name)
+    model, batch, _, trace = traced(name)
+    if not able(trace):
+        pytest.skip("no block of this family is run op by op")
+    start = copy.deepcopy(model.state_dict())
+    expected = train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), 2)
+    weights = copy.deepcopy(model.state_dict())
+    most = 0
+    for _ in range(2):
+        actions = [Reschedule.of(trace, b, random_order(trace, b, rng)) for b in able(trace) if rng.random() < 0.8]
+        most = max([most, *(a.backward.count(n) for a in actions for n in set(a.backward))])
+        plan = finish(Nop(), problem_for(trace), actions)
+        model.load_state_dict(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with Harness(plan, model, optimizer, store=Far()) as harness:
+            got = train(model, batch, optimizer, 2)
+        captured = [n for n in harness.notes if "cannot be captured" in n or "workspace" in n]
+        assert harness.notes == captured, harness.notes
+        assert got == expected
+        assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+        if not captured:
+            assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+    assert most > 1 or name in ("recurrent",)
+
+
+def test_running_ops_again_and_again_holds_less():
+    """Kept: the blocks' inputs alone. Made again once, a block is there whole; made again whenever it is needed, it is not."""
+    model, batch = family("convnet")
+    trace = cost_trace(holdall.trace(model, tuple(t.repeat(8, *[1] * (t.dim() - 1)) for t in batch)), machine())
+    problem = problem_for(trace)
+    once, often = [], []
+    for b in able(trace):
+        ops, count = region(trace, b)
+        once.append(Reschedule.of(trace, b, lazily(effects(ops), count)))
+        often.append(Reschedule.of(trace, b, random_order(trace, b, random.Random(0), kept=0.0, lost=1.0)))
+    plain, first, second = (finish(Nop(), problem, actions).predicted for actions in ([], once, often))
+    assert second.peak["cpu"] < first.peak["cpu"] < plain.peak["cpu"]
+    assert second.recompute_seconds > first.recompute_seconds > 0
+
+
+def test_nothing_is_held_when_backward_is_over():
+    model, batch, _, trace = traced("tiny-gpt2")
+    actions = []
+    for b in able(trace):
+        ops, count = region(trace, b)
+        actions.append(Reschedule.of(trace, b, lazily(effects(ops), count)))
+    plan = finish(Nop(), problem_for(trace), actions)
+    with Harness(plan, model, None, store=Far()) as harness:
+        gc.disable()
+        try:
+            sizes = []
+            for _ in range(3):
+                model(**batch).loss.backward()
+                model.zero_grad(set_to_none=True)
+                sizes.append(harness.ledger.live)
+        finally:
+            gc.enable()
+    assert sizes[1] == sizes[2]
+
+
+def test_autocast_and_accumulation():
+    """Casts are part of what is run again."""
+
+    def loop(model, batch, optimizer):
+        torch.manual_seed(1)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(*batch) if isinstance(batch, tuple) else model(batch)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    model, batch = family("tied")
+    reference = copy.deepcopy(model)
+
+    def loss(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trace = holdall.trace(model, batch, optimizer=optimizer, loss=loss)
+    actions = []
+    for b in able(trace):
+        ops, count = region(trace, b)
+        actions.append(Reschedule.of(trace, b, lazily(effects(ops), count)))
+    plan = finish(Nop(), problem_for(trace), actions)
+    loop(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3))
+    with Harness(plan, model, optimizer, store=Far()):
+        loop(model, batch, optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_a_block_that_has_changed_is_recomputed_whole_and_it_is_said():
+    """An inner hook wants to be called."""
+
+    def choose(trace):
+        b = able(trace)[0]
+        ops, count = region(trace, b)
+        return [dataclasses.replace(Reschedule.of(trace, b, lazily(effects(ops), count)), ops="another")]
+
+    model, batch, optimizer, trace = traced("tied")
+    action = choose(trace)[0]
+    with pytest.raises(holdall.errors.InvalidInput, match="other ops"):
+        finish(Nop(), problem_for(trace), [action])
+    right = dataclasses.replace(action, ops=Reschedule.of(trace, trace.block(action.block), action.backward).ops)
+    plan = finish(Nop(), problem_for(trace), [right])
+    reference = copy.deepcopy(model)
+    calls = []
+    inner = next(m for m in model.get_submodule(action.block).children())
+    inner.register_forward_hook(lambda *_: calls.append(1))
+    expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3), 2)
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        got = train(model, batch, optimizer, 2)
+    assert got == expected and calls
+    assert any("recomputed as a whole" in n for n in harness.notes)
+
+
+def test_another_batch_is_captured_anew():
+    model, batch, optimizer, trace = traced("tiny-gpt2")
+    b = able(trace)[0]
+    ops, count = region(trace, b)
+    plan = finish(Nop(), problem_for(trace), [Reschedule.of(trace, b, lazily(effects(ops), count))])
+    reference = copy.deepcopy(model)
+    short = {k: v[:, : v.shape[1] // 2] for k, v in batch.items()}
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    expected = [train(reference, b, other, 1) for b in (batch, short, batch)]
+    with Harness(plan, model, optimizer, store=Far()):
+        got = [train(model, b, optimizer, 1) for b in (batch, short, batch)]
+    assert got == expected
+
+
+def test_retained_graphs_and_changed_inputs_are_refused():
+    model, batch, _, trace = traced("tied")
+    b = able(trace)[0]
+    ops, count = region(trace, b)
+    plan = finish(Nop(), problem_for(trace), [Reschedule.of(trace, b, lazily(effects(ops), count))])
+    with Harness(plan, model, None, store=Far()):
+        loss = model(*batch) if isinstance(batch, tuple) else model(batch)
+        loss.backward(retain_graph=True)
+        with pytest.raises(holdall.Unsupported, match="second backward"):
+            loss.backward()
+
+
+# orders
+
+
+IN_PLACE = [
+    Effect((0,), (1,)),  # make
+    Effect((1,), (2,)),  # read before the change
+    Effect((1,), (), (1,)),  # change
+    Effect((1, 2), (3,)),
+    Effect((9, 3, 1), (10,)),  # backward
+    Effect((10, 2), (11,)),
+]
+
+
+def test_ops_in_place_stay_together():
+    assert groups(IN_PLACE[:4]) == [[0, 1, 2], [3]]
+    assert lazily(IN_PLACE, 4) == [0, 1, 2, 3, 4, 5]
+    assert not fault(IN_PLACE, 4, range(4), lazily(IN_PLACE, 4))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "why"),
+    [
+        ((0, 1, 2), (4, 5), "every op of the forward"),
+        ((0, 1, 2, 3), (4,), "every op of the backward"),
+        ((0, 1, 2, 3), (5, 4), "in order"),
+        ((0, 1, 2, 3), (4, 5, 3), "end with"),
+        ((0, 1, 2, 3), (0, 4, 5), "would not find"),
+        ((0, 1, 2, 3), (1, 4, 5), "would not find"),
+        ((1, 0, 2, 3), (4, 5), "would not find"),
+        ((0, 1, 2, 3), (2, 4, 5), "would not find"),
+    ],
+)
+def test_orders_that_would_compute_something_else_are_named(forward, backward, why):
+    assert why in fault(IN_PLACE, 4, forward, backward)
+
+
+def test_random_bits_of_a_family_are_the_same_through_run_both():
+    def choose(trace):
+        rng = random.Random(3)
+        return [Reschedule.of(trace, b, random_order(trace, b, rng)) for b in able(trace)]
+
+    same, _, harness, _, _ = run_both("convnet", choose)
+    assert same and harness.notes == []
