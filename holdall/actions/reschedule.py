@@ -74,21 +74,19 @@ class Reschedule:
 
 def region(trace: Trace, block: Block) -> tuple[list[Op], int]:
     """The ops of a block, forward then backward, and how many are the forward's."""
-    inside = f"{block.module}."
-    ops = list(trace.ops[block.first : block.last + 1])
-    count = len(ops)
-    ops += [
-        op
-        for op in trace.ops
-        if op.site.phase is Phase.BACKWARD and (op.site.module == block.module or op.site.module.startswith(inside))
-    ]
-    return ops, count
+    ops = [*trace.ops[block.first : block.last + 1]]
+    back = trace.backward_of(block.module)
+    if not block.module and back and back[0].site.op == "aten.ones_like.default":
+        back = back[1:]  # the gradient of the loss itself, which whoever calls backward makes
+    return [*ops, *back], len(ops)
 
 
 def obstacle(trace: Trace, block: Block) -> str:
     """Why the ops of a block cannot be run one by one; empty if they can."""
     if block.nth or sum(b.module == block.module for b in trace.blocks) > 1:
         return "its module is called more than once"
+    if not block.module and any(op.site.phase is Phase.FORWARD for op in trace.ops[block.last + 1 :]):
+        return "the loss is computed outside of the model"
     ops, count = region(trace, block)
     if len(ops) == count:
         return "it has no backward"

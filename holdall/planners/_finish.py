@@ -35,7 +35,7 @@ def finish(
         hardware=problem.hardware.name,
         solve_seconds=time.perf_counter() - began if began is not None else 0.0,
         why=tuple(why),
-        about={**_what_the_harness_needs(problem), "rows": block_rows(problem, actions)},
+        about={**_what_the_harness_needs(problem, actions), "rows": block_rows(problem, actions)},
     )
 
 
@@ -53,15 +53,17 @@ def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     return [*head, *actions, *place]
 
 
-def _what_the_harness_needs(problem: Problem) -> dict[str, Any]:
+def _what_the_harness_needs(problem: Problem, actions: Sequence[Action]) -> dict[str, Any]:
     trace = problem.trace
+    as_one = trace.whole is not None and any(getattr(a, "block", None) == "" for a in actions)
+    blocks = (trace.whole,) if as_one and trace.whole is not None else trace.blocks
     return {
         "model": trace.about.get("model"),
         "device": trace.about.get("device"),
         "batch": trace.about.get("batch"),
         "precision": trace.about.get("precision"),
         "units": [[u.name, list(u.params)] for u in trace.units],
-        "blocks": [[b.name, [list(s) for s in b.shapes]] for b in trace.blocks],
+        "blocks": [[b.name, [list(s) for s in b.shapes]] for b in blocks],
     }
 
 

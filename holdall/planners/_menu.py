@@ -13,9 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdall.actions.offload import Offload
-from holdall.actions.recompute import Recompute, keepable, obstacle
+from holdall.actions.recompute import Recompute, obstacle
+from holdall.actions.reschedule import Reschedule, effects, region
+from holdall.actions.reschedule import obstacle as op_obstacle
+from holdall.planners._opgraph import programs
 from holdall.simulator.curve import Curve, memory_curve
 from holdall.types import Action, Block, Problem, Trace
+from holdall.types.program import fault
+
+_PROGRAMS = 6  # on a menu, of those that run ops again one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +55,12 @@ def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
     """The actions that a choice stands for."""
     trace = problem.trace
     overlap = problem.hardware.overlap
-    name, _, keep = label.partition(":")
-    ops = tuple(keep.split(",")) if keep else ()
+    name, _, order = label.partition(":")
+    if name == "program":
+        return [_by_program(trace, block, tuple(int(n) for n in order.split(",")))]
     actions: list[Action] = []
     if "recompute" in name:
-        actions.append(Recompute.of(trace, [block], ops))
+        actions.append(Recompute.of(trace, [block]))
     if "offload" in name:
         actions.append(Offload.of(trace, block, overlap=overlap and not name.endswith("now")))
     return actions
@@ -168,33 +175,28 @@ def _labels(problem: Problem, block: Block, *, last: bool) -> list[str]:
         labels.append("recompute")
         if can_offload:
             labels += ["recompute + offload", *(["recompute + offload now"] if problem.hardware.overlap else [])]
-        labels += [f"recompute:{','.join(keep)}" for keep in _keeps(problem.trace, block)]
+        labels += _programs(problem.trace, block)
     if can_offload and not (last and problem.hardware.overlap):
         labels += ["offload", *(["offload now"] if problem.hardware.overlap else [])]
     return labels
 
 
-def _keeps(trace: Trace, block: Block) -> list[tuple[str, ...]]:
-    """Sets of op results worth keeping in a recomputed block: the most seconds per byte first, in two sizes."""
-    named = keepable(trace, block)
-    total = sum(op.seconds for op in trace.ops[block.first : block.last + 1])
-    worth = []
-    for label, op in named.items():
-        size = sum(trace.tensors[x].nbytes for x in op.writes)
-        if size and op.flops and op.seconds > 0.02 * total:
-            worth.append((op.seconds / size, label, op.seconds))
-    worth.sort(reverse=True)
-    sets: list[tuple[str, ...]] = []
-    for share in (0.3, 0.7):
-        chosen: list[str] = []
-        spent = 0.0
-        for _, label, seconds in worth:
-            if spent < share * total:
-                chosen.append(label)
-                spent += seconds
-        if chosen and tuple(chosen) not in sets and len(chosen) < len(named):
-            sets.append(tuple(chosen))
-    return sets
+def _programs(trace: Trace, block: Block) -> list[str]:
+    """Labels of a few of the programs that keep some results of a block and run the rest again op by op."""
+    if op_obstacle(trace, block) or all(op.seconds == 0 for op in trace.ops[block.first : block.last + 1]):
+        return []
+    found = programs(trace, block)
+    step = max(1.0, len(found) / _PROGRAMS)
+    chosen = [found[int(n * step)] for n in range(min(_PROGRAMS, len(found)))]
+    return ["program:" + ",".join(str(n) for n in order) for order in chosen]
+
+
+def _by_program(trace: Trace, block: Block, order: tuple[int, ...]) -> Action:
+    """The block run by a program that was made for another of its kind; whole, where it turns out to differ."""
+    ops, count = region(trace, block)
+    if op_obstacle(trace, block) or fault(effects(ops), count, range(count), order):
+        return Recompute.of(trace, [block])
+    return Reschedule.of(trace, block, order)
 
 
 def _compare(

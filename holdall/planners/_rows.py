@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdall.cost.link import copy_seconds
-from holdall.simulator.lower import lower
-from holdall.types import Action, Copy, Problem, Run
+from holdall.simulator.lower import blocks_of, lower
+from holdall.types import Action, Copy, Phase, Problem, Run, Schedule
 
 
 def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, Any]]:
@@ -16,7 +16,7 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
     schedule = lower(problem, actions)
     decided: dict[str, list[str]] = {}
     for action in sorted(actions, key=lambda a: a.rank):
-        for name in getattr(action, "blocks", None) or [getattr(action, "block", "")]:
+        for name in blocks_of(action):
             decided.setdefault(name, []).append(action.name)
     moved = {x for steps in schedule.after.values() for s in steps if isinstance(s, Copy) for x in s.tensors}
     again: dict[int, float] = {}
@@ -24,6 +24,7 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         for step in steps:
             if isinstance(step, Run) and step.again:
                 again[step.op] = again.get(step.op, 0.0) + step.seconds
+    needed = _read_in_backward(schedule)
     by_module: dict[str, float] = {}
     for op in trace.ops:
         by_module[op.site.module] = by_module.get(op.site.module, 0.0) + op.seconds
@@ -33,7 +34,11 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         own = {x for x in saved | set(block.inputs) if trace.tensors[x].born >= 0 and x in saved}
         forward = {x for x in own if block.first <= trace.tensors[x].born <= block.last} | {x for x in own if x in block.inputs}
         replayed = block.id in schedule.replays
-        held = {x for x in forward if x not in moved and (not replayed or x in block.inputs or _kept(schedule, x))}
+        by_op = "reschedule" in decided.get(block.name, decided.get("", []))
+        if by_op:
+            held = forward & needed
+        else:
+            held = {x for x in forward if x not in moved and (not replayed or x in block.inputs or _kept(schedule, x))}
         seconds = sum(t for module, t in by_module.items() if module == block.module or module.startswith(f"{block.module}."))
         extra = sum(again.get(op, 0.0) for op in range(block.first, block.last + 1))
         if problem.hardware.far is not None and not problem.hardware.overlap:
@@ -42,7 +47,7 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         rows.append(
             {
                 "module": block.name,
-                "decision": " + ".join(d for d in decided.get(block.name, []) if d != "keep") or "keep",
+                "decision": " + ".join(d for d in decided.get(block.name, decided.get("", [])) if d != "keep") or "keep",
                 "nbytes_held": sum(trace.tensors[x].nbytes for x in held),
                 "nbytes_plain": sum(trace.tensors[x].nbytes for x in forward),
                 "seconds": seconds + extra,
@@ -50,6 +55,14 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
             }
         )
     return rows
+
+
+def _read_in_backward(schedule: Schedule) -> set[int]:
+    """What backward reads, or what is run again in it."""
+    first = next((op.id for op in schedule.trace.ops if op.site.phase is Phase.BACKWARD), len(schedule.trace.ops))
+    runs = [schedule.run(k) for k in range(first, len(schedule.trace.ops))]
+    runs += [s for k, steps in schedule.after.items() if k >= first - 1 for s in steps if isinstance(s, Run)]
+    return {x for run in runs for x in run.reads}
 
 
 def _kept(schedule: Any, tensor: int) -> bool:

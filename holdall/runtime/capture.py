@@ -82,8 +82,13 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Graph:
-    """The ops of this call; Unsupported if they depend on values, or if somebody listens inside."""
+def capture(
+    module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, loss_alone: bool = False
+) -> Graph:
+    """The ops of this call; Unsupported if they depend on values, or if somebody listens inside.
+
+    `loss_alone`: of what it returns, only scalars will be given a gradient.
+    """
     for path, inner in module.named_modules():
         if inner is not module and (inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks):
             raise Unsupported(
@@ -107,6 +112,7 @@ def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwa
     def joint(tensors: list[torch.Tensor]) -> Any:
         out, out_spec = tree_flatten(run(tensors))
         wanted = [i for i, o in enumerate(out) if isinstance(o, torch.Tensor) and o.requires_grad]
+        wanted = [i for i in wanted if out[i].numel() == 1 or not loss_alone]
         trained = [i for i, t in enumerate(tensors) if t.requires_grad]
         if not wanted or not trained:
             raise Unsupported("the block has no backward", hint="keep it")

@@ -124,7 +124,7 @@ class Runner:
             for leaf in tree_leaves((args, kwargs)):
                 if not isinstance(leaf, _PLAIN):
                     raise Unsupported(f"it is called with a {type(leaf).__name__}", hint="recompute whole blocks")
-            graph = capture(module, forward, args, kwargs)
+            graph = capture(module, forward, args, kwargs, loss_alone=not self._name)
             if digest_of(graph.names()) != self._ops:
                 raise Unsupported("it runs other ops than were planned for", hint="plan again for this model")
             return Program(graph, self._forward, self._backward)
@@ -256,7 +256,9 @@ class _Block(torch.autograd.Function):
         graph = call.program.graph
         refs = [i for i, o in enumerate(graph.outputs) if isinstance(o, Ref)]
         ctx.wanted = [refs.index(i) for i in graph.wanted]
-        ctx.mark_non_differentiable(*[o for i, o in zip(refs, outputs, strict=True) if i not in graph.wanted])
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[o for o in outputs if not o.is_floating_point()])
         return tuple(outputs)
 
     @staticmethod
@@ -267,7 +269,17 @@ class _Block(torch.autograd.Function):
                 "a second backward through a block that runs by a program",
                 hint="do not retain the graph, or recompute whole blocks",
             )
-        return None, *call.backward([grads[i] for i in ctx.wanted])
+        if any(g is not None and i not in ctx.wanted for i, g in enumerate(grads)):
+            raise Unsupported(
+                "a gradient came for something that the block returns and that had none when it was planned",
+                hint="trace the step with the loss that the loop uses",
+            )
+        given = [grads[i] if grads[i] is not None else _zeros(*ctx.shapes[i]) for i in ctx.wanted]
+        return None, *call.backward(given)
+
+
+def _zeros(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _state(device: torch.device) -> torch.Tensor:

@@ -19,15 +19,22 @@ def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     return schedule
 
 
+def blocks_of(action: Action) -> tuple[str, ...]:
+    """The blocks that an action treats; none if it treats model states or the step as a whole."""
+    several = getattr(action, "blocks", None)
+    one = getattr(action, "block", None)
+    return tuple(several) if several else () if one is None else (one,)
+
+
 def _once_per_block(actions: Iterable[Action]) -> None:
     """No technique twice on one block, and nothing beside one that claims the block for itself (`alone`)."""
     seen: dict[str, list[Action]] = {}
     for action in actions:
-        for block in getattr(action, "blocks", None) or (getattr(action, "block", ""),):
-            for other in seen.get(block, ()):
+        for block in blocks_of(action):
+            for other in [*seen.get(block, ()), *(seen.get("", ()) if block else [a for v in seen.values() for a in v])]:
                 if action.name == other.name:
                     raise InvalidInput(f"`{block}` is to be treated by {action.name} twice", hint="name each block once")
-                if block and (getattr(action, "alone", False) or getattr(other, "alone", False)):
+                if getattr(action, "alone", False) or getattr(other, "alone", False):
                     raise InvalidInput(f"`{block}` cannot have both {other.name} and {action.name}", hint="choose one of them")
             seen.setdefault(block, []).append(action)
 

@@ -49,6 +49,7 @@ def trace_step(
         ops=recorded.ops,
         tensors=recorded.tensors,
         blocks=recorded.blocks,
+        whole=recorded.whole,
         saves=recorded.saves,
         units=recorded.units,
         about={

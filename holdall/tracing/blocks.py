@@ -24,24 +24,31 @@ def find_blocks(calls: Sequence[Call], ops: Sequence[Op], packed: Sequence[int])
     blocks: list[Block] = []
     for call in sorted(chosen, key=lambda c: c.first):
         shape = _shape(call, ops, packed)
-        blocks.append(
-            Block(
-                id=len(blocks),
-                module=call.path,
-                nth=call.nth,
-                first=call.first,
-                last=call.last,
-                backward=call.backward,
-                inputs=call.inputs,
-                outputs=call.outputs,
-                shapes=call.shapes,
-                saves=tuple(range(call.first_save, call.last_save)),
-                same_as=seen.get(shape),
-                kind=call.kind,
-            )
-        )
+        blocks.append(_block(call, len(blocks), seen.get(shape)))
         seen.setdefault(shape, len(blocks) - 1)
     return tuple(blocks)
+
+
+def find_whole(calls: Sequence[Call]) -> Block | None:
+    """The model's own call as one block, if it is called once."""
+    return _block(calls[0], -1, None) if len(calls) == 1 and not calls[0].path else None
+
+
+def _block(call: Call, number: int, same_as: int | None) -> Block:
+    return Block(
+        id=number,
+        module=call.path,
+        nth=call.nth,
+        first=call.first,
+        last=call.last,
+        backward=call.backward,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        shapes=call.shapes,
+        saves=tuple(range(call.first_save, call.last_save)),
+        same_as=same_as,
+        kind=call.kind,
+    )
 
 
 def _walk(calls: Sequence[Call]) -> Iterator[Call]:

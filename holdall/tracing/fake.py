@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from holdall.optim._part import clone_optimizer
-from holdall.tracing.blocks import find_blocks
+from holdall.tracing.blocks import find_blocks, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
@@ -87,7 +87,8 @@ def record_fake_step(
         with recorder.quiet():
             units = find_units(list(unique), blocks, ops, tensors, updating)
     timed = recorder.trials.is_timed
-    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, timed=timed)
+    whole = find_whole(recorder.calls)
+    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, whole=whole, timed=timed)
 
 
 def _masters(

@@ -62,6 +62,7 @@ class Recorded:
     saves: tuple[Save, ...]
     blocks: tuple[Block, ...]
     units: tuple[Unit, ...]
+    whole: Block | None = None
     timed: bool = False  # ops carry seconds measured on the device
 
 

@@ -68,25 +68,21 @@ def _last_values(ops: Sequence[Effect], own: set[int]) -> dict[int, int]:
 
 
 def groups(ops: Sequence[Effect]) -> list[list[int]]:
-    """Ops that can only be run again together: whoever makes a tensor, changes it, or reads it before its last change."""
-    parent = list(range(len(ops)))
-
-    def root(n: int) -> int:
-        while parent[n] != n:
-            parent[n] = parent[parent[n]]
-            n = parent[n]
-        return n
-
+    """Ops that can only be run again together: whoever makes a tensor, changes it, or reads it before its last change, and all
+    between them."""
     maker = {x: n for n, op in enumerate(ops) for x in op.writes}
     last = {x: n for n, op in enumerate(ops) for x in op.mutates if x in maker}
-    for n, op in enumerate(ops):
-        for x in (*op.reads, *op.mutates):
-            if x in last and n <= last[x]:
-                parent[root(n)] = root(maker[x])
-    found: dict[int, list[int]] = {}
+    ends = list(range(len(ops)))
+    for x, n in last.items():
+        ends[maker[x]] = max(ends[maker[x]], n)
+    found: list[list[int]] = []
+    end = -1
     for n in range(len(ops)):
-        found.setdefault(root(n), []).append(n)
-    return sorted(found.values())
+        if n > end:
+            found.append([])
+        found[-1].append(n)
+        end = max(end, ends[n])
+    return found
 
 
 def lazily(ops: Sequence[Effect], count: int, keep: frozenset[int] = frozenset()) -> list[int]:

@@ -138,6 +138,7 @@ class Trace:
     blocks: tuple[Block, ...]
     saves: tuple[Save, ...]
     units: tuple[Unit, ...] = ()  # in the order of their first use
+    whole: Block | None = None  # the model's call as one block, named ""; for plans that look across blocks
     about: Mapping[str, Any] = field(default_factory=dict)  # model, signature, device, source, batch, versions, notes
 
     @cached_property
@@ -182,11 +183,29 @@ class Trace:
         return self._saves_of.get(tensor, ())
 
     @cached_property
+    def _backward_of(self) -> dict[str, list[OpId]]:
+        found: dict[str, list[OpId]] = {}
+        for op in self.ops:
+            if op.site.phase is Phase.BACKWARD:
+                path = op.site.module
+                while path:
+                    found.setdefault(path, []).append(op.id)
+                    path = path.rpartition(".")[0]
+                found.setdefault("", []).append(op.id)
+        return found
+
+    def backward_of(self, module: str) -> tuple[Op, ...]:
+        """The ops of backward that belong to a module and what is inside it, in order."""
+        return tuple(self.ops[k] for k in self._backward_of.get(module, ()))
+
+    @cached_property
     def _block_names(self) -> dict[str, Block]:
         return {block.name: block for block in self.blocks}
 
     def block(self, name: str) -> Block:
-        """The block of that name."""
+        """The block of that name; the empty name is the whole model's."""
+        if not name and self.whole is not None:
+            return self.whole
         if name not in self._block_names:
             raise unknown_name("block", name, self._block_names)
         return self._block_names[name]

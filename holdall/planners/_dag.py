@@ -1,0 +1,231 @@
+"""Small graphs of ops for the exact solvers of recomputation: what a program of runs costs, and the cheapest one of all.
+
+A program is the nodes in the order in which they are run, a node as often as it is run. Nobody plans a free: an output is
+freed right after its last use before it is made again. While a node runs, its output, all that is live and its `extra` count.
+
+`replay` is the naive judge that every solver's program has to pass. `shortest` looks at every order of recomputation: exact,
+and for a dozen nodes only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from math import inf
+from typing import Literal
+
+from holdall.errors import InvalidInput
+
+Program = tuple[int, ...]
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dag:
+    """Nodes 0..n-1 in the order of a plain run; a node may depend on smaller ones only."""
+
+    cost: tuple[float, ...]
+    size: tuple[int, ...]  # bytes of each output
+    deps: tuple[tuple[int, ...], ...]
+    extra: tuple[int, ...] = ()  # bytes needed on top while a node runs; empty: none anywhere
+    fixed: frozenset[int] = frozenset()  # run exactly once: the loss, the backward
+    keep: frozenset[int] = frozenset()  # outputs that are live at the end: gradients
+
+    def __post_init__(self) -> None:
+        n = len(self.cost)
+        if not self.extra:
+            object.__setattr__(self, "extra", (0,) * n)
+        if not len(self.size) == len(self.deps) == len(self.extra) == n:
+            raise InvalidInput(
+                f"a graph of {n} costs has {len(self.size)} sizes, {len(self.deps)} deps, {len(self.extra)} extras"
+            )
+        for i, deps in enumerate(self.deps):
+            if len(set(deps)) != len(deps) or not all(0 <= d < i for d in deps):
+                raise InvalidInput(f"node {i} depends on {deps}", hint="each dependency once, and on smaller nodes only")
+            if min(self.cost[i], self.size[i], self.extra[i]) < 0:
+                raise InvalidInput(f"node {i} has a negative cost, size or extra")
+        if not all(0 <= i < n for i in self.fixed | self.keep):
+            raise InvalidInput(f"`fixed` and `keep` name nodes outside of 0..{n - 1}")
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+    @cached_property
+    def reads(self) -> tuple[int, ...]:
+        """The dependencies of each node as the bits of an int."""
+        return tuple(sum(1 << d for d in deps) for deps in self.deps)
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.deps]
+        for i, deps in enumerate(self.deps):
+            for d in deps:
+                found[d].append(i)
+        return tuple(tuple(u) for u in found)
+
+    @cached_property
+    def horizon(self) -> tuple[int, ...]:
+        """The last node before whose first run each output may still be of use; len(self): it is kept."""
+        last = list(range(len(self)))
+        for i in reversed(range(len(self))):
+            if i in self.keep:
+                last[i] = len(self)
+            for u in self.users[i]:
+                last[i] = max(last[i], u if u in self.fixed else min(last[u], len(self) - 1))
+        return tuple(last)
+
+    @property
+    def once(self) -> Program:
+        """The plain program."""
+        return tuple(range(len(self)))
+
+    @property
+    def floor(self) -> int:
+        """No budget below this can do: some node needs as much for itself and what it reads."""
+        alone = (self.size[i] + self.extra[i] + sum(self.size[d] for d in self.deps[i]) for i in range(len(self)))
+        return max(*alone, sum(self.size[i] for i in self.keep), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What a program does: bytes during each run, bytes after it and its frees, and how often each node ran."""
+
+    peak: int
+    seconds: float
+    during: tuple[int, ...]
+    after: tuple[int, ...]
+    executed: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A solver's best program and how far it may be from the best there is."""
+
+    program: Program | None  # None: none was found; `status` says whether there is none
+    cost: float  # of the program; infinite without
+    bound: float  # no program in the solver's form costs less
+    gap: float  # (cost - bound) / cost
+    status: Status
+    seconds: float  # spent in solving
+
+
+def answer(dag: Dag, program: Program | None, *, bound: float, status: Status, seconds: float) -> Answer:
+    """The answer with the program's own cost; a bound that met it, to the solver's precision, is the cost."""
+    if program is None:
+        return Answer(
+            program=None, cost=inf, bound=bound, gap=0.0 if status == "infeasible" else inf, status=status, seconds=seconds
+        )
+    cost = replay(dag, program).seconds
+    bound = min(bound, cost)
+    gap = (cost - bound) / cost if cost else 0.0
+    return Answer(program=program, cost=cost, bound=bound, gap=gap, status=status, seconds=seconds)
+
+
+def uniform(layers: int) -> Dag:
+    """U(L): L forward nodes in a row, then L backward nodes, each reading what its layer read and the gradient so far."""
+    deps: list[tuple[int, ...]] = [(i - 1,) if i else () for i in range(layers)]
+    for i in reversed(range(layers)):
+        before = (i - 1,) if i else ()
+        deps.append((*before, len(deps) - 1) if i < layers - 1 else before)
+    return Dag(cost=(1.0,) * 2 * layers, size=(1,) * 2 * layers, deps=tuple(deps))
+
+
+def replay(dag: Dag, program: Program) -> Replay:
+    """Walk through the program and count; `InvalidInput` names the node of an illegal one and what it misses."""
+    frees = _frees(dag, program)
+    live: set[int] = set()
+    held = 0
+    during, after = [], []
+    executed = [0] * len(dag)
+    for place, node in enumerate(program):
+        for d in dag.deps[node]:
+            if d not in live:
+                raise InvalidInput(f"run {place} of the program, node {node}, needs node {d}, which was not run before")
+        live.add(node)  # it was not live: its last output was freed after its last use
+        executed[node] += 1
+        held += dag.size[node]
+        during.append(held + dag.extra[node])
+        live -= frees[place]
+        held -= sum(dag.size[i] for i in frees[place])
+        after.append(held)
+    for node, times in enumerate(executed):
+        if times == 0:
+            raise InvalidInput(f"node {node} is never run")
+        if times > 1 and node in dag.fixed:
+            raise InvalidInput(f"node {node} is fixed to one run and is run {times} times")
+    seconds = float(sum(dag.cost[i] for i in program))
+    peak = max(during, default=0)
+    return Replay(peak=peak, seconds=seconds, during=tuple(during), after=tuple(after), executed=tuple(executed))
+
+
+def fits(dag: Dag, program: Program, budget: int, *, loss: int | None = None, saved_budget: int | None = None) -> bool:
+    """Whether the program stays within the budget, and within `saved_budget` right after node `loss`."""
+    seen = replay(dag, program)
+    saved = seen.after[program.index(loss)] if loss is not None and saved_budget is not None else 0
+    return seen.peak <= budget and (saved_budget is None or saved <= saved_budget)
+
+
+def shortest(dag: Dag, budget: int, *, loss: int | None = None, saved_budget: int | None = None) -> Answer:
+    """The cheapest program whose first runs are in order, recomputation in any order: Dijkstra over (live set, next node).
+
+    With `loss`, that node runs once and at most `saved_budget` is live right after it.
+    """
+    fixed = dag.fixed | ({loss} if loss is not None else frozenset())
+    gate = len(dag) if loss is None or saved_budget is None else loss + 1  # a step of its own between loss and the next
+    end = len(dag) + (gate < len(dag))
+    keep = sum(1 << i for i in dag.keep)
+    order = count()  # ties fall in the order of discovery
+    start = (0, 0)
+    best: dict[tuple[int, int], float] = {start: 0.0}
+    came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}  # -> (state before, node run or -1)
+    queue = [(0.0, next(order), start, 0)]
+
+    def reach(state: tuple[int, int], held: int, spent: float, before: tuple[int, int], ran: int) -> None:
+        if spent < best.get(state, inf):
+            best[state], came[state] = spent, (before, ran)
+            heapq.heappush(queue, (spent, next(order), state, held))
+
+    while queue:
+        spent, _, state, held = heapq.heappop(queue)
+        if spent > best[state]:
+            continue
+        live, step = state
+        if step == end and live & keep == keep:
+            return answer(dag, _path(came, state), bound=spent, status="optimal", seconds=0.0)
+        at_gate = step == gate < len(dag)
+        if at_gate and saved_budget is not None and held <= saved_budget:
+            reach((live, step + 1), held, spent, state, -1)
+        upcoming = step - (step > gate)  # the node whose first run is next
+        for i in range(len(dag)):
+            if live >> i & 1:
+                reach((live & ~(1 << i), step), held - dag.size[i], spent, state, -1)
+                continue
+            may = not at_gate and (i == upcoming or (i < upcoming and i not in fixed)) and dag.reads[i] & ~live == 0
+            if may and held + dag.size[i] + dag.extra[i] <= budget:
+                after = (live | 1 << i, step + (i == upcoming))
+                reach(after, held + dag.size[i], spent + dag.cost[i], state, i)
+    return answer(dag, None, bound=inf, status="infeasible", seconds=0.0)
+
+
+def _frees(dag: Dag, program: Program) -> list[set[int]]:
+    """For each run, the outputs whose last use it is before they are made again."""
+    wanted = set(dag.keep)
+    frees: list[set[int]] = []
+    for node in reversed(program):
+        if not 0 <= node < len(dag):
+            raise InvalidInput(f"the program runs node {node}; the graph has nodes 0..{len(dag) - 1}")
+        frees.append({i for i in (*dag.deps[node], node) if i not in wanted})
+        wanted.discard(node)
+        wanted.update(dag.deps[node])
+    return frees[::-1]
+
+
+def _path(came: dict[tuple[int, int], tuple[tuple[int, int], int]], state: tuple[int, int]) -> Program:
+    runs: list[int] = []
+    while state in came:
+        state, ran = came[state]
+        if ran >= 0:
+            runs.append(ran)
+    return tuple(reversed(runs))
