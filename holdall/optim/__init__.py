@@ -1,1 +1,9 @@
-"""Low-memory optimizers, plain torch.optim classes; none yet."""
+"""Low-memory optimizers: a file is a member, its class a plain `torch.optim.Optimizer` that works alone, without holdall.
+
+    from holdall.optim.galore import GaLore
+    optimizer = GaLore(GaLore.groups(model, rank=128), lr=1e-2)
+
+Beside torch's interface each class has `name`, `paper`, `exact` (the same numbers as the torch optimizer it stands for),
+`consumes_gradients` (it updates in backward, and leaves no gradient behind) and `state_bytes(param)`: the bytes of state it
+allocates for a parameter, known before the first step. Files with an underscore are shared parts and the engine's own.
+"""

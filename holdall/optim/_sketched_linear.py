@@ -1,0 +1,114 @@
+"""Linear layers that keep a sketch of their input for backward instead of the input.
+
+For y = x W^T the backward needs x only for the gradient of W, G = gy^T x. Keeping z = x P, P random and made anew from a seed,
+gives G P directly: the gradient is born small. The output and the gradient of x are those of `nn.Linear`, bit for bit. Layers
+that are given the same tensor one after the other (query, key, value) share one sketch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdall.errors import Unsupported
+
+Key = tuple[int, int, str]  # seed, rank and kind of a projector
+
+
+class Sketcher(Protocol):
+    """Who has the projectors and takes the gradients."""
+
+    def key_for(self, weight: Tensor, shared: Key | None) -> Key:
+        """What this weight's projector is made of; `shared`: that of another weight with the same input, to be taken over."""
+        ...
+
+    def projector(self, weight: Tensor, like: Tensor) -> Tensor:
+        """(rank, inputs)."""
+        ...
+
+    def take(self, weight: Tensor, low: Tensor) -> None:
+        """Add to the weight's sketched gradient, (outputs, rank)."""
+        ...
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.save_for_backward(z, weight)
+        ctx.take = take
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        z, weight = ctx.saved_tensors
+        (grad,) = grads
+        rows = grad.reshape(-1, grad.shape[-1])
+        wide = weight.to(rows.dtype)  # under autocast the layer computed in another precision than its weight has
+        grad_x = (rows @ wide).view(*grad.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        ctx.take(rows.t() @ z.reshape(-1, z.shape[-1]))
+        return grad_x, None, grad_bias, None, None
+
+
+class _Last:
+    """The sketch made last, as long as somebody keeps its input and itself alive."""
+
+    def __init__(self) -> None:
+        self._x: Callable[[], Tensor | None] = lambda: None
+        self._z: Callable[[], Tensor | None] = lambda: None
+        self._version, self._key = -1, (0, 0, "")
+
+    def of(self, x: Tensor) -> Key | None:
+        """What the sketch of this very tensor was made with, if it is the last."""
+        return self._key if self._x() is x and self._version == x._version else None
+
+    def sketch(self, x: Tensor, key: Key, projector: Callable[[], Tensor]) -> Tensor:
+        z = self._z()
+        if z is None or self.of(x) != key:
+            z = x.detach() @ projector().t()
+            self._x, self._z = weakref.ref(x), weakref.ref(z)
+            self._version, self._key = x._version, key
+        return z
+
+
+@contextmanager
+def sketching(model: nn.Module, sketcher: Sketcher, weights: Callable[[Tensor], bool]) -> Iterator[list[nn.Linear]]:
+    """Inside, the linear layers whose weight is wanted keep sketches; leaving gives each its own forward back."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and weights(m.weight)]
+    for layer in layers:
+        if "forward" in vars(layer) or type(layer).forward is not nn.Linear.forward:
+            raise Unsupported(
+                f"a {type(layer).__name__} has a forward of its own",
+                hint="begin to sketch before whatever else replaces a forward, or leave its weight without a rank",
+            )
+    if not layers:
+        raise Unsupported(
+            "no linear layer of this model has a weight with a rank", hint="use `Compact.groups(model, rank=...)`"
+        )
+    last = _Last()
+    try:
+        for layer in layers:
+            vars(layer)["forward"] = _forward(layer, sketcher, last)
+        yield layers
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _forward(layer: nn.Linear, sketcher: Sketcher, last: _Last) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        weight = layer.weight
+        if not torch.is_grad_enabled() or not weight.requires_grad:
+            return F.linear(x, weight, layer.bias)
+        key = sketcher.key_for(weight, last.of(x))
+        z = last.sketch(x, key, lambda: sketcher.projector(weight, x))
+        made: Tensor = _Linear.apply(x, weight, layer.bias, z, lambda low: sketcher.take(weight, low))
+        return made
+
+    return forward
