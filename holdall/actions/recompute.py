@@ -1,22 +1,34 @@
 """Recompute: drop what consecutive blocks saved, keep their inputs, run them again when backward reaches them.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174). With `keep`, results of single ops inside the
-blocks stay and are not computed again (selective recompute, Korthikanti et al., arXiv 2205.05198).
+blocks stay and are not computed again; with `only`, autograd lets go of some tensors and holds the others as ever (selective
+recompute, Korthikanti et al., arXiv 2205.05198). With `inner`, the replay itself drops again what some of the blocks saved
+(Griewank and Walther's Revolve, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from holdall.errors import Unsupported
+from holdall.errors import InvalidInput, Unsupported
+from holdall.runtime.replaying import Nest
 from holdall.types import Block, Kind, Op, Problem, Run, Schedule, Trace
 from holdall.types.schedule import Mark
+from holdall.types.trace import Save
 
 _WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Consecutive blocks of a segment that are a segment again in its replay."""
+
+    blocks: tuple[str, ...]
+    inner: tuple[Inner, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +36,22 @@ class Recompute:
     blocks: tuple[str, ...]  # consecutive block calls, replayed together
     keep: tuple[str, ...] = ()  # op results that stay, as `aten.mm.default#3`, counted within each block
     state: tuple[str, ...] = ()  # buffers that the blocks change, put back after the replay
+    only: tuple[int, ...] = ()  # tensors that are let go, by their number among those each block saves; empty: all
+    inner: tuple[Inner, ...] = ()  # segments of the replay, in order
 
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 10
 
     @staticmethod
-    def of(trace: Trace, blocks: Sequence[Block], keep: Iterable[str] = ()) -> Recompute:
+    def of(
+        trace: Trace,
+        blocks: Sequence[Block],
+        keep: Iterable[str] = (),
+        *,
+        only: Iterable[int] = (),
+        inner: Iterable[Inner] = (),
+    ) -> Recompute:
         """The action for these blocks of a trace."""
         state = dict.fromkeys(
             trace.tensors[x].name
@@ -39,38 +60,42 @@ class Recompute:
             for x in op.mutates
             if trace.tensors[x].kind is Kind.BUFFER
         )
-        return Recompute(blocks=tuple(b.name for b in blocks), keep=tuple(keep), state=tuple(state))
+        names = tuple(b.name for b in blocks)
+        return Recompute(blocks=names, keep=tuple(keep), state=tuple(state), only=tuple(only), inner=tuple(inner))
 
     @staticmethod
     def samples(trace: Trace) -> list[Recompute]:
-        """One block, two neighbours, one block with an op's result kept."""
+        """One block, two neighbours, three of which two are a segment again, one block with an op's result kept, one that lets
+        go of a single tensor."""
         can = [b for b in trace.blocks if b.saves and not obstacle(trace, [b])]
         found = [Recompute.of(trace, [b]) for b in can[:1]]
         for a, b in pairwise(can):
             if a.last + 1 == b.first and a.id + 1 == b.id:
                 found.append(Recompute.of(trace, [a, b]))
                 break
+        for a, b, c in zip(can, can[1:], can[2:], strict=False):
+            if (a.last + 1, b.last + 1, b.id - a.id, c.id - b.id) == (b.first, c.first, 1, 1):
+                found.append(Recompute.of(trace, [a, b, c], inner=[Inner(blocks=(a.name, b.name))]))
+                break
         for b in can:
             kept = list(keepable(trace, b))
             if kept:
                 found.append(Recompute.of(trace, [b], kept[:1]))
+                found.append(Recompute.of(trace, [b], only=[len(b.saves) // 2]))
                 break
         return found
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
         blocks = [trace.block(name) for name in self.blocks]
-        why_not = obstacle(trace, blocks)
+        nests = nested(self.blocks, self.inner)
+        why_not = obstacle(trace, blocks, nests)
         if why_not:
             raise Unsupported(f"`{self.blocks[0]}` cannot be recomputed: {why_not}", hint="keep or offload it")
-        saves = [trace.saves[i] for block in blocks for i in block.saves]
-        asked = [s.unpacked for s in saves if s.unpacked is not None]
-        if not asked:
-            return schedule  # no backward, nothing is held
         hidden = problem.hardware.overlap  # the launching thread is ahead of the device
-        return _Rewrite(schedule.copy(), trace, blocks, frozenset(self.keep), watch=0.0 if hidden else _WATCH_SECONDS).apply(
-            after=min(asked), until=max(s.packed for s in saves)
-        )
+        rewriting = _Rewriting(schedule.copy(), self, watch=0.0 if hidden else _WATCH_SECONDS)
+        _Replay(rewriting, blocks, nests).apply()
+        return rewriting.schedule
 
     def install(self, harness: Any) -> None:
         last = len(self.blocks) - 1
@@ -79,11 +104,28 @@ class Recompute:
             policy.recompute = True
             policy.opens, policy.closes = position == 0, position == last
             policy.keep = frozenset(self.keep)
+            policy.only = frozenset(self.only)
+            policy.inner = nested(self.blocks, self.inner)
             path = name.partition("#")[0]
             policy.state = tuple(b for b in self.state if b.startswith(f"{path}."))
 
 
-def obstacle(trace: Trace, blocks: Sequence[Block]) -> str:
+def nested(blocks: Sequence[str], inner: Sequence[Inner]) -> tuple[Nest, ...]:
+    """The inner segments by position; refused if they are not apart, in order, each a stretch of `blocks`."""
+    found: list[Nest] = []
+    for part in inner:
+        first = blocks.index(part.blocks[0]) if part.blocks and part.blocks[0] in blocks else -1
+        last = first + len(part.blocks) - 1
+        after = found[-1].last + 1 if found else 0
+        if first < after or tuple(blocks[first : last + 1]) != part.blocks:
+            raise InvalidInput(
+                f"{list(part.blocks)} is not a stretch of {list(blocks[after:])}", hint="inner segments are parts, in order"
+            )
+        found.append(Nest(first, last, nested(part.blocks, part.inner)))
+    return tuple(found)
+
+
+def obstacle(trace: Trace, blocks: Sequence[Block], inner: Sequence[Nest] = ()) -> str:
     """Why these blocks cannot be run a second time; empty if they can."""
     inside: set[int] = set()
     for block in blocks:
@@ -92,6 +134,16 @@ def obstacle(trace: Trace, blocks: Sequence[Block]) -> str:
             for x in op.mutates:
                 if x not in inside and trace.tensors[x].kind is not Kind.BUFFER:
                     return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which is not its own"
+    for nest in inner:
+        part = blocks[nest.first : nest.last + 1]
+        later = [op for b in blocks[nest.last + 1 :] for op in trace.ops[b.first : b.last + 1]]
+        taken = {x for b in part for op in trace.ops[b.first : b.last + 1] for x in op.reads if trace.tensors[x].born < b.first}
+        spoilt = next((op for op in later if taken & set(op.mutates) & inside), None)
+        if spoilt is not None:
+            return f"`{spoilt.site.op}` changes in place what `{part[0].name}` needs for its second replay"
+        why_not = obstacle(trace, part, nest.inner)
+        if why_not:
+            return why_not
     return ""
 
 
@@ -113,129 +165,193 @@ def keepable(trace: Trace, block: Block) -> dict[str, Op]:
     return {label: op for label, op in labels(inside).items() if op.writes and not barred & set(op.writes)}
 
 
-class _Rewrite:
-    """The schedule side of one segment."""
+class _Rewriting:
+    """What all replays of one action share."""
+
+    def __init__(self, schedule: Schedule, action: Recompute, *, watch: float) -> None:
+        self.schedule = schedule
+        self.trace = trace = schedule.trace
+        self.watch = watch if action.keep else 0.0  # seconds per op of a block whose op results are kept
+        self.keep = frozenset(action.keep)
+        self.only = frozenset(action.only)
+        self.before: dict[int, list[int]] = {}  # block -> its buffers as they were before its forward
+        blocks = [trace.block(name) for name in action.blocks]
+        self.kept = {
+            x for block in blocks for label, op in keepable(trace, block).items() if label in self.keep for x in op.writes
+        }
+
+    def let_go(self, block: Block) -> list[Save]:
+        """What autograd no longer holds of a block."""
+        numbers = enumerate(block.saves)
+        return [self.trace.saves[i] for n, i in numbers if not self.only or n in self.only]
+
+    def released(self, save: Save) -> Mark:
+        return (len(self.trace.ops) if save.released is None else save.released, 0)
+
+
+class _Replay:
+    """The schedule side of one segment, and of those in it.
+
+    `depth`: how often its ops have been run again when it is over. `seen`: what the replay around it has made, by the tensor
+    that was made first. `around`: the op after which that replay begins, and its end.
+    """
 
     def __init__(
-        self, schedule: Schedule, trace: Trace, blocks: Sequence[Block], keep: frozenset[str], *, watch: float
+        self,
+        rewriting: _Rewriting,
+        blocks: Sequence[Block],
+        inner: Sequence[Nest],
+        *,
+        depth: int = 1,
+        seen: Mapping[int, int] | None = None,
+        around: tuple[int, Mark] = (-1, (-1, 0)),
     ) -> None:
-        self.watch = watch  # seconds per op of a block whose op results are kept
-        self.schedule = schedule
-        self.trace = trace
+        self.rewriting = rewriting
+        self.schedule, self.trace, self.kept = rewriting.schedule, rewriting.trace, rewriting.kept
         self.blocks = blocks
-        self.kept = {x for block in blocks for label, op in keepable(trace, block).items() if label in keep for x in op.writes}
-        self.own = {x for block in blocks for op in trace.ops[block.first : block.last + 1] for x in op.writes}
-        self.numbers = {i for block in blocks for i in block.saves}
+        self.inner = inner
+        self.depth = depth
+        self.seen = seen or {}
+        self.around = around
+        self.own = {x for block in blocks for op in self.trace.ops[block.first : block.last + 1] for x in op.writes}
+        deferred = {n for nest in inner for n in range(nest.first, nest.last + 1)}
+        self.final = [block for n, block in enumerate(blocks) if n not in deferred]
 
-    def apply(self, *, after: int, until: int) -> Schedule:
-        """Replay after op `after`; ops up to `until` (forward) are needed again."""
+    def apply(self) -> None:
+        saves = [s for block in self.blocks for s in self.rewriting.let_go(block)]
+        after = min((s.unpacked for s in saves if s.unpacked is not None), default=None)
+        if after is None:
+            return  # no backward, nothing is held
+        if self.depth == 1:
+            self._begin(saves, after)
+        until = self._until()
         again = [
             op
             for block in self.blocks
             for op in self.trace.ops[block.first : min(block.last, until) + 1]
             if not (op.writes and set(op.writes) <= self.kept)
         ]
+        order = [op.id for op in again]
+        end = (order[-1], self.depth) if order else self._at_once(after)
+        copies = self._copies(again, order)
+        self.schedule.insert(after, self._runs(again, copies))
+        self._hold_kept(order, until, end)
+        self._hold_inputs(again, end)
+        made = {**self.seen, **copies}
+        self._redirect(made)
+        for block in self.final:
+            for buffer in self.rewriting.before.get(block.id, ()):
+                self.schedule.hold(buffer, end)
+        for nest in reversed(self.inner):  # backward comes to the last of them first
+            part = self.blocks[nest.first : nest.last + 1]
+            _Replay(self.rewriting, part, nest.inner, depth=self.depth + 1, seen=made, around=(after, end)).apply()
+
+    def _begin(self, saves: Sequence[Save], after: int) -> None:
+        """What the forward does otherwise than in plain training."""
+        for save in saves:
+            if save.tensor in self.own and save.tensor not in self.kept:
+                self.schedule.unhold(save.tensor, [save])
         for block in self.blocks:
             self.schedule.replays[block.id] = after
-        if not again:  # all that backward needs was kept; what the segment holds goes when backward asks
-            for x in self.kept:
-                self.schedule.hold(x, (after, 0))
-            self._hold_inputs([], (after, 0))
-            return self.schedule
-        order = [op.id for op in again]
-        copies = self._copies(again, order, until)
-        runs: list[Run] = []
-        for block in self.blocks:
-            mine = [op for op in again if block.first <= op.id <= block.last]
-            if mine:
-                runs += self._watched(block)
-                runs += [*self._remember(block, mine[-1].id, order[-1]), *(self._run(op, copies) for op in mine)]
-        self.schedule.insert(after, runs)
-        self._hold_inputs(again, (order[-1], 1))
-        self._redirect(copies)
-        return self.schedule
+            for x in self._changed(block):
+                before = self.schedule.add(self.trace.tensors[x], born=block.first)
+                self.rewriting.before.setdefault(block.id, []).append(before)
+                self.schedule.insert(block.first - 1, [Run(op=-1, reads=(x,), writes=(before,), name="remember a buffer")])
+            if self.rewriting.watch:
+                self.schedule.insert(block.first - 1, [self._watch(block)])
 
-    def _copies(self, again: Sequence[Op], order: list[int], until: int) -> dict[int, int]:
-        """A second tensor for everything made again, held as the first was while it was made, then by autograd."""
-        end = len(self.trace.ops)
-        mine: dict[int, list[Any]] = {}
-        for i in self.numbers:
-            mine.setdefault(self.trace.saves[i].tensor, []).append(self.trace.saves[i])
+    def _at_once(self, after: int) -> Mark:
+        """The end of a replay that runs no op: all that backward needs was kept, or nothing is needed now."""
+        begun, end = self.around
+        return end if begun == after else (after, 0)
+
+    def _until(self) -> int:
+        """The last op that is run: nobody needs what comes after the last promise, or in the last segment inside."""
+        kept_now = max((s.packed for block in self.final for s in self.rewriting.let_go(block)), default=-1)
+        return max(kept_now, *(self.blocks[nest.first].first - 1 for nest in self.inner), -1)
+
+    def _copies(self, again: Sequence[Op], order: list[int]) -> dict[int, int]:
+        """Another tensor for everything made again, held as the first was while it was made.
+
+        What a block returns is held until the last block that takes it is over: nobody else is there in a replay.
+        """
+        ends = {x: block.last for block in self.blocks for x in block.outputs}
+        ends.update({x: block.last for block in self.blocks for x in block.inputs})
         copies: dict[int, int] = {}
         for op in again:
             for x in op.writes:
                 info = self.trace.tensors[x]
-                copy = self.schedule.add(info)
-                copies[x] = copy
-                saves = mine.get(x, [])
-                self.schedule.hold(
-                    copy,
-                    (_mark(order, info.freed), 1),
-                    *((end if s.released is None else s.released, 0) for s in saves),
-                )
-                self.schedule.unhold(x, saves)
-        for x in self.kept:  # retrieved when the replay comes to it; what it does not come to goes at its end
-            info = self.trace.tensors[x]
-            self.schedule.hold(x, (_mark(order, info.freed if info.born <= until else None), 1))
+                copies[x] = self.schedule.add(info)
+                self.schedule.hold(copies[x], (_mark(order, ends.get(x, info.freed)), self.depth))
         return copies
+
+    def _runs(self, again: Sequence[Op], copies: dict[int, int]) -> list[Run]:
+        runs: list[Run] = []
+        for block in self.blocks:
+            mine = [op for op in again if block.first <= op.id <= block.last]
+            if not mine:
+                continue
+            if self.rewriting.watch:
+                runs.append(self._watch(block))
+            for x in self._changed(block):  # one more copy, for the time of its replay
+                now = self.schedule.add(self.trace.tensors[x], born=block.first)
+                self.schedule.hold(now, (mine[-1].id, self.depth))
+                runs.append(Run(op=-1, reads=(x,), writes=(now,), name="remember a buffer"))
+            runs += [self._run(op, copies) for op in mine]
+        return runs
 
     def _run(self, op: Op, copies: dict[int, int]) -> Run:
         return Run(
             op=op.id,
-            reads=tuple(copies.get(x, x) for x in op.reads),
+            reads=tuple(copies.get(x, self.seen.get(x, x)) for x in op.reads),
             writes=tuple(copies[x] for x in op.writes),
-            mutates=tuple(copies.get(x, x) for x in op.mutates),
+            mutates=tuple(copies.get(x, self.seen.get(x, x)) for x in op.mutates),
             seconds=op.seconds,
             workspace=op.workspace,
-            again=1,
+            again=self.depth,
             name=op.site.op,
         )
 
-    def _hold_inputs(self, again: Sequence[Op], mark: Mark) -> None:
+    def _hold_kept(self, order: list[int], until: int, end: Mark) -> None:
+        """A kept result is retrieved when the replay comes to it; what it does not come to goes at its end."""
+        for x in self.kept:
+            info = self.trace.tensors[x]
+            if any(block.first <= info.born <= block.last for block in self.final):
+                reached = order and info.born <= until
+                self.schedule.hold(x, (_mark(order, info.freed), self.depth) if reached else end)
+
+    def _hold_inputs(self, again: Sequence[Op], end: Mark) -> None:
         """What comes from outside must still be there for the replay."""
         outside = {x for op in again for x in op.reads if x not in self.own}
         outside |= {x for block in self.blocks for x in block.inputs if x not in self.own}
         for x in outside:
             if self.trace.tensors[x].born >= 0:
-                self.schedule.hold(x, mark)
+                self.schedule.hold(self.seen.get(x, x), end)
 
-    def _redirect(self, copies: dict[int, int]) -> None:
-        """Backward reads the copies wherever it would have read through a save of these blocks."""
-        for i in self.numbers:
-            save = self.trace.saves[i]
-            if save.tensor not in copies or save.unpacked is None:
+    def _redirect(self, made: Mapping[int, int]) -> None:
+        """Autograd holds what was made again, and backward reads it wherever it would have read through these saves."""
+        for save in (s for block in self.final for s in self.rewriting.let_go(block)):
+            now = made.get(save.tensor)
+            if now is None:
                 continue
-            until = len(self.trace.ops) if save.released is None else save.released
+            self.schedule.hold(now, self.rewriting.released(save))
+            if save.unpacked is None:
+                continue
             for op in self.trace.uses(save.tensor):
-                if save.unpacked < op <= until:
+                if save.unpacked < op <= self.rewriting.released(save)[0]:
                     run = self.schedule.run(op)
-                    self.schedule.runs[op] = replace(run, reads=tuple(copies[x] if x == save.tensor else x for x in run.reads))
+                    self.schedule.runs[op] = replace(run, reads=tuple(now if x == save.tensor else x for x in run.reads))
 
-    def _watched(self, block: Block) -> list[Run]:
-        """Keeping results of ops costs time in the forward and in the replay, for every op of the block."""
-        if not self.kept or not self.watch:
-            return []
-        watch = Run(op=-1, reads=(), writes=(), seconds=self.watch * (block.last - block.first + 1), name="watch for kept ops")
-        self.schedule.insert(block.first - 1, [watch])
-        return [watch]
+    def _watch(self, block: Block) -> Run:
+        """Keeping results of ops costs time in the forward and in every replay, for every op of the block."""
+        seconds = self.rewriting.watch * (block.last - block.first + 1)
+        return Run(op=-1, reads=(), writes=(), seconds=seconds, name="watch for kept ops")
 
-    def _remember(self, block: Block, last: int, end: int) -> list[Run]:
-        """Buffers the block changes: one copy from before its forward, one for the time of its replay."""
-        changed = dict.fromkeys(
-            x
-            for op in self.trace.ops[block.first : block.last + 1]
-            for x in op.mutates
-            if x not in self.own and self.trace.tensors[x].kind is Kind.BUFFER
-        )
-        runs = []
-        for x in changed:
-            info = self.trace.tensors[x]
-            before, now = self.schedule.add(info, born=block.first), self.schedule.add(info, born=block.first)
-            self.schedule.insert(block.first - 1, [Run(op=-1, reads=(x,), writes=(before,), name="remember a buffer")])
-            self.schedule.hold(before, (end, 1))
-            self.schedule.hold(now, (last, 1))
-            runs.append(Run(op=-1, reads=(x,), writes=(now,), name="remember a buffer"))
-        return runs
+    def _changed(self, block: Block) -> list[int]:
+        """Buffers that the block changes."""
+        ops = self.trace.ops[block.first : block.last + 1]
+        found = dict.fromkeys(x for op in ops for x in op.mutates if x not in self.own)
+        return [x for x in found if self.trace.tensors[x].kind is Kind.BUFFER]
 
 
 def _mark(order: list[int], freed: int | None) -> int:

@@ -9,7 +9,7 @@ entry. So menus follow the simulator, to the byte, and a stack of a hundred equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdall.actions.offload import Offload
@@ -57,7 +57,7 @@ def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
     overlap = problem.hardware.overlap
     name, _, order = label.partition(":")
     if name == "program":
-        return [_by_program(trace, block, tuple(int(n) for n in order.split(",")))]
+        return [program_for(trace, block, tuple(int(n) for n in order.split(",")))]
     actions: list[Action] = []
     if "recompute" in name:
         actions.append(Recompute.of(trace, [block]))
@@ -90,8 +90,7 @@ class Menus:
                 forward=max(plain.high[k] for k in range(*ahead)) - plain.before[ahead[0]],
                 backward=max((plain.high[k] for k in range(*behind)), default=0) - plain.before[behind[0]],
             )
-            same = block.id if block.same_as is None else block.same_as
-            others = [c for c in self.found.get(same, ()) if not without or without not in c.label]
+            others = [c for c in self.found.get(kind_of(block), ()) if not without or without not in c.label]
             items.append(
                 Item(
                     block=block,
@@ -121,11 +120,22 @@ class Menus:
 
 def try_choices(problem: Problem) -> Menus:
     """Try every choice on one block of every kind."""
+    chain = _chain(problem.trace)
+    return try_labels(
+        problem, {b.id: _labels(problem, b, last=b is chain[-1]) for b in chain if b.same_as is None}
+    )
+
+
+def _chain(trace: Trace) -> list[Block]:
+    return [b for b in trace.blocks if b.backward is not None and b.saves]
+
+
+def try_labels(problem: Problem, labels: Mapping[int, Sequence[str]]) -> Menus:
+    """Try these choices on one block of every kind (a kind is the number of its first block)."""
     trace = problem.trace
-    chain = [b for b in trace.blocks if b.backward is not None and b.saves]
+    chain = _chain(trace)
     plain = memory_curve(problem, [])
     windows = _windows(trace, chain)
-    labels = {block.id: _labels(problem, block, last=block is chain[-1]) for block in chain if block.same_as is None}
     found: dict[int, list[Choice]] = {b: [] for b in labels}
     examples = {b: _example(chain, b) for b in labels}
     rounds = max((len(v) for v in labels.values()), default=0)
@@ -191,12 +201,17 @@ def _programs(trace: Trace, block: Block) -> list[str]:
     return ["program:" + ",".join(str(n) for n in order) for order in chosen]
 
 
-def _by_program(trace: Trace, block: Block, order: tuple[int, ...]) -> Action:
+def program_for(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Action:
     """The block run by a program that was made for another of its kind; whole, where it turns out to differ."""
     ops, count = region(trace, block)
-    if op_obstacle(trace, block) or fault(effects(ops), count, range(count), order):
+    if op_obstacle(trace, block) or fault(effects(ops), count, forward or range(count), backward):
         return Recompute.of(trace, [block])
-    return Reschedule.of(trace, block, order)
+    return Reschedule.of(trace, block, backward, forward)
+
+
+def kind_of(block: Block) -> int:
+    """Equal for blocks that repeat each other."""
+    return block.id if block.same_as is None else block.same_as
 
 
 def _compare(

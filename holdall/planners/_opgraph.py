@@ -19,7 +19,10 @@ from holdall.types.program import groups, lazily
 
 @dataclass(frozen=True, kw_only=True)
 class OpGraph:
-    """The nodes of a region in the order of a plain step; between forward and backward lies one that costs nothing."""
+    """The nodes of a region in the order of a plain step; between forward and backward lies one that costs nothing.
+
+    Other nodes without ops stand for gradients that stay when the node before has run.
+    """
 
     trace: Trace
     block: Block
@@ -46,10 +49,12 @@ def op_graph(trace: Trace, block: Block) -> OpGraph:
     ops, count = region(trace, block)
     forward = _merged(trace, ops[:count], {x for op in ops[count:] for x in op.reads})
     backward = _runs(ops, count)
-    parts = [*forward, (), *backward]
     middle = len(forward)
-    owner = {x: i for i, part in enumerate(parts) for n in part for x in ops[n].writes}
     needed_at_end = {x for op in ops[count:] for x in op.writes if _outlives(trace, x, ops)}
+    parts: list[tuple[int, ...]] = [*forward, ()]
+    for part in backward:  # what stays for good has a node of its own, so that the rest of the node's bytes can go
+        parts += [part, ()] if any(x in needed_at_end for n in part for x in ops[n].writes) else [part]
+    owner = {x: i for i, part in enumerate(parts) for n in part for x in ops[n].writes}
     cost, size, extra, deps = [], [], [], []
     users: dict[int, set[int]] = {}
     for i, part in enumerate(parts):
@@ -61,12 +66,16 @@ def op_graph(trace: Trace, block: Block) -> OpGraph:
         reads = {owner[x] for n in part for x in (*ops[n].reads, *ops[n].mutates) if x in owner} - {i}
         if i == middle:
             reads = outputs
+        elif not part:
+            reads = {i - 1}
         deps.append(tuple(sorted(reads)))
         cost.append(sum(ops[n].seconds for n in part))
-        stays = {x for n in part for x in ops[n].writes if users.get(x, set()) - {i} or x in needed_at_end}
-        size.append(sum(trace.tensors[x].nbytes for x in stays))
-        extra.append(max(0, _peak(trace, ops, part, stays) - size[-1]))
-    keep = frozenset(i for i, part in enumerate(parts) if any(x in needed_at_end for n in part for x in ops[n].writes))
+        before = parts[i - 1] if not part and i > middle else ()
+        kept = {x for n in (*part, *before) for x in ops[n].writes if x in needed_at_end}
+        stays = {x for n in part for x in ops[n].writes if users.get(x, set()) - {i}} - kept
+        size.append(sum(trace.tensors[x].nbytes for x in (stays if part else kept)))
+        extra.append(max(0, _peak(trace, ops, part, stays | kept) - size[-1]) if part else 0)
+    keep = frozenset(i for i, part in enumerate(parts) if not part and i > middle)
     dag = Dag(
         cost=tuple(cost),
         size=tuple(size),

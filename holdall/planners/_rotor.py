@@ -6,7 +6,11 @@ is run in one of two forms, keeping its input or everything, and what was droppe
     C(s, t, m) = min  uf[s..j-1] + C(j, t, m - a[j]) + C(s, j-1, m)      s keeps its input, the sweep goes on to j
                       uf[s] + C(s+1, t, m - kept[s]) + ub[s]             s keeps everything; kept: without input, with output
 
-The input of s lies outside m, the gradient after t inside. The last stage is the loss: its output takes no bytes.
+The input of s lies outside m, the gradient after t inside. The last stage is the loss: its output takes no bytes. Time and
+memory grow with the cube and the square of the number of stages, both in proportion to m: sizes may be in slots.
+
+Beyond the paper: what the backward of a stage leaves behind for good (`g`, the gradients of its weights) is missing to the
+backward of all stages before it, and a forward that backward follows at once may end early (`stop`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 NEVER = float("inf")
+
+Row = npt.NDArray[np.float64]  # by m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,49 +37,132 @@ class Stage:
     abar: int  # bytes of everything saved for its backward, its input included
     of: int = 0  # bytes that come and go in its forward
     ob: int = 0  # the same in its backward
+    g: int = 0  # bytes that its backward leaves behind
+    stop: float = 0.0  # forward time that is not spent where its backward follows at once
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Stages first..last keep the input of the first alone; `items` is how they are run when backward comes to them."""
+
+    first: int
+    last: int
+    items: tuple[Item, ...]
+
+
+Item = Dropped | int
+"""A stretch of stages, or a stage that keeps everything."""
 
 
 class Table:
-    """C(s, t, m) for every stretch of a chain and every m up to `memory`."""
+    """C(s, t, m) for every stretch of a chain and every m up to `memory`.
 
-    def __init__(self, chain: Sequence[Stage], memory: int) -> None:
+    `whole`: false forbids to keep everything but where backward follows at once, which is Revolve (Griewank, Walther 2000).
+    `rows`: the stages that may be dropped together lie in one row (by default all do): a number for each stage.
+    """
+
+    def __init__(self, chain: Sequence[Stage], memory: int, *, whole: bool = True, rows: Sequence[int] | None = None) -> None:
         self._chain = chain
         self._memory = memory
+        self._whole = whole
+        self._group = list(rows) if rows is not None else [0] * len(chain)
         self._a = [*(stage.a for stage in chain), 0]
-        self._sums = [0.0, *accumulate(stage.uf for stage in chain)]
-        self._rows: dict[tuple[int, int], list[float]] = {}
-        for length in range(len(chain)):
-            for s in range(len(chain) - length):
-                self._rows[s, s + length] = self._row(s, s + length)
+        self._sums = np.array([0.0, *accumulate(stage.uf for stage in chain)])
+        self._left = np.array([0, *accumulate(stage.g for stage in chain)])
+        n = len(chain)
+        self._from: list[Row] = [np.full((n - s, memory + 1), NEVER) for s in range(n)]  # [s][t - s]: C(s, t, .)
+        self._after: list[Row] = [np.full((t + 1, memory + 1), NEVER) for t in range(n)]  # [t][s]: C(s, t, . - a[s])
+        for length in range(n):
+            for s in range(n - length):
+                t = s + length
+                row = self._row(s, t)
+                self._from[s][length] = row
+                self._after[t][s] = _shifted(row, self._a[s])
 
     def seconds(self, s: int, t: int, m: int) -> float:
         """The least time for stages s..t in m bytes; infinite: it cannot be done."""
-        return NEVER if m < 0 else self._rows[s, t][min(m, self._memory)]
+        return NEVER if m < 0 else float(self._from[s][t - s][min(m, self._memory)])
 
     def stairs(self, s: int, t: int) -> list[tuple[int, float]]:
         """(m, time) wherever one more byte saves time, by m."""
-        row = self._rows[s, t]
-        return [(m, row[m]) for m in range(len(row)) if row[m] < (row[m - 1] if m else NEVER)]
+        row = self._from[s][t - s]
+        lower = np.flatnonzero(row < np.concatenate(([NEVER], row[:-1])))
+        return [(int(m), float(row[m])) for m in lower]
 
-    def _row(self, s: int, t: int) -> list[float]:
-        chain, a = self._chain, self._a
-        stage = chain[s]
-        kept = stage.abar - stage.a + a[s + 1]
-        whole = max(a[s + 1] + kept + stage.of, a[s] + kept + stage.ob)
+    def items(self, s: int, t: int, m: int) -> tuple[Item, ...]:
+        """How stages s..t are run in m bytes in the least time; it must be possible."""
+        m = min(m, self._memory)
+        found: list[Item] = []
+        while s < t:
+            best, kept = self.seconds(s, t, m), self._kept(s)
+            if self._whole_row(s, t)[m] <= best:
+                found.append(s)
+                s, m = s + 1, m - kept
+                continue
+            j = s + 1 + int(np.argmin(self._splits(s, t)[:, m]))
+            found.append(Dropped(s, j - 1, self.items(s, j - 1, m - self._behind(j, t))))
+            s, m = j, m - self._a[j]
+        return (*found, t)
+
+    def _row(self, s: int, t: int) -> Row:
+        best = self._whole_row(s, t)
         if s == t:
-            return self._from(whole, [stage.uf + stage.ub] * (self._memory + 1))
+            return best
+        chain, a = self._chain, self._a
+        splits = self._splits(s, t)
+        if len(splits):
+            best = np.minimum(best, splits.min(axis=0))
         inside = (a[j] + a[j + 1] + chain[j].of for j in range(s + 1, t))
-        rest = self._shifted(self._rows[s + 1, t], kept)
-        best = self._from(whole, [stage.uf + stage.ub + r for r in rest])
-        for j in range(s + 1, t + 1):
-            sweep = self._sums[j] - self._sums[s]
-            later, again = self._shifted(self._rows[j, t], a[j]), self._rows[s, j - 1]
-            best = [min(b, sweep + x + y) for b, x, y in zip(best, later, again, strict=True)]
-        return self._from(a[t + 1] + max(a[s + 1] + stage.of, *inside, 0), best)
+        return _from(a[t + 1] + max(a[s + 1] + chain[s].of, *inside, 0), best)
 
-    def _from(self, least: int, row: list[float]) -> list[float]:
-        """The row, impossible below `least`."""
-        return [NEVER] * min(least, len(row)) + row[least:]
+    def _behind(self, s: int, t: int) -> int:
+        """Bytes that the backward of s..t leaves behind."""
+        return int(self._left[t + 1] - self._left[s])
 
-    def _shifted(self, row: list[float], size: int) -> list[float]:
-        return ([NEVER] * size + row)[: len(row)]
+    def _kept(self, s: int) -> int:
+        """Bytes that stage s holds when it keeps everything: without its input, with its output."""
+        return self._chain[s].abar - self._a[s] + self._a[s + 1]
+
+    def _whole_row(self, s: int, t: int) -> Row:
+        """The time for s..t by m, where s keeps everything."""
+        stage, a, kept = self._chain[s], self._a, self._kept(s)
+        least = max(a[s + 1] + kept + stage.of, a[s] + kept + stage.ob + self._behind(s + 1, t))
+        if s == t:
+            return _from(least, np.full(self._memory + 1, float(stage.uf - stage.stop + stage.ub)))
+        if not self._whole and self._group[s] == self._group[t]:
+            return np.full(self._memory + 1, NEVER)
+        return _from(least, stage.uf + stage.ub + _shifted(self._from[s + 1][t - s - 1], kept))
+
+    def _splits(self, s: int, t: int) -> Row:
+        """[j - s - 1]: the time for s..t by m, where s..j-1 are dropped."""
+        end = s + 1
+        while end <= t and self._group[end - 1] == self._group[s]:
+            end += 1
+        count = end - s - 1  # j = s + 1 .. end - 1
+        sweep = self._sums[s + 1 : end] - self._sums[s]
+        later, again = self._after[t][s + 1 : end], self._from[s][:count]
+        missing = self._left[t + 1] - self._left[s + 1 : end]
+        splits: Row = sweep[:, None] + later + (_each_shifted(again, missing) if missing.any() else again)
+        return splits
+
+
+def _from(least: int, row: Row) -> Row:
+    """The row, impossible below `least`."""
+    row = row.copy()
+    row[: max(0, least)] = NEVER
+    return row
+
+
+def _shifted(row: Row, size: int) -> Row:
+    """The row in `size` bytes less."""
+    if size <= 0:
+        return row
+    moved = np.full_like(row, NEVER)
+    moved[size:] = row[: max(0, len(row) - size)]
+    return moved
+
+
+def _each_shifted(rows: Row, sizes: npt.NDArray[np.int64]) -> Row:
+    """Each row in as many bytes less."""
+    at = np.arange(rows.shape[1]) - sizes[:, None]
+    return np.where(at < 0, NEVER, np.take_along_axis(rows, np.maximum(at, 0), axis=1))

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from holdall.planners._chain import best_choices
 from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
-from holdall.planners._menu import Item, Menus, actions_for, try_choices
+from holdall.planners._menu import kind_of, Item, Menus, actions_for, try_choices
 from holdall.planners._segments import segmented
 from holdall.planners._states import Placements, Spread
 from holdall.simulator import simulate
@@ -150,7 +150,7 @@ class _Search:
     def _uniform(self, label: str) -> tuple[Action, ...]:
         """The same for every block that can."""
         blocks = [
-            b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(_kind(b.id, b.same_as), ()))
+            b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))
         ]
         return tuple(a for b in blocks for a in actions_for(self.problem, b, label))
 
@@ -191,10 +191,6 @@ class _Search:
         around = (self.placements.at(Spread(0, can, through=False)),) if self.placements.is_possible else ()
         for n, actions in segmented(self.problem):
             self.attempt(f"segments of {n} blocks", (*actions, *around))
-
-
-def _kind(block: int, same_as: int | None) -> int:
-    return block if same_as is None else same_as
 
 
 def _describe(spread: Spread, count: int) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from holdall.runtime.compressing import Compression, compress_saved
 from holdall.runtime.engine import Engine
 from holdall.runtime.parking import Bank, Group, park_inputs, park_saved
-from holdall.runtime.replaying import Segment
+from holdall.runtime.replaying import Nest, Segment
 
 
 @dataclass
@@ -22,11 +23,15 @@ class Policy:
     opens: bool = True  # begins a new segment, rather than joining the one before
     closes: bool = True  # ends its segment
     keep: frozenset[str] = frozenset()  # ops whose results stay, as `aten.mm.default#3`
+    only: frozenset[int] = frozenset()  # which of the tensors it saves are let go, by number; empty: all
+    inner: tuple[Nest, ...] = ()  # of the segment that it opens: calls that are a segment again in the replay
     state: tuple[str, ...] = ()  # buffers that the block changes, relative to the model
     park: bool = False
     inputs: frozenset[int] = frozenset()  # its own inputs, by position
     lag: bool = False  # let parked storages go when the next block is over
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
+    compress: Compression | None = None  # with `park`, it is the codes that are parked
+    runner: Callable[..., Any] | None = None  # runs the block in its own way: (module, forward, args, kwargs) -> output
 
 
 class Blocks:
@@ -74,13 +79,19 @@ class Blocks:
         policy = self._policies.get(name)
         if policy is None:
             out = forward(*args, **kwargs)
+        elif policy.runner is not None:
+            out = policy.runner(module, forward, args, kwargs)
         elif policy.recompute:
-            segment = Segment() if policy.opens or self._open is None else self._open
+            segment = Segment(policy.inner) if policy.opens or self._open is None else self._open
             self._open = None if policy.closes else segment
-            out, call = segment.run(module, forward, args, kwargs, state=[buffers[b] for b in policy.state], keep=policy.keep)
+            state = [buffers[b] for b in policy.state]
+            out, call = segment.run(module, forward, args, kwargs, state=state, keep=policy.keep, only=policy.only)
             if policy.park:
                 group = self._group(policy)
                 park_inputs(group, call, policy.inputs)
+        elif policy.compress is not None:
+            group = self._group(policy)
+            out = compress_saved(policy.compress, group if policy.park else None, forward, args, kwargs)
         elif policy.park:
             group = self._group(policy)
             out = park_saved(group, forward, args, kwargs, inputs=policy.inputs, stay=self._stay)

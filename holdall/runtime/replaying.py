@@ -5,6 +5,9 @@ whose results are kept, inputs that may lie in another tier, and frees at moment
 written down as it happens (module, inputs, random state), what autograd saves in it is replaced by a `Promise`, and the first
 promise that backward asks for replays the segment.
 
+Segments nest: in a replay, some of the calls may again be written down instead of remembered (`Nest`). Their promises are then
+those of an inner segment, whose inputs the replay has made, and are kept when backward asks for one of them.
+
 Who holds whom, so that nothing outlives its use: autograd holds promises, promises hold the segment, the segment holds the
 inputs of its calls. The segment sees its promises only weakly. When backward has released the last promise, all of it is
 gone.
@@ -13,6 +16,8 @@ gone.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,12 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from holdall.errors import Unsupported
+from holdall.ops import is_random
 
 Forward = Callable[..., Any]
+RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # of the host, devices, of each of them
 _IGNORED = frozenset({torch.ops.aten.detach.default})  # made by hooks, not by the model
 
 
@@ -49,6 +56,14 @@ class Made(NamedTuple):
 
     call: int
     leaf: int
+
+
+class Nest(NamedTuple):
+    """Calls first..last of a segment that are a segment of their own in its replay."""
+
+    first: int
+    last: int
+    inner: tuple[Nest, ...] = ()  # counted from `first`
 
 
 class Result:
@@ -98,20 +113,22 @@ class Call:
         self.inputs: list[Input | Made | Any] = []
         self.spec: Any = None
         self.results: list[Result | None] = []
-        self.promises: list[weakref.ref[Promise]] = []
+        self.promises: dict[int, weakref.ref[Promise]] = {}  # by the number of the saved tensor
         self.keep = keep
         self.kept: dict[str, Any] = {}
+        self.drawn: dict[str, RandomState] = {}  # random state after a kept op that drew
         self.state = list(state)  # buffers that the call changes
         self.before = [b.detach().clone() for b in state]
-        self.random: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
+        self.random: RandomState | None = None
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
 
 
 class Segment:
     """Consecutive calls that are replayed together."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: tuple[Nest, ...] = ()) -> None:
         self.calls: list[Call] = []
+        self.inner = inner
         self.done = False
 
     def run(
@@ -123,17 +140,22 @@ class Segment:
         *,
         state: Sequence[torch.Tensor] = (),
         keep: frozenset[str] = frozenset(),
+        only: frozenset[int] = frozenset(),
     ) -> tuple[Any, Call]:
-        """Run one call, remembering how to run it again instead of what it saved."""
+        """Run one call, remembering how to run it again instead of what it saved (or of `only` these, by number)."""
         call = Call(module, forward, state, keep)
         leaves, call.spec = tree_flatten((args, kwargs))
         call.inputs = [self._reference(leaf) for leaf in leaves]
         call.random = _random_state(leaves)
         call.autocast = _autocast_state(leaves)
+        numbers = itertools.count()
 
-        def pack(tensor: torch.Tensor) -> Promise:
+        def pack(tensor: torch.Tensor) -> Promise | torch.Tensor:
+            number = next(numbers)
+            if only and number not in only:
+                return tensor
             promise = Promise(self, (tensor.shape, tensor.dtype))
-            call.promises.append(weakref.ref(promise))
+            call.promises[number] = weakref.ref(promise)
             return promise
 
         with contextlib.ExitStack() as stack:
@@ -155,63 +177,99 @@ class Segment:
         return Input(leaf)
 
     def replay(self) -> None:
-        """Run every call again and keep what autograd had saved in it."""
+        """Run every call again that backward needs now, and keep what autograd had saved in it."""
         if self.done:
             raise Unsupported(
                 "backward asked twice for a block that was already recomputed and released",
                 hint="call backward with `retain_graph=False`, or keep this block",
             )
         self.done = True
-        left = sum(len(call.promises) for call in self.calls)
+        calls, self.calls = self.calls, []
+        parts = self._parts(len(calls))
+        final = max((n for n, call in enumerate(calls) if call.promises and n not in parts), default=-1)
+        needed = max((first for _, first in parts.values()), default=0)  # calls before this one must return something
+        end = max(final + 1, needed)
         made: dict[Made, Any] = {}  # results that a later call takes
-        last_taker = {item: n for n, call in enumerate(self.calls) for item in call.inputs if isinstance(item, Made)}
-        devices = sorted({d for call in self.calls if call.random for d in call.random[1]})
+        last_taker = {item: n for n, call in enumerate(calls) for item in call.inputs if isinstance(item, Made)}
+        devices = sorted({d for call in calls if call.random for d in call.random[1]})
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            for number, call in enumerate(self.calls):
-                left -= len(call.promises)
+            for number, call in enumerate(calls):
+                if number in parts:
+                    _defer(call, *parts[number], made)
+                if number >= end:
+                    continue
                 leaves = [
                     item.take() if isinstance(item, Input) else made[item] if isinstance(item, Made) else item
                     for item in call.inputs
                 ]
                 for item in [m for m in made if last_taker[m] == number]:
                     del made[item]
-                results = tree_leaves(_run_again(call, leaves, stop=left == 0))
+                results = tree_leaves(_run_again(call, leaves, deferred=number in parts, stop=number == final >= needed))
                 made.update({m: results[m.leaf] for m in last_taker if m.call == number and m.leaf < len(results)})
                 del results
-        for call in self.calls:  # autograd's hooks still know the calls; what they hold is no longer needed
+        for call in calls:  # autograd's hooks still know the calls; what they hold is no longer needed
             call.inputs, call.before, call.kept = [], [], {}
-        self.calls = []
+
+    def _parts(self, count: int) -> dict[int, tuple[Segment, int]]:
+        """Call -> the inner segment that it is in from now on, and that segment's first call."""
+        parts = {}
+        for nest in self.inner:
+            part = Segment(nest.inner)
+            parts.update(dict.fromkeys(range(nest.first, min(nest.last + 1, count)), (part, nest.first)))
+        return parts
 
 
-def _unpack(promise: Promise) -> torch.Tensor:
-    if promise.value is None:
-        promise.segment.replay()
-    if promise.value is None:
-        raise Unsupported("a recomputed block did not make again what backward needs", hint="keep this block")
-    return promise.value
+def _defer(call: Call, part: Segment, first: int, made: dict[Made, Any]) -> None:
+    """The call becomes one of an inner segment: what backward needs of it is made when that one is replayed."""
+    again = copy.copy(call)
+    again.inputs = [_seen_from(first, item, made) for item in call.inputs]
+    part.calls.append(again)
+    for reference in call.promises.values():
+        promise = reference()
+        if promise is not None:
+            promise.segment = part
 
 
-def _run_again(call: Call, leaves: list[Any], *, stop: bool) -> Any:
-    """One call, again. `stop`: end it as soon as the last promise is kept."""
-    promises = iter(call.promises)
-    count = len(call.promises)
+def _seen_from(first: int, item: Any, made: dict[Made, Any]) -> Any:
+    """An input of a call, for a segment that begins at call `first`."""
+    if not isinstance(item, Made):
+        return item
+    if item.call >= first:
+        return Made(item.call - first, item.leaf)
+    tensor = made[item]
+    return Input(tensor.detach().requires_grad_(tensor.requires_grad)) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _unpack(held: Promise | torch.Tensor) -> torch.Tensor:
+    if isinstance(held, torch.Tensor):
+        return held
+    while held.value is None:
+        segment = held.segment
+        segment.replay()
+        if held.value is None and held.segment is segment:  # else it was handed to an inner segment
+            raise Unsupported("a recomputed block did not make again what backward needs", hint="keep this block")
+    return held.value
+
+
+def _run_again(call: Call, leaves: list[Any], *, deferred: bool, stop: bool) -> Any:
+    """One call, again. `deferred`: its promises stay open. `stop`: end it as soon as the last of them is kept."""
+    last = max(call.promises, default=-1)
     seen = 0
 
     def pack(tensor: torch.Tensor) -> None:
         nonlocal seen
-        reference = next(promises, None)
-        if reference is None:
-            return
+        reference = call.promises.get(seen)
+        promise = None if reference is None else reference()
         seen += 1
-        promise = reference()
         if promise is not None:
             if promise.like != (tensor.shape, tensor.dtype):
                 raise Unsupported(
                     f"{call.module} saved {list(tensor.shape)} where it saved {list(promise.like[0])} before",
                     hint="its forward is not the same twice; keep this block",
                 )
-            promise.value = tensor.detach()
-        if stop and seen == count:
+            if not deferred:
+                promise.value = tensor.detach()
+        if stop and seen == last + 1:
             raise _Enough
 
     with contextlib.ExitStack() as stack:
@@ -220,7 +278,7 @@ def _run_again(call: Call, leaves: list[Any], *, stop: bool) -> Any:
             stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
         stack.enter_context(_put_back(call))
         if call.keep:
-            stack.enter_context(_Retrieve(call))
+            stack.enter_context(_Retrieve(call, leave=deferred))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
         args, kwargs = tree_unflatten(leaves, call.spec)
         leaves.clear()
@@ -228,9 +286,9 @@ def _run_again(call: Call, leaves: list[Any], *, stop: bool) -> Any:
             out = call.forward(*args, **kwargs)
         except _Enough:
             out = None
-    if seen < count:
+    if seen <= last:
         raise Unsupported(
-            f"{call.module} saved {seen} tensors where it saved {count} before",
+            f"{call.module} saved {seen} tensors where it saved {last + 1} or more before",
             hint="its forward is not the same twice; keep this block",
         )
     return out
@@ -279,25 +337,36 @@ class _Keep(_Counting):
         if func not in _IGNORED:
             label = self.label(func)
             if label in self.call.keep:
-                self.call.kept[label] = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out)
+                self.call.kept[label] = tree_map_only(torch.Tensor, torch.Tensor.detach, out)
+                if is_random(func, args, kwargs or {}):
+                    self.call.drawn[label] = _random_state(tree_leaves((args, kwargs)))
         return out
 
 
 class _Retrieve(_Counting):
+    """`leave`: another replay will want the results too."""
+
+    def __init__(self, call: Call, *, leave: bool) -> None:
+        super().__init__(call)
+        self.leave = leave
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _IGNORED:
             label = self.label(func)
             if label in self.call.kept:
+                _set_random_state(self.call.drawn.get(label))  # who draws after it must draw the same
+                if self.leave:  # autograd writes on what is returned here
+                    return tree_map_only(torch.Tensor, torch.Tensor.detach, self.call.kept[label])
                 return self.call.kept.pop(label)
         return func(*args, **(kwargs or {}))
 
 
-def _random_state(leaves: Sequence[Any]) -> tuple[torch.Tensor, list[int], list[torch.Tensor]]:
+def _random_state(leaves: Sequence[Any]) -> RandomState:
     devices, states = get_device_states(*[t for t in leaves if isinstance(t, torch.Tensor)])
     return torch.get_rng_state(), list(devices), list(states)
 
 
-def _set_random_state(state: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None) -> None:
+def _set_random_state(state: RandomState | None) -> None:
     if state is not None:
         torch.set_rng_state(state[0])
         set_device_states(state[1], state[2])

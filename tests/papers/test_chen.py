@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import holdall
-from holdall.planners.chen import cost, greedy_segments, held_bytes, input_bytes
+from holdall.planners.chen import cost, cut_points, greedy_segments, held_bytes, input_bytes
 from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import chain, machine
 
 WIDTH = 64
+VARIANTS = ["sqrt", "greedy", "all", "recursive", "articulation"]
 
 
 class Counted(nn.Module):
@@ -56,7 +57,7 @@ def segments(plan):
     return [len(action.blocks) for action in plan.actions]
 
 
-@pytest.mark.parametrize("variant", ["sqrt", "greedy", "all"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("last", [False, True])
 def test_gradients_are_the_same_bits_with_dropout_on(variant, last):
     """Claim: recomputation changes nothing but memory and time; masks are drawn again as they were."""
@@ -141,7 +142,7 @@ def test_greedy_never_needs_more_than_equal_lengths(seed):
     assert sum(cost(sizes, inputs, [s[0].id for s in cut])) <= sum(cost(sizes, inputs, uniform))
 
 
-@pytest.mark.parametrize("variant", ["sqrt", "greedy", "all"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_trains_a_real_model_to_the_same_weights(variant):
     """A transformer with dropout and tied weights: same losses, same weights, the predicted peak, below plain training's."""
     model, batch, optimizer, trace = traced("tied")
@@ -167,3 +168,89 @@ def test_memory_grows_like_the_square_root_and_time_by_one_forward():
         assert needed[n].recompute_seconds < forward
     assert plain[256].peak["cpu"] > 14 * plain[16].peak["cpu"]
     assert needed[256].peak["cpu"] < 6 * needed[16].peak["cpu"]
+
+
+def planned_forwards(plan, trace):
+    """Block -> how often it is run, read from the plan's actions."""
+    times = {b.name: 1 for b in trace.blocks}
+    waiting = list(plan.actions)
+    while waiting:
+        segment = waiting.pop()
+        for name in segment.blocks:
+            times[name] += 1
+        waiting += segment.inner
+    return times
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 1), (9, 2), (16, 3), (11, 2)])
+def test_recursive_blocks_run_once_more_for_every_level(n, k):
+    """Claim: k inputs at every level; the replay of a segment is the same rule inside, so its first blocks run most often."""
+    model, x, trace = make(n, dropout=0.3)
+    plan = planned(trace, variant="recursive", k=k)
+    times = planned_forwards(plan, trace)
+    levels = math.ceil(math.log(n, k + 1) - 1e-9)
+    assert levels <= max(times.values()) == next(iter(times.values())) <= levels + 1
+    assert times[trace.blocks[-1].name] == 1
+    for layer in model.layers:
+        layer.ran = 0
+    with holdall.apply(plan, model) as harness:
+        model(x).backward()
+    assert [layer.ran for layer in model.layers] == list(times.values())
+    assert harness.step_peaks == [plan.predicted.peak["cpu"]]
+
+
+def test_recursive_memory_grows_like_the_logarithm():
+    """Claim: with k = 1, O(log n) bytes for O(n log n) forwards."""
+    needed = {}
+    for n in (16, 64, 256):
+        trace = chain([10] * n)
+        plan = planned(trace, variant="recursive")
+        needed[n] = plan.predicted.peak["cpu"]
+        assert sum(planned_forwards(plan, trace).values()) == n + n * math.log2(n) / 2  # at every level one half once more
+    assert needed[64] - needed[16] == needed[256] - needed[64] == 2 * 10  # two levels more, an input each
+
+
+class Ladder(nn.Module):
+    """Two rungs of a U-net: what the first two blocks return is taken by the last two as well."""
+
+    class Rung(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, skip=None):
+            return torch.tanh(self.mix(x if skip is None else x + skip))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Ladder.Rung() for _ in range(9))
+
+    def forward(self, x):
+        for block in self.blocks[:3]:
+            x = block(x)
+        a = self.blocks[3](x)
+        b = self.blocks[4](a)
+        x = self.blocks[5](b)
+        x = self.blocks[6](x, b)
+        x = self.blocks[7](x, a)
+        return self.blocks[8](x).pow(2).mean()
+
+
+def test_cut_points_are_boundaries_that_one_tensor_crosses():
+    """Claim: cuts lie where every path passes; between the rungs of a ladder two or three tensors would have to be kept."""
+    torch.manual_seed(0)
+    model, x = Ladder(), torch.randn(8, WIDTH)
+    trace = holdall.trace(model, x)
+    assert cut_points(trace, trace.blocks) == [1, 2, 3, 4, 8]
+    plan = planned(trace, variant="articulation", last=True)
+    assert [len(a.blocks) for a in plan.actions] == [2, 2, 5]
+    greedy = planned(trace, variant="greedy", last=True)
+    starts = [int(a.blocks[0].rpartition(".")[2]) for a in greedy.actions]
+    assert set(starts) <= {0, 1, 2, 3, 4, 8}
+    reference = copy.deepcopy(model)
+    reference(x).backward()
+    with holdall.apply(plan, model) as harness:
+        model(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert harness.step_peaks == [plan.predicted.peak["cpu"]]
+    assert cut_points(chain([5] * 4), chain([5] * 4).blocks) == [1, 2, 3]
