@@ -87,6 +87,8 @@ def obstacle(trace: Trace, block: Block) -> str:
         return "its module is called more than once"
     if not block.module and any(op.site.phase is Phase.FORWARD for op in trace.ops[block.last + 1 :]):
         return "the loss is computed outside of the model"
+    if any(block.first <= k <= block.last + 1 for k in trace.about.get("asked", ())):
+        return "it asks for a value, and what it does may depend on it"
     ops, count = region(trace, block)
     if len(ops) == count:
         return "it has no backward"

@@ -60,8 +60,7 @@ def _whole(problem: Problem, scope: str, nodes: int) -> OpGraph | None:
 def _model(problem: Problem, graph: OpGraph, solver: Solver) -> Iterator[tuple[list[Action], list[str]]]:
     """The whole model as one graph, in the memory that nothing else needs."""
     dag = graph.dag
-    room = problem.limit(problem.home) - memory_curve(problem, []).before[graph.block.first]
-    target = room
+    target = _room(problem, graph)
     for n in range(_AGAIN):
         problem.progress("solving", n, _AGAIN, f"{len(dag)} nodes")
         found = solver(dag, target, loss=graph.middle, saved_budget=None)
@@ -72,11 +71,25 @@ def _model(problem: Problem, graph: OpGraph, solver: Solver) -> Iterator[tuple[l
         actions: list[Action] = [graph.action(found.program)]
         seen = replay(dag, found.program)
         again = sum(n - 1 for n in seen.executed)
-        yield actions, [
-            f"the model as one graph of {len(dag)} nodes: {again} runs again, {format_seconds(found.cost - sum(dag.cost))} more",
-            f"{format_bytes(target)} for activations and gradients; {_verdict(found)}",
-        ]
-        target -= max(1, _excess(problem, actions))
+        extra = found.cost - sum(dag.cost)
+        yield (
+            actions,
+            [
+                f"the model as one graph of {len(dag)} nodes: {again} runs again, {format_seconds(extra)} more",
+                f"{format_bytes(target)} for activations and gradients; {_verdict(found)}",
+            ],
+        )
+        target -= max(1, _excess(problem, actions)) + n * target // 200  # in growing steps, or it takes too many
+
+
+def _room(problem: Problem, graph: OpGraph) -> int:
+    """The budget in the graph's own bytes: without what is there before, and with what its merged ops seem to hold too much."""
+    curve = memory_curve(problem, [])
+    before = curve.before[graph.block.first]
+    last = max(op.id for op in problem.trace.backward_of(graph.block.module))
+    seen = max(curve.high[graph.block.first : last + 1]) - before
+    too_much = max(0, replay(graph.dag, graph.dag.once).peak - seen)
+    return problem.limit(problem.home) - before + too_much
 
 
 def _excess(problem: Problem, actions: list[Action]) -> int:

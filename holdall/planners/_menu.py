@@ -121,9 +121,7 @@ class Menus:
 def try_choices(problem: Problem) -> Menus:
     """Try every choice on one block of every kind."""
     chain = _chain(problem.trace)
-    return try_labels(
-        problem, {b.id: _labels(problem, b, last=b is chain[-1]) for b in chain if b.same_as is None}
-    )
+    return try_labels(problem, {b.id: _labels(problem, b, last=b is chain[-1]) for b in chain if b.same_as is None})
 
 
 def _chain(trace: Trace) -> list[Block]:

@@ -17,6 +17,9 @@ from holdall.types import Block, Kind, Op, Trace
 from holdall.types.program import groups, lazily
 
 
+_SMALL = 64  # ops; in a region with more, ops of backward are merged, which lets what they read seem to stay a little longer
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpGraph:
     """The nodes of a region in the order of a plain step; between forward and backward lies one that costs nothing.
@@ -48,7 +51,8 @@ def op_graph(trace: Trace, block: Block) -> OpGraph:
     """The graph of a block that has no obstacle (`actions.reschedule.obstacle`)."""
     ops, count = region(trace, block)
     forward = _merged(trace, ops[:count], {x for op in ops[count:] for x in op.reads})
-    backward = _runs(ops, count)
+    fine = len(ops) <= _SMALL
+    backward = [(n,) for n in range(count, len(ops))] if fine else _runs(ops, count)
     middle = len(forward)
     needed_at_end = {x for op in ops[count:] for x in op.writes if _outlives(trace, x, ops)}
     parts: list[tuple[int, ...]] = [*forward, ()]

@@ -50,8 +50,16 @@ class Dropped:
     items: tuple[Item, ...]
 
 
-Item = Dropped | int
-"""A stretch of stages, or a stage that keeps everything."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A stage that runs by a line of its menu (Rockmate)."""
+
+    stage: int
+    label: str
+
+
+Item = Dropped | Taken | int
+"""A stretch of stages, a stage that takes a line of its menu, or one that keeps everything."""
 
 
 class Table:

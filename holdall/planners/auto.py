@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from holdall.planners._chain import best_choices
 from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
-from holdall.planners._menu import kind_of, Item, Menus, actions_for, try_choices
+from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
 from holdall.planners._segments import segmented
 from holdall.planners._states import Placements, Spread
 from holdall.simulator import simulate
@@ -149,9 +149,7 @@ class _Search:
 
     def _uniform(self, label: str) -> tuple[Action, ...]:
         """The same for every block that can."""
-        blocks = [
-            b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))
-        ]
+        blocks = [b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))]
         return tuple(a for b in blocks for a in actions_for(self.problem, b, label))
 
     def _mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:

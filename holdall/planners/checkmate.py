@@ -1,8 +1,8 @@
 """Checkmate: for every op, in which stages of the step it is run and how long its result is held, as an integer program.
 
-Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020, arXiv 1910.02653). The program
-itself and its relaxation with two-phase rounding are in `_checkmate.py`; here a trace becomes its graph, and its answer something
-that runs. `method`: "milp" with a time limit (the gap that is left is told), or "lp", which is quick.
+Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020, arXiv 1910.02653). The
+program itself and its relaxation with two-phase rounding are in `_checkmate.py`; here a trace becomes its graph, and its answer
+something that runs. `method`: "milp" with a time limit (the gap that is left is told), or "lp", which is quick.
 """
 
 from __future__ import annotations

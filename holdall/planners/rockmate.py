@@ -1,12 +1,12 @@
 """Rockmate: menus of op-level programs for every kind of block, put together by rotor's search over the chain.
 
-Zhao et al., "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch" (ICML 2023, PMLR 202:42018).
-Inside a block, Checkmate's program is solved for several bounds on what may be held between its forward and its backward;
-identical blocks are solved once. Along the chain, every block takes one line of its menu, or is dropped with its neighbours and
+Zhao et al., "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch" (ICML 2023, PMLR
+202:42018). Inside a block, Checkmate's program is solved for several bounds on what may be held between its forward and its
+backward; identical blocks are solved once. Along the chain, every block takes one line of its menu, or is dropped with its neighbours and
 run again whole, nested to any depth, as in `rotor`.
 
-`menus`: "checkmate" (the paper's; needs the solvers), or "cut", which takes the best sets of results to keep from minimum cuts
-(`_cut.py`): these run nothing more than twice and take no time to find.
+Beside Checkmate's programs, menus have those that keep the best sets of results by minimum cuts (`_cut.py`): these run nothing
+more than twice and take no time to find. `menus="cut"` has these alone, and needs no solver.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdall.planners import _checkmate
 from holdall.planners._finish import finish, with_traced
 from holdall.planners._menu import Choice, kind_of, program_for, try_labels
 from holdall.planners._opgraph import OpGraph, op_graph, programs
-from holdall.planners._rotor import NEVER, Dropped, Item, Row, Stage, Table, _from, _shifted
+from holdall.planners._rotor import NEVER, Dropped, Item, Row, Stage, Table, Taken, _from, _shifted
 from holdall.planners._segments import runs
 from holdall.planners.rotor import Tried, actions_of, chain_of, enough, in_slots, row_numbers
 from holdall.types import Action, Block, Plan, Problem, Trace
@@ -88,10 +88,11 @@ class Rockmate:
         chosen = [by_cut[int(n * step)] for n in range(min(self.options, len(by_cut)))]
         if self.menus == "checkmate":
             graph = op_graph(trace, block)
-            shares = [n / self.options for n in range(self.options)]
-            chosen = [order for share in shares if (order := self._solve(graph, share)) is not None] + chosen[:1]
-        plain = tuple(range(block.last - block.first + 1, max(chosen[0], default=0) + 1)) if chosen else ()
-        return ["program:" + ",".join(map(str, order)) for order in dict.fromkeys(chosen) if order != plain]
+            solved = [self._solve(graph, n / self.options) for n in range(self.options)]
+            chosen += [order for order in solved if order is not None]
+        count = block.last - block.first + 1
+        again = [order for order in dict.fromkeys(chosen) if any(n < count for n in order)]
+        return ["program:" + ",".join(map(str, order)) for order in again]
 
     def _solve(self, graph: OpGraph, share: float) -> tuple[int, ...] | None:
         """The program that holds at most this share of the block's bytes between forward and backward."""
@@ -111,14 +112,6 @@ class Option:
     kept: int  # slots that are held, without the input and with the output
     ub: float  # backward, with what is run again in it
     ob: int  # slots that come and go in backward
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A stage that runs by a line of its menu."""
-
-    stage: int
-    label: str
 
 
 class MenuTable(Table):
@@ -151,8 +144,9 @@ class MenuTable(Table):
         found: list[Item] = []
         while s < t:
             best = self.seconds(s, t, m)
-            lines = [(float(super(MenuTable, self)._whole_row(s, t)[m]), self._kept(s), s)]
-            lines += [(float(self._option_row(s, o)[m]), o.kept, Taken(s, o.label)) for o in self._options[s]]  # type: ignore[misc]
+            whole = float(super()._whole_row(s, t)[m])
+            lines: list[tuple[float, int, Item]] = [(whole, self._kept(s), s)]
+            lines += [(float(self._option_row(s, o)[m]), o.kept, Taken(s, o.label)) for o in self._options[s]]
             seconds, kept, line = min(lines, key=lambda entry: entry[0])
             if seconds <= best and seconds < NEVER:
                 found.append(line)

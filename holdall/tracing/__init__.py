@@ -62,6 +62,7 @@ def trace_step(
             "precision": str(precision).removeprefix("torch.") if precision is not None else None,
             "timed": torch.cuda.get_device_name(target) if recorded.timed else None,
             "torch": torch.__version__,
+            "asked": list(recorded.asked),
             "notes": notes,
         },
     )

@@ -69,7 +69,7 @@ def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.
         updating = Updating(optimizer=clone, values={n: f for n, f in fakes.items() if id(f) in own}, narrow={}, sliced=False)
     with mode:
         units = find_units(list(parameters), blocks, ops, tensors, updating)
-    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units)
+    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, asked=tuple(recorder.asked))
 
 
 def _alias(recorder: Recorder, parameters: dict[str, torch.nn.Parameter], fakes: dict[str, torch.nn.Parameter]) -> None:

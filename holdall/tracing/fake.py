@@ -88,7 +88,9 @@ def record_fake_step(
             units = find_units(list(unique), blocks, ops, tensors, updating)
     timed = recorder.trials.is_timed
     whole = find_whole(recorder.calls)
-    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, whole=whole, timed=timed)
+    return Recorded(
+        ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, whole=whole, asked=tuple(recorder.asked), timed=timed
+    )
 
 
 def _masters(

@@ -108,6 +108,7 @@ class Recorder(TorchDispatchMode):
         self._module_of_param: dict[int, str] = {}
         self._last = ""  # module of the autograd node that ran last
         self._quiet = 0
+        self.asked: list[int] = []  # ops before which the forward asked for a value: what follows may depend on it
         self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that took them
 
     # moments
@@ -326,6 +327,8 @@ class Recorder(TorchDispatchMode):
         with self.quiet():
             if self.phase is Phase.FORWARD:
                 self._attribute_nodes()
+                if func is torch.ops.aten._local_scalar_dense.default:
+                    self.asked.append(self.now + 1)
             reads = self.ids((args, kwargs))
             mutates = self.ids(mutated_arguments(func, args, kwargs))
         out = self.values.run(func, args, kwargs)

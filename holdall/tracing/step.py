@@ -63,6 +63,7 @@ class Recorded:
     blocks: tuple[Block, ...]
     units: tuple[Unit, ...]
     whole: Block | None = None
+    asked: tuple[int, ...] = ()  # forward ops before which a value was asked for
     timed: bool = False  # ops carry seconds measured on the device
 
 
