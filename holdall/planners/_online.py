@@ -1,7 +1,7 @@
 """What the online policies have in common: the plan is one `evict`, rehearsed on the trace, or nothing where nothing is needed.
 
-An online policy is not monotone by itself: with more room it sometimes decides worse. Planning can afford to rehearse it at a few
-thresholds below the budget as well, and keeps the fastest.
+An online policy is not monotone by itself: with more room it sometimes decides worse. Planning can afford to rehearse it at a
+few thresholds below the budget as well, and keeps the fastest.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _plan(planner: Planner, problem: Problem, make: MakeAction, plain: int, bega
         raise Infeasible("the policy cannot keep to the budget")
     counts = best.rehearse(Schedule(trace=problem.trace, home=problem.home)).counts
     why = [
-        f"rehearsed: {counts.evictions} evictions, {counts.reruns} ops run again, {counts.again / max(1, counts.useful):.1%} of the "
-        "step's work by the policy's clock",
+        f"rehearsed: {counts.evictions} evictions, {counts.reruns} ops run again, "
+        f"{counts.again / max(1, counts.useful):.1%} of the step's work by the policy's clock",
         "decided as the step runs: a step that differs from the trace is served too, its peak is the budget",
     ]
     if best.budget < problem.limit(problem.home):

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -67,6 +68,7 @@ class Harness:
         self._policies: dict[str, Policy] = {}
         self._placing: Placing | None = None
         self._undo: list[Callable[[], object]] = []
+        self.contexts: list[AbstractContextManager[object]] = []
         self._is_stepping = False
         self._outside = 0  # host memory that model states took beside the store
         self._device = _device_of(model, plan)
@@ -98,7 +100,7 @@ class Harness:
         assert self._make_store is not None
         self._take_off()
         self.plan, self.store = plan, self._make_store(plan)
-        self._policies, self._placing = {}, None
+        self._policies, self._placing, self.contexts = {}, None, []
         self._since = len(self._meter.peaks())
         self._install()
         log.info("holdall: %s", plan.summary())
@@ -124,6 +126,10 @@ class Harness:
         """For whoever has something to tell the user, once."""
         return Notes(self.notes)
 
+    def around(self, context: AbstractContextManager[object]) -> None:
+        """The loop runs inside of this context, which lies inside of the meter's."""
+        self.contexts.append(context)
+
     def on_close(self, undo: Callable[[], object]) -> None:
         """To be called when the harness leaves the model."""
         self._undo.append(undo)
@@ -141,6 +147,9 @@ class Harness:
         self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
         if self._meter.ledger is not None and self.engine is not None:
             self._meter.ledger.elsewhere = self.engine.away
+        for context in self.contexts:
+            context.__enter__()
+            self._undo.append(partial(context.__exit__, None, None, None))
         self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__, self.engine)
         self._watch = Watch(self.plan, Notes(self.notes))
         buffers = dict(self.model.named_buffers())

@@ -1,0 +1,35 @@
+"""Coop: evict a run of neighbours just large enough for the request, and keep cheap storages beside each other.
+
+"Coop: Memory is not a Commodity", NeurIPS 2023. A sweep with two pointers over the arena finds the run whose recomputation
+costs least; results of expensive ops are placed from the left end, cheap ones from the right; an op that changes a storage in
+place leaves it where it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from holdall.actions.evict import Evict
+from holdall.planners._online import least_for, plan_online
+from holdall.types import Plan, Problem
+
+SMALL = 10 * 1024  # bytes: what the paper keeps in an area of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coop:
+    small: int | None = None  # bytes up to which a storage has no place in the arena; None: 10 KiB, or a thousandth of it
+    patience: float = 10.0
+    always: bool = False
+
+    name: ClassVar[str] = "coop"
+    paper: ClassVar[str] = "Coop, NeurIPS 2023"
+    weighs_budget: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem) -> Plan:
+        def make(base: Evict, arena: int) -> Evict:
+            least = least_for(self.small, arena, SMALL)
+            return replace(base, score="coop", how="windows", arena=arena, least=least, patience=self.patience)
+
+        return plan_online(self, problem, make, always=self.always)

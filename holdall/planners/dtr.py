@@ -1,0 +1,37 @@
+"""DTR: evict by a score when an op's results do not fit, compute again when asked for.
+
+Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616. Nothing is decided beforehand: the plan is the
+policy, and what it will do on the traced step is rehearsed. Scores: `dtr` (cost of the whole evicted neighbourhood over bytes
+and staleness), `dtr_eq` (the neighbourhood by union-find), `local`, `lru`, `size`, `msps`, `random`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from holdall.actions.evict import Evict
+from holdall.planners._online import plan_online, scores_among
+from holdall.types import Plan, Problem
+
+SCORES = ("dtr", "dtr_eq", "local", "lru", "size", "msps", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtr:
+    score: str = "dtr_eq"
+    sample: bool = False  # score about sqrt(n) of n candidates, and pass over the smallest
+    patience: float = 10.0  # recomputation per useful work at which to give up
+    always: bool = False  # also where plain training fits
+
+    name: ClassVar[str] = "dtr"
+    paper: ClassVar[str] = "Kirisame et al., ICLR 2021, arXiv 2006.09616"
+    weighs_budget: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem) -> Plan:
+        scores_among(SCORES, self.score)
+
+        def make(base: Evict, arena: int) -> Evict:  # noqa: ARG001
+            return replace(base, score=self.score, sample=self.sample, patience=self.patience)
+
+        return plan_online(self, problem, make, always=self.always)

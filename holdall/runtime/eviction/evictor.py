@@ -1,0 +1,309 @@
+"""A running step under an eviction policy: every op passes through here, below autograd.
+
+From the model's forward on, what ops make is handed out as `Handle`s; parameters, buffers, the batch and `p.grad` stay ordinary
+tensors. Before an op runs, its inputs are brought back and room is made for its results, whose sizes are known beforehand
+(`outlook`); so live bytes do not pass the budget. The decisions are the pool's, and its clock counts costs, not seconds, so
+they are those that were predicted.
+
+The mode is entered once, below the ledger, and looks only at ops of a forward, of a backward, or on handles.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdall.runtime.eviction.arguments import Spec, flatten, map_tensors, unflatten
+from holdall.runtime.eviction.handle import Cell, Handle, geometry, over
+from holdall.runtime.eviction.outlook import Nature, Outlook, changed_arguments, nature_of
+from holdall.runtime.eviction.pool import Counts, Pool, wants
+from holdall.runtime.eviction.recipe import Constant, RandomState, Recipe, Spot, new_storages, version_of
+from holdall.runtime.eviction.storages import Maker, Storage
+
+_aten = torch.ops.aten
+MakePool = Callable[["Evictor", int], Pool]  # (driver, bytes in use when a step begins) -> its pool
+_ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Handle)
+See = Callable[[torch.UntypedStorage, str], None]
+
+
+class Evictor(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        make_pool: MakePool,
+        outlook: Outlook,
+        *,
+        live: Callable[[], int],
+        see: See,
+        tick: Callable[[], None],
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+        waits: bool = True,
+    ) -> None:
+        super().__init__()
+        self._make_pool = make_pool
+        self._outlook = outlook
+        self._live = live
+        self._see = see
+        self._tick = tick  # an op is over
+        self._quiet = quiet  # ops inside are not counted against the budget yet
+        self._waits = waits  # a step ends with an optimizer's; else with the forward after a backward
+        self._depth = 0  # forwards under way
+        self._is_over = True  # the step before is settled
+        self._went_back = False  # a backward was seen since the step began
+        self._cells: weakref.WeakSet[Cell] = weakref.WeakSet()
+        self._handed: dict[int, tuple[weakref.ref[Any], Storage]] = {}  # gradients that parameters took over
+        self.pool = make_pool(self, 0)
+        self.ops = 0
+        self.seconds = 0.0  # spent here beside the ops themselves
+        self.past: list[Counts] = []  # of the steps before
+
+    # steps
+
+    def begin_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._depth += 1
+        if self._depth == 1 and self._went_back and not self._waits:
+            self.settle()
+        if self._depth == 1 and self._is_over:
+            self.pool = self._make_pool(self, self._live())
+            self._is_over = self._went_back = False
+
+    def end_forward(self) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def settle(self) -> None:
+        """Parameters are about to change: what is still referred to stays as it is, for good; the step is over."""
+        if self._is_over:
+            return
+        with torch._C._DisableTorchDispatch():
+            for cell in list(self._cells):
+                if cell.pool is self.pool and cell.value.maker is not None:
+                    self.pool.fix(cell.value)
+            for _, value in list(self._handed.values()):
+                if value.maker is not None:
+                    self.pool.fix(value)  # so that nothing is kept for making gradients again
+        for cell in list(self._cells):
+            cell.value.place = None  # its arena ends with the step
+        self._is_over = True
+        self.past.append(self.pool.counts)
+
+    def close(self) -> None:
+        """What the program still holds goes on working, without a budget; what is evicted comes back if it is asked for."""
+        self._depth = 0
+        self.pool.budget, self.pool.patience = 2**62, math.inf
+        for cell in list(self._cells):
+            if cell.pool is self.pool and cell.value.maker is not None and cell.value.is_there:
+                self.pool.fix(cell.value)
+        if not self._is_over:
+            self._is_over = True
+            self.past.append(self.pool.counts)
+
+    # ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._depth and not any(issubclass(t, Handle) for t in types):
+            node = torch._C._current_autograd_node()
+            if node is None or self._is_over:
+                return func(*args, **kwargs)
+        return self.dispatch(func, args, kwargs)
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        began = time.perf_counter()
+        node = torch._C._current_autograd_node()
+        self._went_back = self._went_back or node is not None
+        accumulates = node is not None and node.name().endswith("AccumulateGrad")
+        nature = nature_of(func)
+        flat, spec = flatten(args, kwargs)
+        handles = [x for x in flat if isinstance(x, Handle)]
+        foreign = any(isinstance(x, torch.Tensor) and type(x) not in _ORDINARY for x in flat)
+        with nullcontext() if foreign else torch._C._DisableTorchDispatch():  # what is done here is nobody else's business
+            if nature.is_view:
+                out = self._view(func, flat, spec, handles, accumulates)
+            elif nature.only_looks:
+                real_args, real_kwargs = unflatten([self.plain(x) if isinstance(x, Handle) else x for x in flat], spec)
+                out = func(*real_args, **real_kwargs)
+            else:
+                backward = node is not None or (not self._depth and func is _aten.ones_like.default)
+                out = self._op(func, nature, args, kwargs, flat, spec, handles, backward, accumulates)
+                self.ops += 1
+        self.seconds += time.perf_counter() - began
+        return out
+
+    def _view(self, func: Any, flat: list[Any], spec: Spec, handles: list[Handle], accumulates: bool) -> Any:
+        """Another look at the same bytes, which need not be there. A gradient that a parameter takes over becomes ordinary."""
+        if not handles:
+            args, kwargs = unflatten(flat, spec)
+            return func(*args, **kwargs)
+        source = handles[0]
+        if accumulates:
+            return self._hand_over(source)
+        ghosts = [_ghost(x) if isinstance(x, Handle) else x for x in flat]
+        args, kwargs = unflatten(ghosts, spec)
+        out = func(*args, **kwargs)
+        return map_tensors(out, lambda t: Handle(t, t.storage_offset(), source.cell, self, source.device))
+
+    def _op(
+        self,
+        func: Any,
+        nature: Nature,
+        args: Any,
+        kwargs: Any,
+        flat: list[Any],
+        spec: Spec,
+        handles: list[Handle],
+        backward: bool,
+        accumulates: bool,
+    ) -> Any:
+        pool, label = self.pool, str(func)
+        altered = changed_arguments(func, nature, args, kwargs) if nature.changed or nature.is_batch_norm else []
+        cells = list({id(h.cell): h.cell for h in handles}.values())
+        inputs = tuple(cell.value for cell in cells)
+        at = {id(cell): n for n, cell in enumerate(cells)}
+        changed = [t.cell for t in altered if isinstance(t, Handle)]
+        outside = {id(t): t for t in altered if not isinstance(t, Handle)}
+        if outside and not nature.is_batch_norm:
+            pool.changes_outside([t.untyped_storage()._cdata for t in outside.values()])
+        key = self._outlook.key(func, flat, len(args))
+        sizes = self._outlook.sizes(key, func, args, kwargs)
+        pool.prepare(inputs, sizes or (), label)
+        try:
+            real = [over(x.cell.value.bytes, geometry(x)) if isinstance(x, Handle) else x for x in flat]
+            random = RandomState(self._device(real)) if nature.is_random else None
+            real_args, real_kwargs = unflatten(real, spec)
+            paused = time.perf_counter()
+            with self._quiet() if sizes is None else nullcontext():
+                out = func(*real_args, **real_kwargs)
+            self.seconds -= time.perf_counter() - paused
+        except BaseException:
+            pool.failed(inputs)
+            raise
+        given = {t.untyped_storage()._cdata for t in real if isinstance(t, torch.Tensor)}
+        fresh = new_storages(out, given)
+        got = tuple(self._outlook.rounded(s.nbytes()) for s in fresh)
+        if got != sizes:
+            self._outlook.learn(key, got)
+            if sum(got) > sum(sizes or ()):
+                pool.make_room(got, label)
+        cost = self._outlook.cost(key, func, args, kwargs, out)
+        maker = Maker(inputs=inputs, cost=cost, label=label, scratch=sum(t.nbytes for t in outside.values()))
+        wraps = not accumulates
+        made = []
+        if wraps:
+            for storage, size in zip(fresh, got, strict=True):
+                s = Storage(label, size, maker)
+                s.bytes = storage
+                made.append(s)
+        changes = []
+        for cell in dict.fromkeys(changed):
+            new = Storage(label, cell.value.size, maker)
+            new.bytes, cell.value.bytes = cell.value.bytes, None
+            changes.append((cell.value, new))
+            cell.value = new
+        if made or changes:
+            forms: list[Any] = [self._form(x, at, outside) for x in flat]
+            maker.payload = Recipe(func, forms, spec, random)
+        for t in flat:
+            if isinstance(t, torch.Tensor) and not isinstance(t, Handle):
+                self._see(t.untyped_storage(), label)
+        for storage in fresh:
+            self._see(storage, label)
+        self._tick()
+        pool.made(maker, made, changes=changes, backward=backward)
+        if made or changes:
+            constants = [x for x in forms if isinstance(x, Constant) and not x.changed]
+            pool.reads_outside(maker, [x.tensor.untyped_storage()._cdata for x in constants])
+        return self._wrap(out, real, flat, made, handles)
+
+    def _form(self, x: Any, at: dict[int, int], outside: dict[int, torch.Tensor]) -> Any:
+        if isinstance(x, Handle):
+            return Spot(at[id(x.cell)], geometry(x))
+        if isinstance(x, torch.Tensor):
+            return Constant(x, version_of(x), id(x) in outside)
+        return x
+
+    def _wrap(self, out: Any, real: list[Any], flat: list[Any], made: Sequence[Storage], handles: list[Handle]) -> Any:
+        """Results as the program sees them: what it gave comes back as it was given."""
+        same = {id(r): x for r, x in zip(real, flat, strict=True) if isinstance(r, torch.Tensor)}
+        cells: dict[int, Cell] = {h.cell.value.bytes._cdata: h.cell for h in handles if h.cell.value.bytes is not None}
+        for s in made:
+            cell = Cell(s, self.pool)
+            self._cells.add(cell)
+            cells[s.bytes._cdata] = cell
+
+        def handle(t: torch.Tensor) -> torch.Tensor:
+            if id(t) in same:
+                return same[id(t)]  # type: ignore[no-any-return]
+            found = cells.get(t.untyped_storage()._cdata)
+            return t if found is None else Handle(t, t.storage_offset(), found, self, t.device)
+
+        return map_tensors(out, handle)
+
+    def _device(self, real: list[Any]) -> torch.device:
+        return next((t.device for t in real if isinstance(t, torch.Tensor) and t.device.type == "cuda"), torch.device("cpu"))
+
+    # bytes
+
+    def plain(self, handle: Handle) -> torch.Tensor:
+        """An ordinary tensor over the handle's bytes."""
+        value = handle.cell.value
+        if not value.is_there:
+            self.pool.prepare([value], ())
+            self.pool.failed([value])  # nothing was made of it
+        return over(value.bytes, geometry(handle))
+
+    def _hand_over(self, handle: Handle) -> torch.Tensor:
+        """A parameter takes this gradient: from here on it is an ordinary tensor, and its bytes live as long as that."""
+        cell = handle.cell
+        given = self.plain(handle)
+        storage, value, pool = cell.value.bytes, cell.value, self.pool
+        key = storage._cdata
+        cell.pool = None
+        value.bytes = None
+        value.fresh = True
+        pool.candidates.pop(value, None)
+
+        def gone(_: object) -> None:
+            self._handed.pop(key, None)
+            pool.release(value)
+
+        self._handed[key] = (weakref.ref(storage, gone), value)
+        return given
+
+    # what the pool asks
+
+    def rerun(self, maker: Maker, consumes: bool) -> None:
+        instead = {}
+        if not consumes:
+            for old, _ in maker.changes:
+                instead[maker.inputs.index(old)] = old.bytes.clone()
+                self._see(instead[maker.inputs.index(old)], maker.label)
+        fresh = maker.payload.run(maker.inputs, instead)
+        for s, storage in zip(maker.outputs, fresh, strict=True):
+            self._see(storage, maker.label)
+            if wants(s, maker):
+                s.bytes = storage
+        for old, new in maker.changes:
+            if wants(new, maker):
+                new.bytes = instead.get(maker.inputs.index(old), old.bytes)
+                if consumes:
+                    old.bytes = None
+
+    def drop(self, storage: Storage) -> None:
+        storage.bytes = None
+
+
+def _ghost(handle: Handle) -> torch.Tensor:
+    """The same look at bytes that do not exist."""
+    size = handle.cell.value.size
+    whole = torch.empty(size // handle.dtype.itemsize, dtype=handle.dtype, device="meta")
+    return whole.as_strided(handle.shape, handle.stride(), handle.storage_offset())

@@ -1,0 +1,83 @@
+"""Bring an eviction policy to a model, and take it off again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdall.runtime.eviction.evictor import Evictor
+from holdall.runtime.eviction.handle import Handle
+from holdall.runtime.eviction.outlook import Outlook
+from holdall.runtime.eviction.pool import Pool
+from holdall.runtime.eviction.storages import Rates
+from holdall.runtime.meter import device_context
+from holdall.units import format_seconds
+
+log = logging.getLogger("holdall")
+
+MakePool = Callable[[Evictor, int, Callable[[], int]], Pool]  # (driver, bytes there before the step, live bytes)
+
+
+def install(harness: Any, make_pool: MakePool, rates: Rates, *, align: int = 1) -> Evictor:
+    """Hooks that say when a step begins and ends, and the mode that sees its ops."""
+    model = harness.model
+    live = _live_bytes(harness)
+
+    def see(storage: torch.UntypedStorage, label: str) -> None:
+        if harness.ledger is not None:
+            harness.ledger.see(storage, label)
+
+    def tick() -> None:
+        if harness.ledger is not None:
+            harness.ledger.curve.append((time.perf_counter(), harness.ledger.live))
+
+    evictor = Evictor(
+        lambda driver, before: make_pool(driver, before, live),
+        Outlook(rates, align=align),
+        live=live,
+        see=see,
+        tick=tick,
+        quiet=lambda: harness.ledger.paused() if harness.ledger is not None else nullcontext(),
+        waits=harness.optimizer is not None,
+    )
+    undo = [
+        model.register_forward_pre_hook(lambda *_: evictor.begin_forward(), prepend=True).remove,
+        model.register_forward_hook(lambda *_: evictor.end_forward(), always_call=True).remove,
+        register_optimizer_step_pre_hook(lambda *_: evictor.settle()).remove,
+    ]
+    harness.around(evictor)
+
+    def close() -> None:
+        for each in undo:
+            each()
+        evictor.close()
+        _unwrap_buffers(model)
+        if evictor.ops:
+            per_op = format_seconds(evictor.seconds / evictor.ops)
+            log.info("holdall: evict took %s per op beside the ops themselves (%d ops)", per_op, evictor.ops)
+
+    harness.on_close(close)
+    return evictor
+
+
+def _live_bytes(harness: Any) -> Callable[[], int]:
+    """Bytes in use on the model's device, as the harness's meter counts them."""
+    device = next((p.device for p in harness.model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        context = device_context(device)
+        return lambda: torch.cuda.memory_allocated(device) + context
+    return lambda: harness.ledger.live if harness.ledger is not None else 0
+
+
+def _unwrap_buffers(model: torch.nn.Module) -> None:
+    """Buffers that a forward made anew become ordinary tensors."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Handle):
+                module._buffers[name] = buffer.plain()

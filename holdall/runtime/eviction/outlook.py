@@ -1,0 +1,151 @@
+"""What an op will make, before it runs: bytes of its results, from the shapes alone; and what it costs.
+
+Answers are remembered by op and shapes. The first time, the op is tried on the meta device, which takes no memory; where that
+does not work (results whose shape depends on values), the answer is None, and room is made afterwards.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from holdall.runtime.eviction.arguments import tensors_in
+from holdall.runtime.eviction.storages import Rates
+
+_REMEMBERED = 8192
+
+
+class Nature(NamedTuple):
+    """What an op's schema says about it."""
+
+    is_view: bool  # all that it returns shares bytes with what it was given
+    only_looks: bool  # returns no tensor
+    is_random: bool
+    is_batch_norm: bool
+    changed: tuple[tuple[int, str], ...]  # arguments that it changes in place: position and name
+
+
+@lru_cache(maxsize=4096)
+def nature_of(func: Any) -> Nature:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return Nature(False, False, False, False, ())
+    changed = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    returned = [r for r in schema.returns if "Tensor" in str(r.type)]
+    aliases = [r.alias_info is not None and not r.alias_info.is_write for r in returned]
+    is_view = bool(returned) and all(aliases) and not changed
+    is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    is_batch_norm = "batch_norm" in schema.name and "backward" not in schema.name
+    return Nature(is_view, not returned, is_random, is_batch_norm, changed)
+
+
+def changed_arguments(func: Any, nature: Nature, args: Any, kwargs: Any) -> list[Any]:
+    """Tensors that the op changes in place; batch norm's running statistics too, which its schema does not say."""
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in nature.changed]
+    if nature.is_batch_norm:
+        values = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments)}
+        if values.get("training") or values.get("train"):
+            found += [values.get("running_mean"), values.get("running_var")]
+    return list(tensors_in(found))
+
+
+class Outlook:
+    def __init__(self, rates: Rates, *, align: int = 1) -> None:
+        self._rates = rates
+        self._align = align
+        self._sizes: dict[Any, tuple[int, ...] | None] = {}
+        self._costs: dict[Any, int] = {}
+
+    def key(self, func: Any, flat: list[Any], split: int) -> Any:
+        """What the answer depends on."""
+        parts = [
+            (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (x if _is_plain(x) else str(x)) for x in flat
+        ]
+        return (func, split, *parts)
+
+    def sizes(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+        """Bytes of each storage that the op will make; None: it has to be run to know."""
+        if key not in self._sizes:
+            if len(self._sizes) > _REMEMBERED:
+                self._sizes.clear()
+                self._costs.clear()
+            self._sizes[key] = self._try(func, args, kwargs)
+        return self._sizes[key]
+
+    def learn(self, key: Any, sizes: tuple[int, ...]) -> None:
+        if self._sizes.get(key) is not None:
+            self._sizes[key] = sizes
+
+    def rounded(self, size: int) -> int:
+        return -(-size // self._align) * self._align
+
+    def cost(self, key: Any, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        """By the policy's clock."""
+        found = self._costs.get(key)
+        if found is None:
+            tensors = [*tensors_in(args), *tensors_in(list(kwargs.values())), *tensors_in(out)]
+            moved = sum(t.numel() * t.element_size() for t in tensors)
+            found = self._costs[key] = self._rates.cost(count_flops(func, args, kwargs, out), moved)
+        return found
+
+    def _try(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+        ghosts, named = tuple(_ghost(a) for a in args), {k: _ghost(v) for k, v in kwargs.items()}
+        try:
+            with torch.no_grad():
+                out = func(*ghosts, **named)
+        except Exception:  # whatever an op without a meta kernel may raise
+            return None
+        given = {t.untyped_storage()._cdata for t in tensors_in([ghosts, list(named.values())])}
+        made = {}
+        for t in tensors_in(out):
+            storage = t.untyped_storage()
+            if storage._cdata not in given:
+                made[storage._cdata] = self.rounded(storage.nbytes())
+        return tuple(made.values())
+
+
+def _is_plain(x: Any) -> bool:
+    return x is None or isinstance(x, (int, float, str, bool, torch.dtype))
+
+
+def _ghost(value: Any) -> Any:
+    """The same argument without bytes."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, (list, tuple)):
+        return type(value)(_ghost(v) for v in value)
+    return value
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    b, h, s, d = q.shape
+    return int(2 * b * h * s * k.shape[2] * (d + v.shape[-1]))
+
+
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """As traces count them: torch's registry, and the formulas that it lacks."""
+    packet = getattr(func, "_overloadpacket", None)
+    name = str(packet)
+    if name == "aten._scaled_dot_product_flash_attention_for_cpu":
+        return _attention(args[0], args[1], args[2])
+    if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
+        return _attention(args[1], args[2], args[3]) * 5 // 2
+    if name == "aten._grouped_mm":
+        a, b = args[0], args[1]
+        rows = a.shape[-2] if a.dim() == 2 else a.shape[0] * a.shape[1]
+        return int(2 * rows * a.shape[-1] * b.shape[-1])
+    if name == "aten.mkldnn_rnn_layer":
+        x, w, u = args[0], args[1], args[2]
+        return int(2 * x.shape[0] * x.shape[1] * (w.numel() + u.numel()))
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=out))
+    except (TypeError, AttributeError, AssertionError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,393 @@
+"""The cache: which storages are there, which may go, and how one that went comes back.
+
+One pool serves a simulated step and a real one. The driver says what happens (`prepare`, `made`, `release`); the pool answers
+by calling the driver's `rerun` (run this op again) and `drop` (these bytes go). The clock is the sum of the ops' costs, not
+wall time, so that the same step takes the same decisions wherever it is played.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdall.errors import OverBudget
+from holdall.runtime.eviction.arena import Arena
+from holdall.runtime.eviction.room import Room
+from holdall.runtime.eviction.scores import Component, join, neighbours, reach
+from holdall.runtime.eviction.storages import Maker, Storage
+from holdall.types.trace import Bytes
+from holdall.units import format_bytes
+
+DEAD = ("ignore", "eager", "banish")
+
+
+class Driver(Protocol):
+    def rerun(self, maker: Maker, consumes: bool) -> None:
+        """Run an op again; `consumes`: what it changes in place may be changed, else a copy of it."""
+        ...
+
+    def drop(self, storage: Storage) -> None:
+        """The bytes of this storage go."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What the policy did."""
+
+    evictions: int = 0
+    scored: int = 0  # storages looked at while choosing
+    misses: int = 0  # requests that needed an eviction
+    reruns: int = 0
+    useful: float = 0  # cost of ops run for the first time
+    again: float = 0  # cost of ops run again
+    over: int = 0  # requests for which nothing more could go
+
+
+class Pool:
+    def __init__(
+        self,
+        *,
+        budget: Bytes,
+        room: Room,
+        driver: Driver,
+        live: Callable[[], Bytes] | None = None,
+        outside: Bytes = 0,
+        dead: str = "eager",
+        keep_trace: bool = False,
+        patience: float = math.inf,
+        strict: bool = True,
+    ) -> None:
+        self.budget = budget
+        self.room = room
+        self.driver = driver
+        self.clock: float = 0
+        self.counts = Counts()
+        self.there = 0  # bytes of storages that are there
+        self.outside = outside  # bytes that are none of the pool's
+        self.present: dict[Storage, None] = {}  # what is there
+        self.candidates: dict[Storage, None] = {}  # may be evicted; in the order of their last unlock
+        self.dead = dead
+        self.patience = patience  # recomputation per useful work, beyond which it is thrashing
+        self.strict = strict  # raise when nothing can go; else go over the budget and count it
+        self._live = live
+        self._keeps = keep_trace  # never forget storages that nobody needs
+        self._born = 0
+        self._readers: dict[Any, list[Maker]] = {}  # what is none of the pool's -> ops that read it
+        needs = getattr(room.score, "needs", frozenset({"components", "spreads"}))
+        self._components = "components" in needs
+        self._spreads = "spreads" in needs
+
+    @property
+    def live(self) -> Bytes:
+        return self._live() if self._live is not None else self.outside + self.there
+
+    @property
+    def arena(self) -> Arena | None:
+        return self.room.arena
+
+    @property
+    def evictions(self) -> int:
+        return self.counts.evictions
+
+    # a step
+
+    def prepare(self, inputs: Iterable[Storage], sizes: Sequence[Bytes], label: str = "") -> None:
+        """Before an op: its inputs are locked and there, and there is room for what it makes."""
+        locked = list(inputs)
+        self._lock(locked)
+        for s in locked:
+            if not s.is_there:
+                self._bring_back(s)
+        self.make_room(sizes, label)
+
+    def made(
+        self,
+        maker: Maker,
+        storages: Sequence[Storage],
+        *,
+        changes: Sequence[tuple[Storage, Storage]] = (),
+        backward: bool = False,
+    ) -> None:
+        """After an op: what it made is there, what it changed has a new value, its inputs are free again."""
+        self.clock += maker.cost
+        self.counts.useful += maker.cost
+        maker.outputs = tuple(storages)
+        maker.changes = tuple(changes)
+        for s in maker.inputs:
+            s.fresh = False
+        for s in storages:
+            self._enter(s, maker)
+            s.fresh = backward
+        for old, new in changes:
+            self._take_over(old, new)
+            self._enter(new, maker)
+            new.fresh = False
+        self._unlock(maker.inputs)
+        for s in (*storages, *(new for _, new in changes)):
+            self._offer(s)
+        self.room.settle()
+
+    def failed(self, inputs: Iterable[Storage]) -> None:
+        """The op raised: its inputs are free again."""
+        self._unlock(inputs)
+
+    def release(self, s: Storage) -> None:
+        """The last reference from outside went."""
+        s.alive = False
+        if self.dead == "ignore":
+            return
+        if s.locks:
+            s.doomed = True
+            return
+        self._bury(s)
+
+    def fix(self, s: Storage) -> None:
+        """From here on it is never evicted: bring it back if need be, and forget how it was made."""
+        if not s.is_there:
+            s.locks += 1
+            self._bring_back(s)
+            s.locks -= 1
+        self.candidates.pop(s, None)
+        s.pinned = True
+        maker, s.maker = s.maker, None
+        if maker is not None:
+            for idle in self._unlink(s, maker):
+                self._forget(idle)
+
+    def reads_outside(self, maker: Maker, keys: Iterable[Any]) -> None:
+        """The op can be run again only while these keep their value."""
+        for key in keys:
+            self._readers.setdefault(key, []).append(maker)
+
+    def changes_outside(self, keys: Iterable[Any]) -> None:
+        """These are about to change: what was made from them and may still be asked for is kept from here on."""
+        for key in keys:
+            for maker in self._readers.pop(key, ()):
+                for s in (*maker.outputs, *(new for _, new in maker.changes)):
+                    if s.maker is maker and (s.alive or s.children):
+                        self.fix(s)
+
+    def make_room(self, sizes: Sequence[Bytes], label: str = "") -> None:
+        if self.room.make(self, sizes, label):
+            return
+        self.counts.over += 1
+        if self.strict:
+            self._refuse(sum(sizes), label)
+
+    def evict(self, s: Storage) -> None:
+        self.counts.evictions += 1
+        self._go(s)
+
+    def _go(self, s: Storage) -> None:
+        """Its bytes go; it can be asked for again."""
+        self._leave(s)
+        self._join(s)
+        self._stir(s)
+
+    # coming and going
+
+    def _enter(self, s: Storage, maker: Maker | None) -> None:
+        """It is there, with a value."""
+        s.is_there = True
+        if s.place is None:
+            self.room.place(s, maker)
+        self.there += s.size
+        self.present[s] = None
+        if s.born == 0:  # one that comes back keeps the time at which it was asked for
+            s.last = self.clock
+            self._born += 1
+            s.born = self._born
+            for p in s.parents:
+                p.children[s] = None
+        if s.root is not None:
+            s.root.find().sum -= s.cost
+            s.root = None
+
+    def _leave(self, s: Storage) -> None:
+        self.candidates.pop(s, None)
+        s.is_there = False
+        self.there -= s.size
+        self.present.pop(s, None)
+        self.room.leave(s)
+        self.driver.drop(s)
+
+    def _take_over(self, old: Storage, new: Storage) -> None:
+        """The new value lies where the old one lay; the old one is as if evicted, and nobody outside sees it."""
+        self.candidates.pop(old, None)
+        old.is_there = False
+        old.alive = False
+        old.doomed = False
+        self.there -= old.size
+        self.present.pop(old, None)
+        new.place, old.place = old.place, None
+        self._join(old)
+        self._stir(old)
+
+    def _join(self, s: Storage) -> None:
+        """An evicted storage hangs together with its evicted neighbours."""
+        if not self._components:
+            return
+        s.root = Component(s.cost)
+        for x in neighbours(s):
+            if x.root is not None:
+                s.root = join(s.root, x.root)
+
+    def _stir(self, s: Storage) -> None:
+        """Storages around one that came or went must count their neighbourhood again."""
+        if not self._spreads:
+            return
+        s.spread = None
+        for up in (True, False):
+            inside, border = reach(s, up=up)
+            for x in (*inside, *border):
+                x.spread = None
+
+    def _lock(self, storages: Iterable[Storage]) -> None:
+        for s in storages:
+            s.last = self.clock
+            s.locks += 1
+            self.candidates.pop(s, None)
+
+    def _unlock(self, storages: Iterable[Storage]) -> None:
+        for s in storages:
+            s.locks -= 1
+            if s.locks:
+                continue
+            if s.doomed or (self.room.drops_temporaries and not s.alive and self.dead == "eager"):
+                s.doomed = False
+                self._bury(s)
+            else:
+                self._offer(s)
+
+    def _offer(self, s: Storage) -> None:
+        """It may be evicted from here on, unless something forbids it."""
+        self.candidates.pop(s, None)
+        if s.is_there and not s.pinned and not s.fresh and not s.locks and self.room.may_go(s):
+            self.candidates[s] = None
+
+    def _bury(self, s: Storage) -> None:
+        """Nobody outside refers to it: its bytes go if it can be made again or nobody could ask for it."""
+        needed = bool(s.children)
+        if self.dead == "banish":
+            if not any(not c.is_there for c in s.children):
+                self._banish(s)
+            return
+        if s.is_there and (s.maker is not None or not needed):
+            if needed or self._keeps:
+                self._go(s)
+            else:
+                self._leave(s)
+        if not needed and not self._keeps:
+            self._forget(s)
+
+    def _banish(self, s: Storage) -> None:
+        """Free for good: whoever was made from it can no longer be made again."""
+        if s.is_there:
+            self._leave(s)
+        for child in s.children:
+            child.pinned = True
+            self.candidates.pop(child, None)
+        s.children.clear()
+
+    def _forget(self, s: Storage) -> None:
+        """It is gone and nobody can ask for it; so may be what it was made from."""
+        todo = [s]
+        while todo:
+            gone = todo.pop()
+            if gone.root is not None:
+                gone.root.find().sum -= gone.cost
+                gone.root = None
+            maker, gone.maker = gone.maker, None
+            gone.pinned = True
+            if maker is not None:
+                todo += self._unlink(gone, maker)
+
+    def _unlink(self, s: Storage, maker: Maker) -> list[Storage]:
+        """Its makers' inputs no longer need to be kept for it; those that nobody needs at all."""
+        idle = []
+        for p in maker.inputs:
+            p.children.pop(s, None)
+            p.spread = None
+            if not p.alive and not p.children and not p.locks:
+                if p.is_there:
+                    self._leave(p)
+                idle.append(p)
+        return idle
+
+    # coming back
+
+    def _bring_back(self, wanted: Storage) -> None:
+        """Run again whatever it takes; a stack instead of recursion, because chains are long."""
+        stack: list[Maker] = [self._begin(wanted)]
+        while stack:
+            maker = stack[-1]
+            missing = next((s for s in maker.inputs if not s.is_there), None)
+            if missing is not None:
+                stack.append(self._begin(missing))
+                continue
+            self._again(maker)
+            stack.pop()
+
+    def _begin(self, s: Storage) -> Maker:
+        assert s.maker is not None, f"{s} is gone and nothing makes it"
+        self._lock(s.maker.inputs)
+        return s.maker
+
+    def _again(self, maker: Maker) -> None:
+        """One op, once more. All it makes takes room; what is there already is freed at once."""
+        consumes = all(old.locks == 1 for old, _ in maker.changes)
+        sizes = [s.size for s in maker.outputs]
+        if not consumes:
+            sizes += [old.size for old, _ in maker.changes]
+        if maker.scratch:
+            sizes.append(maker.scratch)
+        self.make_room(sizes, maker.label)
+        maker.ran += 1
+        self.counts.reruns += 1
+        self.counts.again += maker.cost
+        self.driver.rerun(maker, consumes)
+        self.clock += maker.cost
+        back = [s for s in maker.outputs if wants(s, maker)]
+        for old, new in maker.changes:
+            if wants(new, maker):
+                if consumes:
+                    self._take_over(old, new)
+                back.append(new)
+            elif consumes:  # it was changed on the way to something else
+                self._go(old)
+        for s in back:
+            self._enter(s, maker)
+            s.times += 1
+            self._stir(s)
+        self._unlock(maker.inputs)
+        for s in back:
+            self._offer(s)
+        self.room.settle()
+        if self.counts.again > self.patience * max(self.counts.useful, maker.cost):
+            raise OverBudget(
+                f"thrashing: {self.counts.again / self.counts.useful:.0f} times the step's own work went into recomputation "
+                f"within {format_bytes(self.budget)}",
+                hint="use a larger budget, or a larger `patience`",
+            )
+
+    def _refuse(self, size: Bytes, label: str) -> None:
+        held = sorted(self.present, key=lambda s: -s.size)[:3]
+        largest = ", ".join(f"{format_bytes(s.size)} ({_what(s)})" for s in held)
+        raise OverBudget(
+            f"`{label or 'an op'}` needs {format_bytes(size)} beside {format_bytes(self.live)} that cannot be evicted, over "
+            f"the budget of {format_bytes(self.budget)}; of these {format_bytes(self.there)} were made by the step: {largest}",
+            hint="use a larger budget or a smaller batch",
+        )
+
+
+def wants(s: Storage, maker: Maker) -> bool:
+    """Whether what the op makes again is to stay: it is gone, and someone may ask for it."""
+    return not s.is_there and s.maker is maker
+
+
+def _what(s: Storage) -> str:
+    state = "in use" if s.locks else "pinned" if s.pinned else "evictable"
+    return f"{s.maker.label if s.maker is not None and s.maker.label else s.key}, {state}"

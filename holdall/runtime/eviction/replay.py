@@ -1,0 +1,138 @@
+"""A step that was written down, played under a policy: extra compute, evictions, fragmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from holdall.runtime.eviction.pool import Counts, Pool
+from holdall.runtime.eviction.storages import Maker, Storage
+from holdall.types.trace import Bytes
+
+Key = Hashable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """An op. What is read and was not made by the program is there for good."""
+
+    reads: tuple[Key, ...] = ()
+    writes: tuple[tuple[Key, Bytes], ...] = ()
+    changes: tuple[Key, ...] = ()  # changed in place
+    cost: float = 1.0
+    label: str = ""
+    backward: bool = False
+    pinned: tuple[Key, ...] = ()  # of what it makes: never evicted
+    number: int = -1  # the caller's
+    outside: tuple[Key, ...] = ()  # read, and none of the program's making
+    alters: tuple[Key, ...] = ()  # changed in place, and none of the program's making
+    scratch: Bytes = 0  # to be set aside when it runs again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Free:
+    """The last reference to a storage goes."""
+
+    key: Key
+
+
+Program = Iterable["Call | Free"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    counts: Counts
+    peak: Bytes
+    fragmentation: float | None  # mean free share of the arena at the requests that found no hole; None: no arena or no such
+
+    @property
+    def extra(self) -> float:
+        """Cost of ops that ran again."""
+        return self.counts.again
+
+
+class Silent:
+    """A driver that only takes note of the peak."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def rerun(self, maker: Maker, consumes: bool) -> None:
+        """Nothing to run."""
+
+    def drop(self, storage: Storage) -> None:
+        """Nothing to free."""
+
+
+def play(program: Program, make_pool: Callable[[Silent], Pool], *, stop: float | None = None) -> Played:
+    """Run a program through a pool. `stop`: give up when recomputation has cost more than this."""
+    driver = Silent()
+    pool = make_pool(driver)
+    player = Player(pool)
+    peak = 0
+    for step in program:
+        player.step(step)
+        peak = max(peak, pool.live)
+        if stop is not None and pool.counts.again > stop:
+            break
+    holes = pool.arena.fragmentation if pool.arena is not None else []
+    return Played(counts=pool.counts, peak=peak, fragmentation=sum(holes) / len(holes) if holes else None)
+
+
+class Player:
+    """Feeds a program to a pool; `values` is the present value of every storage that the program made."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.values: dict[Key, Storage] = {}
+
+    def step(self, step: Call | Free) -> Maker | None:
+        if isinstance(step, Free):
+            self.pool.release(self.values.pop(step.key))
+            return None
+        return self.call(step)
+
+    def call(self, op: Call) -> Maker:
+        if op.alters:
+            self.pool.changes_outside(op.alters)
+        inputs = self._values(dict.fromkeys((*op.reads, *op.changes)))
+        self.pool.prepare(inputs, [size for _, size in op.writes], op.label)
+        maker = Maker(inputs=tuple(inputs), cost=op.cost, payload=op, label=op.label, scratch=op.scratch)
+        made = [Storage(key, size, maker) for key, size in op.writes]
+        for s in made:
+            if (
+                s.key in op.pinned
+            ):  # nothing makes it again; it stays as long as anything that was made from it may be asked for
+                s.pinned, s.maker = True, None
+        changes = []
+        for key in op.changes:
+            old = self.values.get(key)
+            if old is not None:
+                changes.append((old, Storage(key, old.size, maker)))
+        self.ran(op, maker, made, changes)
+        self.pool.made(maker, made, changes=changes, backward=op.backward)
+        self.pool.reads_outside(maker, op.outside)
+        self.values.update({s.key: s for s in (*made, *(new for _, new in changes))})
+        return maker
+
+    def ran(self, op: Call, maker: Maker, made: Sequence[Storage], changes: Sequence[tuple[Storage, Storage]]) -> None:
+        """The op has run; its inputs are still locked."""
+
+    def _values(self, keys: Iterable[Key]) -> list[Storage]:
+        return [self.values[key] for key in keys if key in self.values]
+
+
+def uniform_chain(n: int) -> list[Call | Free]:
+    """The experiment of DTR's simulator: n layers of cost and size 1, then their gradients, each freeing what it was the last
+    to need."""
+    program: list[Call | Free] = []
+    for i in range(n):
+        program.append(Call(reads=(("f", i - 1),) if i else (), writes=((("f", i), 1),), label="forward"))
+    program.append(Free(key=("f", n - 1)))
+    program.append(Call(writes=((("g", n - 1), 1),), label="gradient"))
+    for i in range(n - 2, -1, -1):
+        program.append(Free(key=("f", i)))
+        reads: Sequence[Key] = [*([("f", i - 1)] if i else []), ("g", i + 1)]
+        program.append(Call(reads=tuple(reads), writes=((("g", i), 1),), label="gradient"))
+        program.append(Free(key=("g", i + 1)))
+    return program

@@ -1,0 +1,221 @@
+"""How room is made when an op's results do not fit: one storage at a time by score (DTR, MegTaiChi), or a window (Coop)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from holdall.runtime.eviction.arena import Arena, Piece, cheapest_window
+from holdall.runtime.eviction.scores import Score
+from holdall.runtime.eviction.storages import Maker, Storage
+from holdall.types.trace import Bytes
+
+if TYPE_CHECKING:
+    from holdall.runtime.eviction.pool import Pool
+
+
+class Room:
+    """Bytes are all that counts, addresses do not: DTR.
+
+    `sample`: score about sqrt(n) candidates, found by random strides, and none below `small` of the mean size.
+    """
+
+    arena: Arena | None = None
+    drops_temporaries = False  # storages that came back only on the way to another go as soon as they can
+
+    def __init__(self, score: Score, *, sample: bool = False, small: float = 0.01, least: Bytes = 0, seed: int = 0) -> None:
+        self.score = score
+        self.sample = sample
+        self.small = small
+        self.least = least  # storages smaller than this are never evicted
+        self._random = random.Random(seed)
+
+    def make(self, pool: Pool, sizes: Sequence[Bytes], label: str) -> bool:  # noqa: ARG002
+        """Evict until `sizes` fit; whether they do."""
+        need = sum(sizes)
+        if pool.live + need <= pool.budget:
+            return True
+        pool.counts.misses += 1
+        while pool.live + need > pool.budget:
+            chosen = self.choose(pool)
+            if chosen is None:
+                return False
+            pool.evict(chosen)
+        return True
+
+    def choose(self, pool: Pool) -> Storage | None:
+        """The candidate with the least score; the last of equals. A score of zero ends the search."""
+        best, least = None, math.inf
+        for s in self._sampled(pool) if self.sample else pool.candidates:
+            value = self.score(pool, s)
+            pool.counts.scored += 1
+            if value <= least:
+                best, least = s, value
+                if value == 0:
+                    break
+        if best is None and self.sample:  # the sample was all small
+            best = next(iter(pool.candidates), None)
+        return best
+
+    def _sampled(self, pool: Pool) -> Iterable[Storage]:
+        """Candidates at random strides in [1, sqrt(n)] such that about sqrt(n) are met; tiny ones are passed over."""
+        all_of = list(pool.candidates)
+        count = len(all_of)
+        if count <= 4:
+            return all_of
+        root = math.isqrt(count)
+        threshold = self.small * sum(s.size for s in all_of) / count
+        met: list[Storage] = []
+        at = self._random.randrange(root)
+        while at < count and len(met) <= 2 * root:
+            if all_of[at].size >= threshold:
+                met.append(all_of[at])
+            at += self._random.randint(1, root)
+        return met
+
+    def may_go(self, s: Storage) -> bool:
+        return s.size >= self.least and s.size > 0
+
+    def place(self, s: Storage, maker: Maker | None) -> None:
+        """It has come: give it an address, where there are any."""
+
+    def leave(self, s: Storage) -> None:
+        """It goes."""
+
+    def settle(self) -> None:
+        """What was set aside for an op and not used is free again."""
+
+    def restart(self, arena: Bytes) -> None:
+        """A new step, with that many bytes for what it makes."""
+
+
+class _Addressed(Room):
+    """Room in an arena. Pieces are set aside before an op runs and handed to what it made."""
+
+    def __init__(
+        self,
+        score: Score,
+        arena: Bytes,
+        *,
+        tiny: Bytes = 0,
+        align: int = 1,
+        sample: bool = False,
+        least: Bytes = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(score, sample=sample, least=least, seed=seed)
+        self.arena: Arena = Arena(arena, align=align)
+        self.tiny = tiny  # storages up to this size live elsewhere and are never looked at
+        self._aside: list[Piece] = []
+
+    def make(self, pool: Pool, sizes: Sequence[Bytes], label: str) -> bool:
+        self.settle()
+        missed = False
+        for size in sizes:
+            if not self._has_address(size):
+                continue
+            if self.arena.largest() < self.arena.rounded(size):
+                missed = True
+                self.arena.note_miss()
+                if not self._clear(pool, self.arena.rounded(size)):
+                    return False
+            piece = self.arena.take(_ASIDE, size, where=self._side(label))
+            assert piece is not None, "room was made and is not there"
+            self._aside.append(piece)
+        need = sum(sizes)
+        while pool.live + need > pool.budget:
+            missed = True
+            chosen = self.choose(pool)
+            if chosen is None:
+                return False
+            pool.evict(chosen)
+        pool.counts.misses += missed
+        return True
+
+    def _clear(self, pool: Pool, size: Bytes) -> bool:
+        """Evict until there is a hole of `size`; whether there is."""
+        while self.arena.largest() < size:
+            chosen = self.choose(pool)
+            if chosen is None:
+                return False
+            pool.evict(chosen)
+        return True
+
+    def _side(self, label: str) -> str:  # noqa: ARG002
+        return "best"
+
+    def _has_address(self, size: Bytes) -> bool:
+        return size > self.tiny
+
+    def may_go(self, s: Storage) -> bool:
+        return super().may_go(s) and self._has_address(s.size)
+
+    def place(self, s: Storage, maker: Maker | None) -> None:
+        if not self._has_address(s.size):
+            return
+        size = self.arena.rounded(s.size)
+        piece = next((p for p in self._aside if p.size == size), None)
+        if piece is not None:
+            self._aside.remove(piece)
+        else:  # it came unannounced
+            piece = self.arena.take(s, size, where=self._side(maker.label if maker is not None else ""))
+        if piece is not None:
+            piece.owner, s.place = s, piece
+
+    def leave(self, s: Storage) -> None:
+        if s.place is not None:
+            self.arena.give(s.place)
+            s.place = None
+
+    def settle(self) -> None:
+        for piece in self._aside:
+            self.arena.give(piece)
+        self._aside = []
+
+    def restart(self, arena: Bytes) -> None:
+        self.settle()
+        seen = self.arena.fragmentation
+        self.arena = Arena(arena, align=self.arena.align)
+        self.arena.fragmentation = seen
+
+
+class Holes(_Addressed):
+    """One storage at a time until there is a hole that is large enough: MegTaiChi, and DTR on the same arena."""
+
+
+class Windows(_Addressed):
+    """The run of neighbours whose eviction costs least, all at once; cheap and expensive results from different ends: Coop."""
+
+    drops_temporaries = True
+
+    def _clear(self, pool: Pool, size: Bytes) -> bool:
+        def cost(piece: Piece) -> float | None:
+            if piece.owner is None:
+                return 0.0
+            if piece.owner not in pool.candidates:
+                return None
+            pool.counts.scored += 1
+            return self.score(pool, piece.owner)
+
+        window = cheapest_window(list(self.arena), size, cost)
+        if window is None:
+            return False
+        for owner in [p.owner for p in window.pieces if p.owner is not None]:
+            pool.evict(owner)
+        return True
+
+    def _side(self, label: str) -> str:
+        return "left" if is_expensive(label) else "right"
+
+
+_ASIDE = "set aside"
+_EXPENSIVE = ("convolution", "conv1d", "conv2d", "conv3d", "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "add_n")
+_EXPENSIVE_PREFIXES = ("_scaled_dot_product", "convolution", "mkldnn_rnn", "_grouped_mm")
+
+
+def is_expensive(label: str) -> bool:
+    """Whether an op, by its name, is one of the few that cost much per byte that they make."""
+    name = label.removeprefix("aten.").split(".")[0]
+    return name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES)
