@@ -1,12 +1,13 @@
 """How long tracing and planning take, and how much memory tracing needs: an 8B shape for a GPU, on a laptop.
 
-python benchmarks/planning.py [--out benchmarks/results/planning.csv] [--models llama-3.1-8b,gpt2-xl]
+python benchmarks/planning.py [--out benchmarks/results/planning.csv] [--models llama-3.1-8b,gpt2-xl] [--planners auto,rockmate]
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import platform
 import resource
 import subprocess
@@ -25,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="benchmarks/results/planning.csv")
     parser.add_argument("--models", default="llama-3.1-8b")
+    parser.add_argument("--planners", default="auto,rockmate,rotor")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=4096)
     options = parser.parse_args()
@@ -42,11 +44,11 @@ def main() -> None:
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
         plain = holdall.plan(trace, planner="nop", hardware=gpu("h200")).predicted
         fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
-        for share in (75, 50):
+        for planner, share in itertools.product(options.planners.split(","), (75, 50)):
             budget = fixed + (plain.peak["gpu"] - fixed) * share // 100
             began = time.perf_counter()
             try:
-                plan = holdall.plan(trace, budget=budget, hardware=gpu("h200"))
+                plan = holdall.plan(trace, planner=planner, budget=budget, hardware=gpu("h200"))
                 said = plan.summary()
             except holdall.Infeasible as refused:
                 said = refused.fact
@@ -57,6 +59,7 @@ def main() -> None:
                 "ops": len(trace.ops),
                 "trace_s": round(traced, 2),
                 "trace_rss_gib": round(resident, 2),
+                "planner": planner,
                 "share": share,
                 "plan_s": round(time.perf_counter() - began, 2),
                 "said": said,

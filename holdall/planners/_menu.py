@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from holdall.actions.compress import Compress, codable
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Recompute, obstacle
 from holdall.actions.reschedule import Reschedule, effects, region
@@ -21,6 +22,7 @@ from holdall.simulator.curve import Curve, memory_curve
 from holdall.types import Action, Block, Problem, Trace
 from holdall.types.program import fault
 
+_BITS = (8, 4)  # of compressed activations, where the user agreed to them
 _PROGRAMS = 6  # on a menu, of those that run ops again one by one
 
 
@@ -56,6 +58,8 @@ def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
     trace = problem.trace
     overlap = problem.hardware.overlap
     name, _, order = label.partition(":")
+    if name == "compress":
+        return [Compress.of(trace, block, bits=int(order))]
     if name == "program":
         return [program_for(trace, block, tuple(int(n) for n in order.split(",")))]
     actions: list[Action] = []
@@ -186,6 +190,8 @@ def _labels(problem: Problem, block: Block, *, last: bool) -> list[str]:
         labels += _programs(problem.trace, block)
     if can_offload and not (last and problem.hardware.overlap):
         labels += ["offload", *(["offload now"] if problem.hardware.overlap else [])]
+    if "compress" in problem.allow and codable(problem.trace, block):  # by consent: gradients are approximate
+        labels += [f"compress:{bits}" for bits in _BITS]
     return labels
 
 

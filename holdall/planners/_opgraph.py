@@ -16,7 +16,6 @@ from holdall.planners._dag import Dag, Program
 from holdall.types import Block, Kind, Op, Trace
 from holdall.types.program import groups, lazily
 
-
 _SMALL = 64  # ops; in a region with more, ops of backward are merged, which lets what they read seem to stay a little longer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from holdall.cost.link import copy_seconds
 from holdall.simulator.lower import blocks_of, lower
-from holdall.types import Action, Copy, Phase, Problem, Run, Schedule
+from holdall.types import Action, Block, Copy, Phase, Problem, Run, Schedule
 
 
 def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, Any]]:
@@ -34,7 +34,8 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         own = {x for x in saved | set(block.inputs) if trace.tensors[x].born >= 0 and x in saved}
         forward = {x for x in own if block.first <= trace.tensors[x].born <= block.last} | {x for x in own if x in block.inputs}
         replayed = block.id in schedule.replays
-        by_op = "reschedule" in decided.get(block.name, decided.get("", []))
+        codes = _codes(schedule, block)
+        by_op = codes or "reschedule" in decided.get(block.name, decided.get("", []))
         if by_op:
             held = forward & needed
         else:
@@ -48,13 +49,19 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
             {
                 "module": block.name,
                 "decision": " + ".join(d for d in decided.get(block.name, decided.get("", [])) if d != "keep") or "keep",
-                "nbytes_held": sum(trace.tensors[x].nbytes for x in held),
+                "nbytes_held": sum(trace.tensors[x].nbytes for x in held) + codes,
                 "nbytes_plain": sum(trace.tensors[x].nbytes for x in forward),
                 "seconds": seconds + extra,
                 "extra_seconds": extra,
             }
         )
     return rows
+
+
+def _codes(schedule: Schedule, block: Block) -> int:
+    """Bytes of what the block holds in fewer bits."""
+    runs = [s for s in schedule.after.get(block.last, ()) if isinstance(s, Run) and s.name.startswith("encode ")]
+    return sum(schedule.info(x).nbytes for run in runs for x in run.writes)
 
 
 def _read_in_backward(schedule: Schedule) -> set[int]:

@@ -2,8 +2,8 @@
 
 Zhao et al., "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch" (ICML 2023, PMLR
 202:42018). Inside a block, Checkmate's program is solved for several bounds on what may be held between its forward and its
-backward; identical blocks are solved once. Along the chain, every block takes one line of its menu, or is dropped with its neighbours and
-run again whole, nested to any depth, as in `rotor`.
+backward; identical blocks are solved once. Along the chain, every block takes one line of its menu, or is dropped with its
+neighbours and run again whole, nested to any depth, as in `rotor`.
 
 Beside Checkmate's programs, menus have those that keep the best sets of results by minimum cuts (`_cut.py`): these run nothing
 more than twice and take no time to find. `menus="cut"` has these alone, and needs no solver.

@@ -1,8 +1,8 @@
 """Rockmate (Zhao et al., ICML 2023, PMLR 202:42018): menus of programs inside blocks, rotor's search along the chain.
 
-Claims reproduced: with nothing but "keep everything" on the menus it is rotor; menus are not dominated and contain keeping all and
-recomputing all; its time lies between that of the model solved as one graph and rotor's; less memory is never faster; identical
-blocks are solved once; real runs keep the bits and the predicted peak.
+Claims reproduced: with nothing but "keep everything" on the menus it is rotor; menus reach from running little again to nearly
+all; its time lies between that of the model solved as one graph and rotor's; less memory is never faster; identical blocks are
+solved once; real runs keep the bits and the predicted peak.
 """
 
 import copy

@@ -33,7 +33,7 @@ def test_what_is_claimed_exists_and_is_proven(entry):
 
 def test_the_state_is_where_a_system_lives_or_not_yet():
     assert state(system("chen")) == "holdall/planners/chen.py"
-    assert state(system("rotor")) == "not yet"
+    assert state(system("vdnn")) == "not yet"
 
 
 def test_an_unknown_system_answers_with_the_nearest():

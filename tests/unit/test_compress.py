@@ -366,3 +366,15 @@ def test_codes_cannot_be_swapped_where_there_is_no_tier():
     with pytest.raises(Unsupported, match="no tier to swap"):
         Harness(plan, model, optimizer, store=None)
     assert "forward" not in model.layers[0].__dict__
+
+
+def test_auto_compresses_only_by_consent():
+    """Where nothing else is allowed, and never unasked."""
+    _, _, _, trace = traced("tied")
+    plain = simulate(problem_for(trace), []).peak["cpu"]
+    fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
+    budget = fixed + (plain - fixed) * 90 // 100
+    plan = holdall.plan(trace, budget=budget, hardware=machine(), allow=["compress"])
+    assert {a.name for a in plan.actions} == {"compress"}
+    assert any(row["nbytes_held"] < row["nbytes_plain"] for row in plan.about["rows"])
+    assert all(a.name != "compress" for a in holdall.plan(trace, budget=budget, hardware=machine()).actions)

@@ -1,4 +1,4 @@
-"""Every system of the recompute family on real models: the same bits, the predicted peak, never over the budget; and in order."""
+"""Every system of the recompute family on real models: the same bits, the predicted peak, never over the budget."""
 
 import copy
 
@@ -54,9 +54,7 @@ def world(name):
         layers = [torch.nn.Conv2d(3, 8, 3, padding=1)]
         for _ in range(4):
             layers += [
-                torch.nn.Sequential(
-                    torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(inplace=True)
-                )
+                torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(inplace=True))
             ]
         body = torch.nn.Sequential(*layers)
 
@@ -141,9 +139,7 @@ def test_systems_that_see_more_are_never_slower(worlds, name):
 
         def seconds(planner, budget=budget, **options):
             try:
-                plan = holdall.plan(
-                    trace, planner=planner, budget=budget, hardware=machine(), allow=["recompute"], **options
-                )
+                plan = holdall.plan(trace, planner=planner, budget=budget, hardware=machine(), allow=["recompute"], **options)
             except holdall.Infeasible:
                 return float("inf")
             return plan.predicted.seconds
