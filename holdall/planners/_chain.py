@@ -10,58 +10,112 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from holdall.planners._menu import Choice, Item
 from holdall.types import Hardware
 
 _STATES = 1000  # beyond this, of states closer together than a thousandth of the budget only the fastest is kept
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    seconds: float
-    freed: int  # by blocks whose memory is certain to be free here
-    late: int  # by the block just before, free only after this block's forward
-    out: int  # bytes of the block just before still to be copied
-    back: int
-    path: tuple[int, object] | None  # (choice, earlier path): a linked list, so that states share their past
+class _Tail:
+    """What the block just before leaves open; states with the same tail can be compared."""
+
+    late: int = 0  # bytes that are free only after this block's forward
+    out: int = 0  # bytes still to be copied
+    back: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """States with one tail that no other beats: the more is freed, the longer it took."""
+
+    seconds: npt.NDArray[np.float64]
+    freed: Ints  # by blocks whose memory is certain to be free here
+    path: Ints  # rows of the walk's list of (state before, choice)
 
 
 def best_choices(items: Sequence[Item], budget: int, hardware: Hardware) -> tuple[float, list[Choice]] | None:
     """The least extra seconds and a choice per item, or None if no combination stays within the budget."""
-    states = [_State(0.0, 0, 0, 0, 0, None)]
+    walk = _Walk(budget, hardware)
     for item in items:
-        grown = [new for state in states for new in _extend(state, item, budget, hardware)]
-        states = _front(grown, budget)
-        if not states:
+        walk.extend(item)
+        if not walk.fronts:
             return None
-    ended = [(s.seconds + _tail(s, hardware), s) for s in states]
-    seconds, state = min(ended, key=lambda e: e[0])
-    picks: list[int] = []
-    path = state.path
-    while path is not None:
-        picks.append(path[0])
-        path = path[1]  # type: ignore[assignment]
-    return seconds, [item.choices[n] for item, n in zip(items, reversed(picks), strict=True)]
+    seconds, picks = walk.best()
+    return seconds, [item.choices[n] for item, n in zip(items, picks, strict=True)]
 
 
-def _extend(state: _State, item: Item, budget: int, hardware: Hardware) -> list[_State]:
-    """Every choice for the next block that fits on top of a state."""
-    found = []
-    for n, choice in enumerate(item.choices):
-        if item.before_forward - state.freed + choice.forward > budget:
-            continue
-        if item.before_backward - state.freed + choice.backward > budget:
-            continue
-        seconds = state.seconds + step_seconds(state.out, state.back, item, choice, hardware)
-        freed = state.freed + state.late
-        if choice.late:
-            found.append(
-                _State(seconds, freed + choice.freed - choice.slow, choice.slow, choice.out, choice.back, (n, state.path))
-            )
-        else:
-            found.append(_State(seconds, freed + choice.freed, 0, 0, 0, (n, state.path)))
-    return found
+class _Walk:
+    """The states behind one block after the other."""
+
+    def __init__(self, budget: int, hardware: Hardware) -> None:
+        self._budget = budget
+        self._hardware = hardware
+        self._before: list[Ints] = []  # of every state ever kept, the state it came from, item by item
+        self._choice: list[Ints] = []
+        self._count = 0
+        zero = np.zeros(1, dtype=np.int64)
+        self.fronts: dict[_Tail, _Front] = {_Tail(): _Front(np.zeros(1), zero, zero - 1)}
+
+    def extend(self, item: Item) -> None:
+        """Every choice for the next block that fits on top of a state."""
+        grown: dict[_Tail, list[tuple[Any, Ints, Ints, int]]] = {}
+        for tail, front in self.fronts.items():
+            for n, choice in enumerate(item.choices):
+                needed = max(item.before_forward + choice.forward, item.before_backward + choice.backward) - self._budget
+                fits = slice(int(np.searchsorted(front.freed, needed)), None)
+                if fits.start == len(front.freed):
+                    continue
+                slow = choice.slow if choice.late else 0
+                after = _Tail(slow, choice.out, choice.back) if choice.late else _Tail()
+                seconds = front.seconds[fits] + step_seconds(tail.out, tail.back, item, choice, self._hardware)
+                freed = front.freed[fits] + (tail.late + choice.freed - slow)
+                grown.setdefault(after, []).append((seconds, freed, front.path[fits], n))
+        self.fronts = self._thin({tail: _join(parts) for tail, parts in grown.items()})
+
+    def _thin(self, joined: dict[_Tail, tuple[Any, Ints, Ints, Ints]]) -> dict[_Tail, _Front]:
+        grain = max(1, self._budget // 1000) if sum(len(j[0]) for j in joined.values()) > _STATES else 0
+        fronts = {}
+        for tail, (seconds, freed, before, choice) in joined.items():
+            keep: Any = slice(None)
+            if grain:
+                keep = np.unique(freed // grain, return_index=True)[1]
+            rows = np.arange(self._count, self._count + len(seconds[keep]), dtype=np.int64)
+            self._count += len(rows)
+            self._before.append(before[keep])
+            self._choice.append(choice[keep])
+            fronts[tail] = _Front(seconds[keep], freed[keep], rows)
+        return fronts
+
+    def best(self) -> tuple[float, list[int]]:
+        """The least seconds and the choices that lead there."""
+        ends = [(float(f.seconds[0]) + _tail(t, self._hardware), int(f.path[0])) for t, f in self.fronts.items()]
+        seconds, row = min(ends)
+        before, choice = np.concatenate(self._before), np.concatenate(self._choice)
+        picks = []
+        while row >= 0:
+            picks.append(int(choice[row]))
+            row = int(before[row])
+        return seconds, picks[::-1]
+
+
+def _join(parts: list[tuple[Any, Ints, Ints, int]]) -> tuple[Any, Ints, Ints, Ints]:
+    """States from several choices in one front, sorted by what they free."""
+    seconds = np.concatenate([p[0] for p in parts])
+    freed = np.concatenate([p[1] for p in parts])
+    before = np.concatenate([p[2] for p in parts])
+    choice = np.concatenate([np.full(len(p[0]), p[3], dtype=np.int64) for p in parts])
+    order = np.lexsort((-freed, seconds))
+    most = np.maximum.accumulate(freed[order])
+    order = order[np.concatenate(([True], freed[order][1:] > most[:-1]))]
+    return seconds[order], freed[order], before[order], choice[order]
 
 
 def step_seconds(out: int, back: int, item: Item, choice: Choice, hardware: Hardware) -> float:
@@ -79,33 +133,9 @@ def step_seconds(out: int, back: int, item: Item, choice: Choice, hardware: Hard
     return seconds
 
 
-def _tail(state: _State, hardware: Hardware) -> float:
+def _tail(tail: _Tail, hardware: Hardware) -> float:
     """Copies of the last block: nothing comes after it to hide them."""
     far = hardware.far
-    if far is None or not state.out:
+    if far is None or not tail.out:
         return 0.0
-    return 2 * far.latency + state.out / far.write + state.back / far.read
-
-
-def _front(states: list[_State], budget: int) -> list[_State]:
-    """States that no other beats. Late bytes and copies under way must be equal for two to be compared."""
-    groups: dict[tuple[int, int, int], list[_State]] = {}
-    for s in states:
-        groups.setdefault((s.late, s.out, s.back), []).append(s)
-    kept: list[_State] = []
-    for group in groups.values():
-        group.sort(key=lambda s: (s.seconds, -s.freed))
-        most = -1
-        for s in group:
-            if s.freed > most:
-                kept.append(s)
-                most = s.freed
-    if len(kept) <= _STATES:
-        return kept
-    grain = max(1, budget // 1000)
-    merged: dict[tuple[int, int, int, int], _State] = {}
-    for s in kept:
-        key = (s.freed // grain, s.late, s.out, s.back)
-        if key not in merged or s.seconds < merged[key].seconds:
-            merged[key] = s
-    return list(merged.values())
+    return 2 * far.latency + tail.out / far.write + tail.back / far.read

@@ -10,7 +10,7 @@ entry. So menus follow the simulator, to the byte, and a stack of a hundred equa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdall.actions.compress import Compress, codable
 from holdall.actions.offload import Offload
@@ -80,11 +80,15 @@ class Menus:
     chain: tuple[Block, ...]
     windows: Windows
     found: dict[int, tuple[Choice, ...]]  # kind of block -> its choices
+    curves: dict[tuple[Action, ...], Curve] = field(default_factory=dict)  # of steps with some actions around
 
     def items(self, problem: Problem, around: Sequence[Action] = (), *, without: str = "") -> tuple[Item, ...]:
         """The chain of blocks in a step with the actions `around`. `without`: choices with this word are left out."""
         trace = problem.trace
-        plain = memory_curve(problem, around)
+        key = tuple(around)
+        if key not in self.curves:
+            self.curves[key] = memory_curve(problem, around)
+        plain = self.curves[key]
         items = []
         for block in self.chain:
             ahead, behind = self.windows[block.id]

@@ -82,9 +82,7 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def capture(
-    module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, loss_alone: bool = False
-) -> Graph:
+def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, loss_alone: bool = False) -> Graph:
     """The ops of this call; Unsupported if they depend on values, or if somebody listens inside.
 
     `loss_alone`: of what it returns, only scalars will be given a gradient.

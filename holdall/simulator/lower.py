@@ -78,16 +78,19 @@ def close(schedule: Schedule) -> list[Step]:
                 for key in [(x, tier) for tier in tiers if (x, tier) in begins]:
                     touched.setdefault(key, []).append(i)
     drops: dict[int, list[Drop]] = {}
+    plainly, changed = schedule.trace.last_held, schedule.holds
     for (x, tier), starts in begins.items():
         marks = touched.get((x, tier), [])
-        if tier == home:
-            marks = [*marks, *(at.get(mark, -1) for mark in schedule.held(x))]
         if len(starts) == 1:  # the common case: one stay
-            end = max(marks, default=starts[0])
-            end = max(end, starts[0])
+            end = max(starts[0], marks[-1] if marks else -1)  # marks are in order
+            if tier == home:
+                held = [at.get(mark, -1) for mark in changed[x]] if x in changed else [at.get((plainly[x], 0), -1)]
+                end = max(end, *held) if held else end
             if end < never:
                 drops.setdefault(end, []).append(Drop(tensor=x, tier=tier))
             continue
+        if tier == home:
+            marks = [*marks, *(at.get(mark, -1) for mark in schedule.held(x))]
         bounds = [*starts[1:], never + 1]
         for start, bound in zip(starts, bounds, strict=True):
             end = max((m for m in marks if start <= m < bound), default=start)

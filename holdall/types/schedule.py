@@ -77,11 +77,12 @@ class Schedule:
     start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
 
     def copy(self) -> Schedule:
+        """A schedule to rewrite; lists are shared, since a change makes a new one."""
         return replace(
             self,
             runs=dict(self.runs),
-            after={k: list(v) for k, v in self.after.items()},
-            holds={k: list(v) for k, v in self.holds.items()},
+            after=dict(self.after),
+            holds=dict(self.holds),
             added=dict(self.added),
             replays=dict(self.replays),
             start=dict(self.start),
@@ -133,11 +134,8 @@ class Schedule:
 
     def insert(self, after: OpId, steps: Iterable[Step], *, first: bool = False) -> None:
         """Put steps after an op; `first`: before what was put there earlier."""
-        there = self.after.setdefault(after, [])
-        if first:
-            there[:0] = steps
-        else:
-            there.extend(steps)
+        there = self.after.get(after, [])
+        self.after[after] = [*steps, *there] if first else [*there, *steps]
 
     def add(self, like: TensorInfo, **changes: object) -> TensorId:
         """A new tensor made after the pattern of another; its id."""

@@ -175,6 +175,15 @@ class Trace:
         return {x: tuple(saves) for x, saves in found.items()}
 
     @cached_property
+    def last_held(self) -> dict[TensorId, OpId]:
+        """Tensor -> the op until which something refers to it in plain execution; the number of ops: beyond the step."""
+        end = len(self.ops)
+        last = {x: end if t.freed is None else t.freed for x, t in self.tensors.items()}
+        for save in self.saves:
+            last[save.tensor] = max(last[save.tensor], end if save.released is None else save.released)
+        return last
+
+    @cached_property
     def next_id(self) -> TensorId:
         """The first id that no tensor has."""
         return max(self.tensors, default=-1) + 1
