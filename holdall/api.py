@@ -45,8 +45,8 @@ def trace(
     `batch` is what the loop passes to the model: a mapping (`model(**batch)`), a tuple (`model(*batch)`) or one tensor.
     `loss`: a function `(model, batch) -> scalar` where the model does not return `.loss`. `device`: trace as for this device
     ("cuda" works on a machine without one); by default where the model lies, or the CPU for a model on the meta device.
-    `precision`: "bf16" or "fp16" computes with copies of the float32 parameters in that width, while the optimizer updates the
-    parameters themselves. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto").
+    `precision`: "bf16" computes with copies of the float32 parameters in that width, while the optimizer updates the parameters
+    themselves. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto").
     """
     dtype = resolve_precision(precision)
     chunked = _choose_head(model, batch, head)
@@ -250,17 +250,22 @@ def _resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
     return frozenset({"keep", *names})
 
 
-_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PRECISIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
 def resolve_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
-    """The width to compute in; None: that of the parameters."""
+    """The width to compute in; None: that of the parameters. Whoever gives a dtype knows what it needs."""
     if precision is None or isinstance(precision, torch.dtype):
         return precision
     if precision in ("fp32", "float32"):
         return None
+    if precision in ("fp16", "float16"):
+        raise Unsupported(
+            "fp16 needs its loss scaled, which a plan does not do: small gradients would become zero",
+            hint='use precision="bf16"; or torch.float16 if the loop scales the loss; or `holdall.precision.prepare("O2")`',
+        )
     if precision not in _PRECISIONS:
-        raise unknown_name("precision", precision, ("fp32", "bf16", "fp16"))
+        raise unknown_name("precision", precision, ("fp32", "bf16"))
     return _PRECISIONS[precision]
 
 
@@ -317,7 +322,8 @@ def _check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Op
 def _store_for(plan: Plan, model: torch.nn.Module) -> Any:
     """The far tier of the plan, if any action uses one."""
     tiers = list(plan.budget)
-    if len(tiers) < 2 or not any(action.name in ("offload", "place") for action in plan.actions):
+    uses = any(action.name in ("offload", "place") or getattr(action, "swap", False) for action in plan.actions)
+    if len(tiers) < 2 or not uses:
         return None
     if tiers[1] not in member_names("tiers"):
         raise Unsupported(f"there is no tier `{tiers[1]}`", hint="plan again with this version")

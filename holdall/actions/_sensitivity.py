@@ -12,16 +12,11 @@ from typing import Any
 
 import torch
 
-from holdall.actions.compress import Compress, codable
+from holdall.actions.compress import Compress, codable, key_of
 from holdall.runtime.compressing import Compression, compress_saved
 from holdall.types import Trace
 
 _MOST = 1e10  # a sensitivity beyond this says nothing more
-
-
-def key_of(block: str, n: int) -> str:
-    """The name of the n-th tensor that may be coded in a block."""
-    return f"{block}:{n}"
 
 
 def measure_sensitivity(

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.actions.offload import own_inputs
 from holdall.errors import InvalidInput, Unsupported
-from holdall.runtime.codecs import Codec, Group, codec_for
-from holdall.runtime.compressing import Compression, seed_of, worth_coding
 from holdall.types import Block, Copy, Hardware, Kind, Problem, Run, Save, Schedule, Step, TensorInfo, Trace, Wait
+
+if TYPE_CHECKING:  # torch is loaded when something is coded, not when actions are listed
+    from holdall.runtime.codecs import Codec
 
 SIGN = 0  # in the place of bits: only whether a value is above zero is needed
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -190,6 +191,8 @@ class Compress:
             raise InvalidInput(
                 f"`{self.block}`: {len(self.saves)} saves and {len(self.bits)} bits", hint="give bits for every save"
             )
+        from holdall.runtime.codecs import codec_for
+
         codecs = {b: codec_for("sign" if b == SIGN else self.codec, b) for b in self.bits}
         return {n: codecs[b] for n, b in zip(self.saves, self.bits, strict=True)}
 
@@ -200,6 +203,8 @@ class Compress:
             raise InvalidInput(f"`{self.block}` cannot have both {other} and compress", hint="choose one of them")
         if self.swap and harness.store is None:
             raise Unsupported("codes are to be swapped, and there is no tier to swap them to", hint="plan with swap=False")
+        from holdall.runtime.compressing import Compression, seed_of
+
         policy.compress = Compression(codecs=self._codecs(), seed=seed_of(self.block, self.seed))
         policy.park = self.swap
         policy.lag = self.lag
@@ -213,6 +218,8 @@ def codable(trace: Trace, block: Block, *, codec: str = "group", bits: int = 8) 
     first result (mean and deviation of a norm, log-sum-exp of attention), and reductions to one column; and masks, on a CPU
     floats that a random op fills.
     """
+    from holdall.runtime.codecs import codec_for
+
     one = codec_for(codec, bits)
     saved: dict[int, list[Save]] = {}
     for i in block.saves:
@@ -239,8 +246,15 @@ def numel_of(trace: Trace, tensor: int) -> int:
     return _numel(trace.tensors[tensor])
 
 
+def key_of(block: str, n: int) -> str:
+    """The name of the n-th tensor that may be coded in a block."""
+    return f"{block}:{n}"
+
+
 def _is_worth(info: TensorInfo, codec: Codec) -> bool:
     item = _ITEM.get(info.dtype, 1)
+    from holdall.runtime.compressing import worth_coding
+
     return worth_coding(info.dtype, _numel(info) * item, item, codec)
 
 
@@ -274,6 +288,8 @@ def _codec_run(
     verb: str, reads: tuple[int, ...], writes: tuple[int, ...], info: TensorInfo, codec: Codec, hardware: Hardware
 ) -> Run:
     numel = _numel(info)
+    from holdall.runtime.codecs import Group
+
     passes = _PASSES[verb] if hardware.device != "cuda" else 1 if isinstance(codec, Group) else _GPU_PASSES
     room = codec.workspace(numel, hardware.device)[verb == "decode"]
     moved = passes * info.nbytes + codec.nbytes(numel)

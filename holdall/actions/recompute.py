@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.runtime.replaying import Nest
 from holdall.types import Block, Kind, Op, Problem, Run, Schedule, Trace
+from holdall.types.program import Nest
 from holdall.types.schedule import Mark
 from holdall.types.trace import Save
 

@@ -1,21 +1,29 @@
-"""Planners against budgets: one row per pair, predicted, and measured where real runs are asked for."""
+"""Planners against budgets: one row per pair, predicted, and measured where that is asked for. Peers beside them, measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import platform
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from holdall.api import plan
+from holdall.cli._choices import Choice
 from holdall.cli._errors import first_line
+from holdall.cli._peer_runs import Seen, reason, run_peer
+from holdall.cli._peers import Peer, Subject, Variant, all_variants
 from holdall.cli._planning import budget_leaving, plain_outcome
 from holdall.cli._training import Run, run_steps
 from holdall.cli._workload import Workload
 from holdall.errors import HoldallError, Infeasible, InvalidInput
 from holdall.types import Hardware, Outcome, Plan, Progress, Trace
 from holdall.units import parse_bytes
+
+log = logging.getLogger("holdall")
 
 STEPS = 3  # of one measured run: the first warms up, the median of the others counts
 
@@ -37,7 +45,7 @@ class Row:
     identical: bool | None = None  # losses and weights, to those of plain training; None: not compared
     smallest: int | None = None  # where nothing fits: the least budget found to work
     problem: str = ""
-    failed: bool = False  # a plan was made, and its run went over the budget
+    failed: bool = False  # a plan was made, and its run broke off or went over the budget
 
     @property
     def predicted(self) -> Outcome | None:
@@ -49,16 +57,26 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerRow:
+    variant: Variant
+    seen: Seen | None = None  # None: `problem` says why
+    identical: bool | None = None  # losses, to those of plain training; None: not compared
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is compared, on what. `measure`: also run each plan for a few steps."""
+    """What is compared, on what. `measure`: also run each plan for a few steps, and the peers."""
 
     workload: Workload
     machine: Hardware
     trace: Trace
     plain: Outcome  # predicted
-    planners: Sequence[str]
+    planners: Sequence[Choice]
     targets: Sequence[Target]
     measure: bool
+    peers: Sequence[Peer] = ()
+    commit: str = ""
 
     @property
     def home(self) -> str:
@@ -70,21 +88,17 @@ class Comparison:
     sweep: Sweep
     rows: Sequence[Row]
     reference: Run | None  # plain training, measured; None: not asked for, or it does not fit this machine
+    peers: Sequence[PeerRow] = ()
+
+    def records(self) -> list[dict[str, Any]]:
+        """All rows as lines of a file."""
+        return [*map(self.record, self.rows), *map(self.peer_record, self.peers)]
 
     def record(self, row: Row) -> dict[str, Any]:
         """A row as a line of a file, with everything that is needed to read it alone."""
         sweep, said, seen = self.sweep, row.predicted, row.measured
         return {
-            "model": sweep.workload.source.name,
-            "batch": sweep.workload.batch,
-            "seq": sweep.workload.seq,
-            "dtype": sweep.workload.dtype,
-            "optimizer": sweep.workload.optimizer,
-            "hardware": sweep.machine.name,
-            "torch": torch.__version__,
-            "seed": 0,
-            "planner": row.planner,
-            "budget": row.target.label,
+            **self._setting("planner", row.planner, row.target.label),
             "budget_bytes": row.target.nbytes,
             "feasible": row.plan is not None,
             "smallest_bytes": row.smallest,
@@ -94,14 +108,75 @@ class Comparison:
             "measured_peak_bytes": seen.peak[sweep.home] if seen else None,
             "measured_seconds": seen.seconds if seen else None,
             "measured_overhead": overhead(seen, outcome_of(self.reference)),
+            "overhead_over": "plain",
             "identical": row.identical,
             "solve_seconds": row.plan.solve_seconds if row.plan else None,
+            "setup_seconds": None,
             "problem": row.problem,
         }
 
+    def peer_record(self, row: PeerRow) -> dict[str, Any]:
+        """The same columns for a peer: nothing is predicted, and its overhead is over its own unlimited run."""
+        seen, own = row.seen, self._unlimited(row.variant.family)
+        blank = dict.fromkeys(
+            ("budget_bytes", "smallest_bytes", "predicted_peak_bytes", "predicted_seconds", "predicted_overhead")
+        )
+        return {
+            **self._setting("peer", row.variant.peer, row.variant.setting),
+            **blank,
+            "feasible": seen is not None,
+            "measured_peak_bytes": seen.peak if seen else None,
+            "measured_seconds": seen.seconds if seen else None,
+            "measured_overhead": seen.seconds / own.seen.seconds - 1 if seen and own and own.seen else None,
+            "overhead_over": str(own.variant) if own else None,
+            "identical": row.identical,
+            "solve_seconds": None,
+            "setup_seconds": seen.setup_seconds if seen else None,
+            "problem": row.problem,
+        }
+
+    def _unlimited(self, family: str) -> PeerRow | None:
+        return next((r for r in self.peers if r.variant.unlimited and r.variant.family == family), None)
+
+    def _setting(self, kind: str, name: str, budget: str) -> dict[str, Any]:
+        sweep = self.sweep
+        return {
+            "model": sweep.workload.source.name,
+            "batch": sweep.workload.batch,
+            "seq": sweep.workload.seq,
+            "dtype": sweep.workload.dtype,
+            "optimizer": sweep.workload.optimizer,
+            "hardware": sweep.machine.name,
+            **versions(),
+            "commit": sweep.commit,
+            "seed": 0,
+            "kind": kind,
+            "planner": name,
+            "budget": budget,
+        }
+
+
+def versions() -> dict[str, str]:
+    """Of what a figure depends on; empty: not installed."""
+    found = {"torch": torch.__version__, "python": platform.python_version()}
+    for name in ("holdall", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
 
 def prepare_sweep(
-    workload: Workload, machine: Hardware, *, planners: Sequence[str], budgets: str, measure: bool, progress: Progress
+    workload: Workload,
+    machine: Hardware,
+    *,
+    planners: Sequence[Choice],
+    budgets: str,
+    measure: bool,
+    progress: Progress,
+    peers: Sequence[Peer] = (),
+    commit: str = "",
 ) -> Sweep:
     """Trace the model and turn fractions into bytes."""
     progress(f"tracing {workload.source.name}", 0, 0, "")
@@ -115,18 +190,36 @@ def prepare_sweep(
         planners=planners,
         targets=read_targets(budgets, plain),
         measure=measure,
+        peers=peers,
+        commit=commit,
     )
 
 
 def run_sweep(sweep: Sweep, progress: Progress) -> Comparison:
-    """Every planner at every budget; measured runs are compared with plain training."""
+    """Every planner at every budget, and every peer; measured runs are compared with plain training."""
     reference = _measure_plain(sweep, progress) if sweep.measure else None
-    pairs = [(name, target) for target in sweep.targets for name in sweep.planners]
+    pairs = [(choice, target) for target in sweep.targets for choice in sweep.planners]
+    variants = all_variants(sweep.peers, [t.nbytes for t in sweep.targets])
+    total = len(pairs) + len(variants)
     rows = []
-    for done, (name, target) in enumerate(pairs):
-        progress(f"{name} at {target.label}", done, len(pairs), "")
-        rows.append(_row(sweep, name, target, reference))
-    return Comparison(sweep=sweep, rows=rows, reference=reference)
+    for done, (choice, target) in enumerate(pairs):
+        here = _within(progress, f"{choice.label} at {target.label}", done, total)
+        here("", 0, 0, "")
+        rows.append(_row(sweep, choice, target, reference, here))
+    peers = []
+    for done, variant in enumerate(variants, len(pairs)):
+        progress(str(variant), done, total, "")
+        peers.append(_peer_row(sweep, variant, reference))
+    return Comparison(sweep=sweep, rows=rows, reference=reference, peers=peers)
+
+
+def _within(progress: Progress, what: str, done: int, total: int) -> Progress:
+    """What a planner says about itself, at its place in the whole."""
+
+    def told(part: str, _done: int, _total: int, best: str) -> None:
+        progress(f"{what}: {part}" if part else what, done, total, best)
+
+    return told
 
 
 def overhead(outcome: Outcome | None, plain: Outcome | None) -> float | None:
@@ -159,24 +252,50 @@ def _read_target(label: str, plain: Outcome) -> int:
     return budget_leaving(plain, share)
 
 
-def _row(sweep: Sweep, name: str, target: Target, reference: Run | None) -> Row:
+def _row(sweep: Sweep, choice: Choice, target: Target, reference: Run | None, progress: Progress) -> Row:
+    """A planner at a budget; whatever goes wrong with it is its own row's business."""
+    row = Row(planner=choice.label, target=target)
+    budget = {sweep.home: target.nbytes}
     try:
-        made = plan(sweep.trace, budget={sweep.home: target.nbytes}, planner=name, hardware=sweep.machine)
+        made = plan(
+            sweep.trace, budget=budget, planner=choice.name, hardware=sweep.machine, progress=progress, **choice.options
+        )
     except Infeasible as error:
-        return Row(planner=name, target=target, smallest=error.smallest, problem="does not fit")
+        return replace(row, smallest=error.smallest, problem="does not fit")
     except (HoldallError, ImportError) as error:
-        fact = error.fact if isinstance(error, HoldallError) else first_line(error)
-        return Row(planner=name, target=target, problem=fact)
+        return replace(row, problem=error.fact if isinstance(error, HoldallError) else first_line(error))
+    except Exception as error:
+        return replace(row, problem=_told(error, choice.label), failed=True)
+    row = replace(row, plan=made)
     if not sweep.measure:
-        return Row(planner=name, target=target, plan=made)
+        return row
     try:
         run = _run(sweep, made)
-    except torch.OutOfMemoryError as error:
-        return Row(planner=name, target=target, plan=made, problem=f"ran out of memory: {first_line(error)}", failed=True)
+    except Exception as error:
+        return replace(row, problem=_told(error, choice.label), failed=True)
     same = run.equals(reference) if reference is not None else None
-    row = Row(planner=name, target=target, plan=made, run=run, identical=same)
+    row = replace(row, run=run, identical=same)
     over = row.measured is not None and row.measured.peak[sweep.home] > target.nbytes
     return replace(row, problem="its run went over the budget", failed=True) if over else row
+
+
+def _peer_row(sweep: Sweep, variant: Variant, reference: Run | None) -> PeerRow:
+    if sweep.workload.precision is not None:
+        return PeerRow(variant=variant, problem=f"peers have no working copies in {sweep.workload.precision}")
+    device = sweep.machine.device
+    try:
+        model, optimizer = sweep.workload.build(device)
+        subject = Subject.of(sweep.trace, model, sweep.workload.sample(device))
+        seen = run_peer(variant, subject, optimizer, _batches(sweep))
+    except Exception as error:
+        return PeerRow(variant=variant, problem=_told(error, str(variant)))
+    same = seen.losses == reference.losses if reference is not None else None
+    return PeerRow(variant=variant, seen=seen, identical=same)
+
+
+def _told(error: Exception, who: str) -> str:
+    log.debug("%s failed", who, exc_info=error)
+    return reason(error)
 
 
 def _measure_plain(sweep: Sweep, progress: Progress) -> Run | None:
@@ -190,5 +309,8 @@ def _measure_plain(sweep: Sweep, progress: Progress) -> Run | None:
 def _run(sweep: Sweep, made: Plan) -> Run:
     device = sweep.machine.device
     model, optimizer = sweep.workload.build(device)
-    batches = (sweep.workload.sample(device, seed=step) for step in range(STEPS))
-    return run_steps(model, optimizer, batches, plan=made)
+    return run_steps(model, optimizer, _batches(sweep), plan=made)
+
+
+def _batches(sweep: Sweep) -> Iterator[dict[str, torch.Tensor]]:
+    return (sweep.workload.sample(sweep.machine.device, seed=step) for step in range(STEPS))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from holdall.cli._sweep import Comparison, Row
+    from holdall.cli._sweep import Comparison, PeerRow, Row
     from holdall.types import Outcome
 
 
@@ -30,7 +30,19 @@ def compare(
         str,
         typer.Option("--budgets", metavar="A,B", help="Shares of plain training's activation memory to leave, or sizes."),
     ] = "100%,75%,50%,35%",
-    planners: Annotated[str, typer.Option("--planners", metavar="A,B", help="Some of `holdall planners`.")] = "auto,chen",
+    planners: Annotated[
+        str,
+        typer.Option("--planners", metavar="A,B", help="Some of `holdall planners`; options as in rotor,rockmate:menus=cut."),
+    ] = "auto,chen",
+    peers: Annotated[
+        str,
+        typer.Option(
+            "--peers",
+            metavar="A,B",
+            help="With --measure, also run compile, checkpoint, selective, rockmate; options as in compile:ratios=[1,0.5].",
+            show_default=False,
+        ),
+    ] = "",
     batch: given.Batch = 1,
     seq: given.Seq = 512,
     dtype: given.Dtype = "float32",
@@ -44,25 +56,34 @@ def compare(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw time against memory here.", show_default=False)
     ] = None,
+    commit: Annotated[
+        str, typer.Option("--commit", metavar="TEXT", help="Goes into every row of the CSV.", show_default=False)
+    ] = "",
     json: given.Json = False,
 ) -> None:
     """Compare planners over budgets: peak and step time, predicted and measured, overhead over plain, solve time.
 
-    Ends with 1 if a measured run goes over its budget or its losses differ from plain training.
+    Ends with 1 if a planner or its measured run breaks off, goes over the budget or has other losses than plain training.
+
+    Peers are other people's ways, and only measured; their overhead is over their own run without a limit. torch.compile takes
+    a ratio of what its graph saves, not bytes, so several are run: with inductor, or with `compile:backend=aot_eager`, which
+    compiles faster, needs no C++ compiler on a CPU, and fuses nothing.
 
     \b
     Example:
       holdall compare tiny-gpt2 --batch 4 --seq 128 --planners auto,chen \\
-          --budgets 100%,50% --measure --csv rows.csv
+          --budgets 100%,50% --measure --peers checkpoint --csv rows.csv
     """
-    from holdall.cli._planning import find_machine, planner_class, split
+    from holdall.cli._choices import read_peers, read_planners
+    from holdall.cli._planning import find_machine
     from holdall.cli._sweep import prepare_sweep, run_sweep
     from holdall.cli._sweep_files import check_drawable, draw, write_csv
     from holdall.cli._workload import check_runnable, describe_workload
 
-    names = split(planners) or ["auto"]
-    for name in names:
-        planner_class(name)
+    choices = read_planners(planners) or read_planners("auto")
+    others = read_peers(peers)
+    if others and not measure:
+        raise InvalidInput("--peers are only ever measured", hint="add --measure, or leave them out")
     if measure and gpu is not None:
         raise InvalidInput("--measure runs on this machine, but --gpu names another", hint="leave one of them out")
     if plot is not None:
@@ -72,9 +93,18 @@ def compare(
         machine = find_machine(gpu, hardware, progress)
         if measure:
             check_runnable(machine.device)
-        sweep = prepare_sweep(workload, machine, planners=names, budgets=budgets, measure=measure, progress=progress)
+        sweep = prepare_sweep(
+            workload,
+            machine,
+            planners=choices,
+            budgets=budgets,
+            measure=measure,
+            progress=progress,
+            peers=others,
+            commit=commit,
+        )
         found = run_sweep(sweep, progress)
-    records = [found.record(row) for row in found.rows]
+    records = found.records()
     if csv is not None:
         write_csv(csv, records)
     if plot is not None:
@@ -108,8 +138,17 @@ def _show(found: Comparison) -> None:
             say(f"note: {row.planner} at {row.target.label}: {row.problem}")
         if row.identical is False:
             say(f"note: {row.planner} at {row.target.label}: losses or weights DIFFER from plain training")
-    if seen is not None and all(row.identical for row in found.rows if row.run is not None):
-        say("\nlosses and weights of every measured run are those of plain training, bit for bit")
+    for peer in found.peers:
+        if peer.problem:
+            say(f"note: {peer.variant}: {peer.problem}")
+    if any(peer.seen is not None for peer in found.peers):
+        say("peers: overhead is over the same peer without a limit; under solve is the first step, in which compilers compile")
+        if sweep.machine.device == "cpu":
+            say("on a CPU, counting the bytes of plans op by op takes time: hold their peaks against peers, not their seconds")
+    ran = [row for row in found.rows if row.run is not None]
+    if seen is not None and ran and all(row.identical for row in ran):
+        whose = "plan's run" if found.peers else "measured run"
+        say(f"\nlosses and weights of every {whose} are those of plain training, bit for bit")
 
 
 def _table(found: Comparison) -> Table:
@@ -118,7 +157,16 @@ def _table(found: Comparison) -> Table:
     table = grid("planner", "budget", "peak", *seen, "step", *seen, "overhead", "solve")
     for row in found.rows:
         add_row(table, *_cells(row, found, measured))
+    for peer in found.peers:
+        add_row(table, *_peer_cells(peer, found))
     return table
+
+
+def _peer_cells(row: PeerRow, found: Comparison) -> list[str]:
+    record = found.peer_record(row)
+    peak, step = _known(record["measured_peak_bytes"], format_bytes), _known(record["measured_seconds"], format_seconds)
+    over, setup = _known(record["measured_overhead"], "{:+.1%}".format), _known(record["setup_seconds"], format_seconds)
+    return [row.variant.peer, row.variant.setting, "--", peak, "--", step, over, setup]
 
 
 def _cells(row: Row, found: Comparison, measured: bool) -> list[str]:

@@ -100,6 +100,10 @@ class DeepZero(PerParameter):
     def slopes(self, closure: Callable[[], Any], *, worker: int = 0, workers: int = 1) -> list[Tensor]:
         """This worker's part of the gradient on the mask; elsewhere zero. The sum over workers is the whole, bit for bit."""
         trained, masks = self._trained(), self.coordinates()
+        if not any(mask.numel() for mask in masks):
+            raise InvalidInput(
+                "no parameter has a coordinate to estimate", hint="use a larger `keep`: it is a share of each parameter"
+            )
         self._loss = base = base_loss(closure, self.param_groups[0]["params"][0].device)
         found = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in masks]
         for span in share([mask.numel() for mask in masks], self._costs(closure), worker, workers):

@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from holdall.actions._sensitivity import key_of
-from holdall.actions.compress import Compress, asks_for_sign, codable, numel_of
+from holdall.actions.compress import Compress, asks_for_sign, codable, key_of, numel_of
 from holdall.errors import Infeasible, InvalidInput, unknown_name
 from holdall.planners._finish import finish
 from holdall.types import Block, Plan, Problem, Trace

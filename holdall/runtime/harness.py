@@ -83,6 +83,7 @@ class Harness:
         try:
             self._install()
         except BaseException:  # nothing half done
+            self._meter.stop()
             for undo in reversed(self._undo):
                 undo()
             if self.store is not None:

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_iter
 from holdall.runtime.compressing import Compression, compress_saved
 from holdall.runtime.engine import Engine
 from holdall.runtime.parking import Bank, Group, park_inputs, park_saved
-from holdall.runtime.replaying import Nest, Segment
+from holdall.runtime.replaying import Segment
+from holdall.types.program import Nest
 
 
 @dataclass

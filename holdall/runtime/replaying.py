@@ -30,6 +30,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from holdall.errors import Unsupported
 from holdall.ops import is_random
+from holdall.types.program import Nest
 
 Forward = Callable[..., Any]
 RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # of the host, devices, of each of them
@@ -56,14 +57,6 @@ class Made(NamedTuple):
 
     call: int
     leaf: int
-
-
-class Nest(NamedTuple):
-    """Calls first..last of a segment that are a segment of their own in its replay."""
-
-    first: int
-    last: int
-    inner: tuple[Nest, ...] = ()  # counted from `first`
 
 
 class Result:

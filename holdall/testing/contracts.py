@@ -20,6 +20,7 @@ from holdall.planners._finish import finish, over_budget
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
 from holdall.simulator import check, close, lower, simulate
+from holdall.simulator.lower import blocks_of
 from holdall.testing.worlds import chain, family, machine
 from holdall.tiers.far import Far
 from holdall.tracing import trace_step
@@ -252,11 +253,8 @@ class TierContract:
 def _clash(first: Any, second: Any) -> bool:
     """One technique is applied to a block once; some want it for themselves."""
 
-    def blocks(action: Any) -> set[str]:
-        return set(getattr(action, "blocks", None) or (action.block,))
-
     alone = any(getattr(action, "alone", False) for action in (first, second))
-    return (first.name == second.name or alone) and bool(blocks(first) & blocks(second))
+    return (first.name == second.name or alone) and bool(set(blocks_of(first)) & set(blocks_of(second)))
 
 
 def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -18,8 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from holdall.ops import is_random, mutated_arguments
-from holdall.tracing.flops import count_flops
+from holdall.ops import count_flops, is_random, mutated_arguments
 from holdall.tracing.trials import Trials
 from holdall.tracing.values import KnownValues
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo

@@ -109,3 +109,11 @@ def lazily(ops: Sequence[Effect], count: int, keep: frozenset[int] = frozenset()
             make(x)
         order.append(n)
     return order
+
+
+class Nest(NamedTuple):
+    """Calls first..last of a segment that are a segment of their own in its replay."""
+
+    first: int
+    last: int
+    inner: tuple[Nest, ...] = ()  # counted from `first`

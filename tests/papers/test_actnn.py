@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import holdall
-from holdall.actions._sensitivity import coded, key_of, measure_sensitivity
-from holdall.actions.compress import SIGN, Compress, codable, numel_of
+from holdall.actions._sensitivity import coded, measure_sensitivity
+from holdall.actions.compress import SIGN, Compress, codable, key_of, numel_of
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.actnn import Actnn, allocate_bits
 from holdall.runtime.codecs import Group

@@ -17,12 +17,12 @@ from holdall.planners._finish import finish
 from holdall.planners._segments import runs
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
-from holdall.runtime.replaying import Nest
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import chain
 from holdall.tiers.far import Far
 from holdall.types import Plan
+from holdall.types.program import Nest
 
 FAMILIES = ["convnet", "twice", "tied", "tiny-gpt2", "tiny-t5"]
 DRAWS = 2

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
+from holdall.ops import count_flops
 from holdall.runtime.eviction.arguments import tensors_in
 from holdall.runtime.eviction.storages import Rates
 
@@ -120,32 +120,3 @@ def _ghost(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_ghost(v) for v in value)
     return value
-
-
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    b, h, s, d = q.shape
-    return int(2 * b * h * s * k.shape[2] * (d + v.shape[-1]))
-
-
-def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """As traces count them: torch's registry, and the formulas that it lacks."""
-    packet = getattr(func, "_overloadpacket", None)
-    name = str(packet)
-    if name == "aten._scaled_dot_product_flash_attention_for_cpu":
-        return _attention(args[0], args[1], args[2])
-    if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
-        return _attention(args[1], args[2], args[3]) * 5 // 2
-    if name == "aten._grouped_mm":
-        a, b = args[0], args[1]
-        rows = a.shape[-2] if a.dim() == 2 else a.shape[0] * a.shape[1]
-        return int(2 * rows * a.shape[-1] * b.shape[-1])
-    if name == "aten.mkldnn_rnn_layer":
-        x, w, u = args[0], args[1], args[2]
-        return int(2 * x.shape[0] * x.shape[1] * (w.numel() + u.numel()))
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    try:
-        return int(formula(*args, **kwargs, out_val=out))
-    except (TypeError, AttributeError, AssertionError, ValueError, IndexError):
-        return 0

@@ -1,0 +1,300 @@
+"""Techniques that shrink bytes, each alone and together with the engine at smaller budgets, on one GPU in one process.
+
+python benchmarks/shrink_on_gpu.py --commit $(git rev-parse --short HEAD) [--time-limit 300] [--out shrink_on_gpu.csv]
+
+Llama 3.2 3B, bf16 parameters, 4 x 4096 tokens. Each row is written as soon as it is there; rows for which there was no time are
+named at the end. `--tiny`: the same on a CPU with a tiny model, in float32.
+
+alone      the optimizer or technique with nothing else but the chunked head; peak by the allocator (a CPU: by the ledger)
+combined   the planner `auto` at a budget, with the technique; gradients are used up in backward wherever that is said
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import statistics
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import holdall
+from holdall import models
+from holdall.actions.in_backward import used_up
+from holdall.api import environment
+from holdall.cli._ladder_plans import decide
+from holdall.cost.roofline import cost_trace
+from holdall.optim._in_backward import in_backward
+from holdall.optim.adam8bit import Adam8bit
+from holdall.optim.galore import GaLore
+from holdall.optim.lomo import Lomo
+from holdall.runtime.ledger import Ledger
+from holdall.runtime.logits import chunk_head, head_of, rows_for
+from holdall.types import Problem
+
+
+@dataclass(frozen=True)
+class Method:
+    optimizer: str
+    in_backward: bool = False
+    compress: bool = False  # activations in 4 bits
+    traced: bool = True  # false: its update has too many ops to trace; the planner is told of its states as so many bytes less
+
+
+METHODS = {
+    "adamw": Method("adamw"),
+    "adamw in backward": Method("adamw", in_backward=True),
+    "galore": Method("galore"),
+    "galore in backward": Method("galore", in_backward=True),
+    "adam8bit": Method("adam8bit", traced=False),
+    "adam8bit in backward": Method("adam8bit", in_backward=True, traced=False),
+    "lomo": Method("lomo", in_backward=True),
+    "actnn": Method("adamw", compress=True),
+    "actnn and lomo": Method("lomo", in_backward=True, compress=True),
+}
+COMBINED = {  # method -> GiB at which it may make sense: weights take 6, AdamW's moments in bf16 12, 8-bit ones 6
+    "adamw": (24, 16, 12, 8),
+    "lomo": (16, 12, 8),
+    "galore in backward": (24, 16, 12),
+    "adam8bit in backward": (24, 16),
+    "adamw in backward": (24,),
+    "actnn and lomo": (24, 16),
+}
+FIELDS = (
+    "method", "kind", "budget_gib", "tokens_per_s", "step_s", "peak_gib", "device_gib", "predicted_gib", "predicted_s",
+    "host_gib", "state_gib", "fits", "actions", "solve_s", "losses", "why",
+)  # fmt: skip
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = "cpu" if options.tiny else "cuda"
+        self.unit = 2**20 if options.tiny else 2**30  # what budgets and peaks are counted in
+        self.began = time.perf_counter()
+        source = models.describe("tiny-llama" if options.tiny else "llama-3.2-3b")
+        self.model = models.build(source, device=self.device, dtype="float32" if options.tiny else "bfloat16")
+        rows, length = (2, 32) if options.tiny else (options.batch, options.seq)
+        self.batch = models.sample_batch(source, batch=rows, seq=length, device=self.device)
+        self.tokens = rows * length
+        self.head = max(8, self.tokens // 4) if options.tiny else rows_for(self.tokens, source.config.vocab_size)
+        self.traces: dict[str, Any] = {}
+        self.hardware: Any = None
+        self.about = {
+            **environment(), "commit": options.commit, "model": source.name, "batch": rows, "seq": length,
+            "dtype": str(next(self.model.parameters()).dtype), "steps": options.steps, "unit": "MiB" if options.tiny else "GiB",
+        }  # fmt: skip
+
+    # what is trained
+
+    def optimizer(self, name: str) -> torch.optim.Optimizer:
+        params = self.model.parameters()
+        if name == "adam8bit":
+            return Adam8bit(Adam8bit.groups(self.model), lr=1e-5)
+        if name == "galore":
+            rank = 8 if self.options.tiny else 256
+            return GaLore(GaLore.groups(self.model, rank=rank, basis="iteration"), lr=1e-4)
+        if name == "lomo":
+            return Lomo(params, lr=1e-5)
+        if name == "sgd":
+            return torch.optim.SGD(params, lr=1e-5)
+        return torch.optim.AdamW(params, lr=1e-5, fused=True)
+
+    def states(self, optimizer: torch.optim.Optimizer) -> int:
+        """Bytes of state from the second step on."""
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        if hasattr(optimizer, "state_bytes"):
+            return sum(optimizer.state_bytes(p) for p in every)
+        return sum(2 * p.nbytes for p in every) if isinstance(optimizer, torch.optim.AdamW) else 0
+
+    def trace(self, optimizer: str) -> Any:
+        """Of a step with this optimizer, or with none; LOMO's is SGD's, whose numbers it has."""
+        name = "sgd" if optimizer == "lomo" else optimizer
+        if name not in self.traces:
+            began = time.perf_counter()
+            made = self.optimizer(name) if name else None
+            traced = holdall.trace(self.model, self.batch, optimizer=made, head=self.head)
+            self.hardware = self.hardware or holdall.probe(self.device, quick=True)
+            self.traces[name] = cost_trace(traced, self.hardware)
+            print(
+                f"traced {name or 'without an optimizer'}: {len(traced.ops)} ops, {time.perf_counter() - began:.1f} s",
+                flush=True,
+            )
+        return self.traces[name]
+
+    # rows
+
+    def alone(self, name: str) -> dict[str, Any]:
+        method = METHODS[name]
+        if method.compress:
+            trace = self.trace("")
+            problem = self.problem(trace, None, method)
+            plan = decide(problem, "actnn", {"bits": 4.0})
+            return self.run(method, plan, budget=None)
+        return self.run(method, None, budget=None)
+
+    def combined(self, name: str, budget: float) -> dict[str, Any]:
+        method = METHODS[name]
+        limit = round(budget * self.unit)
+        if method.traced:
+            problem = self.problem(self.trace(method.optimizer), limit, method)
+            plan = decide(problem, "auto", {}, in_backward=method.in_backward)
+        else:  # the update is not in the trace: its states and what it takes on the way are kept free
+            optimizer = self.optimizer(method.optimizer)
+            largest = max(p.numel() for p in self.model.parameters())
+            kept = (
+                self.states(optimizer) + 16 * largest + 24 * min(largest, 2**20)
+            )  # 32 bits for embeddings; codes in stretches
+            problem = self.problem(used_up(self.trace("")), limit - kept, method)
+            plan = decide(problem, "auto", {})
+        fits = plan.predicted.peak[self.hardware.home.name] <= problem.limit(problem.home)
+        if not fits:
+            need = plan.predicted.peak[problem.home] + (limit - problem.limit(problem.home))
+            return {"why": f"nothing fits; the least found needs {need / self.unit:.2f}"}
+        return self.run(method, plan, budget=limit)
+
+    def problem(self, trace: Any, limit: int | None, method: Method) -> Problem:
+        self.hardware = self.hardware or holdall.probe(self.device, quick=True)
+        home = self.hardware.home
+        allow = {"keep", "head", "compress"} if method.compress else {"keep", "head", "recompute", "offload"}
+        if not method.in_backward and not method.compress:
+            allow.add("place")
+        budget = {home.name: home.capacity if limit is None else limit}
+        return Problem(trace=trace, hardware=self.hardware, budget=budget, allow=frozenset(allow), clips=False)
+
+    def run(self, method: Method, plan: Any, *, budget: int | None) -> dict[str, Any]:
+        optimizer = self.optimizer(method.optimizer)
+        by_plan = plan is not None and any(a.name == "in_backward" for a in plan.actions)
+        consumes = getattr(optimizer, "consumes_gradients", False)
+        with ExitStack() as stack:
+            if consumes:
+                stack.callback(optimizer.close)
+            elif method.in_backward and not by_plan:
+                stack.enter_context(in_backward(optimizer))
+            if plan is not None:
+                whole = method.traced and (by_plan or not method.compress)
+                shown = replace(plan, budget={**plan.budget, next(iter(plan.budget)): budget or 2**50})
+                harness = stack.enter_context(holdall.apply(shown, self.model, optimizer if whole else None, enforce=False))
+            else:
+                harness = None
+                stack.callback(chunk_head(head_of(self.model)[1], rows=self.head))
+            losses, seconds, peak = self.steps(optimizer, ledger=harness is None)
+            measured = harness.measured() if harness is not None else None
+            if measured is not None and self.device == "cpu":
+                peak = harness.step_peaks[-1]
+            row = {
+                "tokens_per_s": round(self.tokens / seconds, 1),
+                "step_s": round(seconds, 4),
+                "peak_gib": round(peak / self.unit, 3),
+                "device_gib": self.on_device(),
+                "state_gib": round(self.states(optimizer) / self.unit, 3),
+                "losses": " ".join(f"{float(x):.4f}" for x in losses),
+            }
+        if plan is not None and method.traced and budget is not None:
+            row |= {"predicted_gib": round(next(iter(plan.predicted.peak.values())) / self.unit, 3)}
+            row |= {"predicted_s": round(plan.predicted.seconds, 4)}
+        if plan is not None:
+            row |= {"actions": json.dumps(plan.count()), "solve_s": round(plan.solve_seconds, 1)}
+        if measured is not None and len(measured.peak) > 1:
+            row["host_gib"] = round(list(measured.peak.values())[1] / self.unit, 3)
+        if budget is not None:
+            row["fits"] = peak <= budget
+        return row
+
+    def steps(self, optimizer: torch.optim.Optimizer, *, ledger: bool) -> tuple[list[torch.Tensor], float, int]:
+        """(losses, seconds of a step, peak bytes). The first steps make states, and are not timed."""
+        losses, seconds = [], []
+
+        def step() -> None:
+            loss = self.model(**self.batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+
+        for _ in range(self.options.warmup):
+            step()
+        held = [*self.model.parameters(), *self.model.buffers(), *self.batch.values(), *losses]
+        held += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        watch = Ledger(seed=held) if ledger and self.device == "cpu" else nullcontext()
+        self.wait()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with watch as counted:
+            for _ in range(self.options.steps):
+                began = time.perf_counter()
+                step()
+                self.wait()
+                seconds.append(time.perf_counter() - began)
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else counted.peak if counted is not None else 0
+        return losses, statistics.median(seconds), peak
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def on_device(self) -> float | str:
+        """What the driver says is taken, by whomever."""
+        if self.device == "cpu":
+            return ""
+        free, total = torch.cuda.mem_get_info()
+        return round((total - free) / 2**30, 3)
+
+    def clean(self) -> None:
+        self.model.zero_grad()
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def left(self) -> float:
+        return self.options.time_limit - (time.perf_counter() - self.began)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--commit", default="", help="written into every row")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds after which no further row is begun")
+    parser.add_argument("--methods", default="", help="only these, between commas")
+    parser.add_argument("--out", default="shrink_on_gpu.csv")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args(arguments)
+    bench = Bench(options)
+    chosen = [name.strip() for name in options.methods.split(",") if name.strip()] or list(METHODS)
+    tiny = {24: 4, 16: 3, 12: 2.5, 8: 1.5}  # MiB
+    jobs: list[tuple[str, float | None]] = [(name, None) for name in METHODS if name in chosen]
+    for name, budgets in COMBINED.items():
+        jobs += [(name, tiny[b] if options.tiny else b) for b in budgets if name in chosen]
+    with open(options.out, "w", newline="") as file:
+        writer = csv.DictWriter(file, [*FIELDS, *bench.about])
+        writer.writeheader()
+        for n, (name, budget) in enumerate(jobs):
+            if bench.left <= 0:
+                print(f"no time for {[f'{m} at {b}' if b else m for m, b in jobs[n:]]}", flush=True)
+                break
+            row: dict[str, Any] = {
+                "method": name,
+                "kind": "alone" if budget is None else "combined",
+                "budget_gib": budget or "",
+            }
+            try:
+                row |= bench.alone(name) if budget is None else bench.combined(name, budget)
+            except (holdall.HoldallError, torch.OutOfMemoryError) as error:
+                row["why"] = str(error).strip().splitlines()[0][:300]
+            writer.writerow({**row, **bench.about})
+            file.flush()
+            print(json.dumps(row), flush=True)
+            bench.clean()
+
+
+if __name__ == "__main__":
+    main()

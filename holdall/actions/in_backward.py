@@ -1,0 +1,251 @@
+"""In backward: a parameter is updated as soon as its gradient is complete, and the gradient is freed at once.
+
+After LOMO (Lv et al., ACL 2024, arXiv 2306.09782), for every optimizer that treats each parameter by itself: torch's own and
+the members of `optim`. What is held of gradients falls from all of them to the few of one node of the graph.
+
+Exact: the bits of the same optimizer without its foreach or fused form. What it cannot give is refused, with what each way out
+costs: the global norm (a second backward, or gradients that are held) and accumulation (gradients that are held; FLORA holds
+them compressed). `place` does the same for parameters that the model does not compute with itself: working copies of another
+precision, and homes on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from holdall.actions.place import Place
+from holdall.actions.reschedule import region
+from holdall.errors import InvalidInput, Unsupported
+from holdall.types import Action, Op, Phase, Problem, Run, Schedule, Trace, Unit
+from holdall.types.trace import OpId, TensorId
+
+
+@dataclass(frozen=True, kw_only=True)
+class InBackward:
+    late: tuple[str, ...] = ()  # blocks that hand all their gradients over when their backward is over: those run op by op
+
+    name: ClassVar[str] = "in_backward"
+    exact: ClassVar[bool] = True
+    rank: ClassVar[int] = 35  # after everything that moves what backward reads
+
+    @staticmethod
+    def of(trace: Trace, actions: Iterable[Action] = ()) -> Action:
+        """The action for a trace beside others: this one, or `place` where the model computes with copies."""
+        if trace.about.get("precision"):
+            return Place.all(trace, when="backward")
+        return InBackward(late=tuple(getattr(a, "block", "") for a in actions if a.name == "reschedule"))
+
+    @staticmethod
+    def samples(trace: Trace) -> list[InBackward]:  # noqa: ARG004
+        """None: problems of the contract tests are those of a loop that clips. Its own tests put it beside the others."""
+        return []
+
+    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
+        _refuse(problem)
+        steps = [op for op in problem.trace.ops if op.site.phase is Phase.STEP]
+        if any(op.id in schedule.runs for op in steps):
+            raise Unsupported(
+                "`in_backward` and `place` both say when parameters are updated", hint='use `place` with when="backward" alone'
+            )
+        return _Rewrite(schedule.copy(), problem, steps, self.late).apply()
+
+    def install(self, harness: Any) -> None:
+        from holdall.optim._in_backward import InBackward as Updates
+
+        late = {block for block, policy in harness._policies.items() if policy.runner is not None}
+        if late != set(self.late):
+            raise InvalidInput(
+                "`in_backward` does not name the blocks that are run op by op",
+                hint="make it with `InBackward.of(trace, actions)`",
+            )
+        if harness.optimizer is None:
+            raise Unsupported("there is no optimizer to update with", hint="give `apply` the optimizer")
+        if not getattr(harness.optimizer, "consumes_gradients", False):  # else it does so by itself
+            harness.on_close(Updates(harness.optimizer).close)
+
+
+def _refuse(problem: Problem) -> None:
+    """What updating in backward cannot give, with the price of each way out."""
+    if problem.trace.about.get("precision"):
+        raise Unsupported(
+            "the model computes with copies of its parameters, which `in_backward` does not update",
+            hint='use `place` with when="backward", which `InBackward.of` gives',
+        )
+    if problem.clips:
+        raise Unsupported(
+            "a loop that clips by the global norm looks at all gradients before the first update: none can be made in backward",
+            hint="plan with clips=False; or take the norm in a second backward (`Lomo.grad_norm`: twice the time); "
+            "or hold the gradients (as many bytes as trained weights)",
+        )
+    if problem.accumulate > 1:
+        raise Unsupported(
+            f"{problem.accumulate} backwards per step add up their gradients, which in backward are used up by the first",
+            hint="make the batch one backward; or hold the gradients (as many bytes as trained weights); "
+            "or accumulate compressed ones with `Flora`",
+        )
+
+
+def moments(trace: Trace, late: Iterable[str] = ()) -> dict[TensorId, OpId]:
+    """Gradient -> the op after which it is complete: when the node of the graph that made it, or added to it, is over.
+
+    A node lets go of what it had saved when it is over: so what it asked for before and let go after tells its end.
+    """
+    end = _last_of_backward(trace)
+    ends: dict[OpId, OpId] = {}
+    for save in trace.saves:
+        if save.unpacked is not None and save.released is not None:
+            for op in range(save.unpacked + 1, min(save.released, end) + 1):
+                ends[op] = max(ends.get(op, 0), save.released)
+    for block in late:
+        ops, _ = region(trace, trace.block(block))
+        ends.update(dict.fromkeys((op.id for op in ops), ops[-1].id))
+    made = {g: max(k for k in trace.uses(g) if k <= end) for unit in trace.units for g in unit.grads}
+    return {g: ends.get(op, op) for g, op in made.items()}
+
+
+def used_up(trace: Trace) -> Trace:
+    """The same step without its update, each gradient gone when it is complete: what a planner of activations should see."""
+    end, gone = _last_of_backward(trace), moments(trace)
+    tensors = {
+        x: replace(t, freed=gone[x]) if x in gone else replace(t, freed=None) if (t.freed or 0) > end else t
+        for x, t in trace.tensors.items()
+        if t.born <= end
+    }
+    return replace(trace, ops=trace.ops[: end + 1], tensors=tensors, about={**trace.about, "precision": None})
+
+
+def _last_of_backward(trace: Trace) -> OpId:
+    return next((op.id for op in trace.ops if op.site.phase is Phase.STEP), len(trace.ops)) - 1
+
+
+@dataclass(slots=True)
+class _Parameter:
+    """One parameter, its gradient, and the ops of the step that update it."""
+
+    unit: Unit
+    weight: TensorId
+    grad: TensorId
+    states: tuple[TensorId, ...]
+    ready: OpId = -1  # the op after which its gradient is complete
+    ops: list[Op] = field(default_factory=list)
+
+
+class _Rewrite:
+    def __init__(self, schedule: Schedule, problem: Problem, steps: Sequence[Op], late: Sequence[str]) -> None:
+        self.schedule = schedule
+        self.problem = problem
+        self.trace = problem.trace
+        self.steps = steps
+        self.late = late
+        self.parameters = _parameters(self.trace)
+        self.now: dict[TensorId, TensorId] = {}  # what the step makes -> the same, made in backward
+
+    def apply(self) -> Schedule:
+        if not self.steps:
+            raise Unsupported(
+                "the traced step has no update", hint="trace with the optimizer, or give gradients no time to live"
+            )
+        apart = self._share_out()
+        ready = moments(self.trace, self.late)
+        for p in self.parameters:
+            p.ready = ready[p.grad]
+        for op in self.steps:
+            self.schedule.runs[op.id] = Run(op=op.id, reads=(), writes=(), name=op.site.op)
+        trained = [p for p in self.parameters if p.ops or (not apart and p.unit.numel)]
+        updates: dict[OpId, list[Run]] = {}
+        for p in sorted(trained, key=self._turn):
+            updates.setdefault(p.ready, []).extend(self._moved(p) if apart else [self._as_a_whole(p)])
+            self.schedule.holds[p.grad] = []
+        for at, runs in updates.items():
+            self.schedule.insert(at, runs, first=True)  # before the next node asks for what is to be fetched or run again
+        return self.schedule
+
+    def _share_out(self) -> bool:
+        """Give every op of the step to the parameter it updates; false where one op updates several (foreach)."""
+        owner = {x: p for p in self.parameters for x in (p.weight, p.grad, *p.states)}
+        waiting: list[Op] = []  # made from nothing: they belong to whoever comes next
+        last: _Parameter | None = None
+        for op in self.steps:
+            touched = [owner[x] for x in (*op.reads, *op.mutates) if x in owner]
+            if any(p is not touched[0] for p in touched):
+                for p in self.parameters:
+                    p.ops = []
+                return False
+            if not touched:
+                waiting.append(op)
+                continue
+            last = touched[0]
+            for mine in (*waiting, op):
+                last.ops.append(mine)
+                owner.update(dict.fromkeys(mine.writes, last))
+            waiting = []
+        if last is not None:
+            last.ops += waiting
+        return True
+
+    def _turn(self, p: _Parameter) -> tuple[int, int, int]:
+        """The order of updates after one node: a bias, made last, goes before its weight, which is seen through a view."""
+        born = self.trace.tensors[p.grad].born
+        writes = self.trace.ops[born].writes
+        return p.ready, -born, writes.index(p.grad) if p.grad in writes else 0
+
+    def _moved(self, p: _Parameter) -> list[Run]:
+        """The ops of the update, with the lives of what they make; the gradient is there until the last."""
+        runs = [self._run(op) for op in p.ops]
+        place = {op.id: n for n, op in enumerate(p.ops)}
+        for x in {x for op in p.ops for x in (*op.writes, *op.reads, *op.mutates)}:
+            freed = self.trace.tensors[x].freed
+            new = self.now.get(x, x)
+            if x == p.grad or (new != x and freed is not None) or (freed is not None and freed >= p.ops[0].id):
+                # a name of the update's frame: until something else has it, or the frame ends
+                last = len(runs) - 1 if x == p.grad or freed is None else place.get(freed, len(runs) - 1)
+                if new not in runs[last].writes:  # else it goes as it comes
+                    runs[last] = replace(runs[last], reads=tuple(dict.fromkeys((*runs[last].reads, new))))
+                self.schedule.holds[new] = []
+            elif new != x:
+                self.schedule.hold(new, (len(self.trace.ops), 0))
+        return runs
+
+    def _run(self, op: Op) -> Run:
+        now = self.now
+        for x in op.writes:
+            now[x] = self.schedule.add(self.trace.tensors[x])
+        return Run(
+            op=-1,
+            reads=tuple(now.get(x, x) for x in op.reads),
+            writes=tuple(now[x] for x in op.writes),
+            mutates=tuple(now.get(x, x) for x in op.mutates),
+            seconds=op.seconds,
+            workspace=op.workspace,
+            name=op.site.op,
+        )
+
+    def _as_a_whole(self, p: _Parameter) -> Run:
+        """One op where the trace has one for many parameters: its part of what the unit's update takes."""
+        share = self.trace.tensors[p.weight].nbytes / max(1, sum(self.trace.tensors[x].nbytes for x in p.unit.weights))
+        hardware = self.problem.hardware
+        return Run(
+            op=-1,
+            reads=(p.grad,),
+            writes=(),
+            mutates=(p.weight, *p.states),
+            seconds=p.unit.moved * share / hardware.bandwidth + 8 * hardware.overhead,
+            workspace=round(p.unit.workspace * share),
+            name=f"update of {self.trace.tensors[p.weight].name}",
+        )
+
+
+def _parameters(trace: Trace) -> list[_Parameter]:
+    """Every parameter that gets a gradient."""
+    found = []
+    for unit in trace.units:
+        grads = {trace.tensors[g].name.removesuffix(".grad"): g for g in unit.grads}
+        states: dict[str, list[TensorId]] = {}
+        for x in unit.states:
+            states.setdefault(trace.tensors[x].name.rpartition(".")[0], []).append(x)
+        for name, weight in zip(unit.params, unit.weights, strict=True):
+            if name in grads:
+                found.append(_Parameter(unit=unit, weight=weight, grad=grads[name], states=tuple(states.get(name, ()))))
+    return found

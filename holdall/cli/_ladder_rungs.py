@@ -1,0 +1,127 @@
+"""The rungs of the ladder: techniques in the order in which people reach for them, each on top of those before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from holdall.optim.adam8bit import Adam8bit
+from holdall.optim.galore import GaLore
+
+EXACT, REORDERED, LOSSY = "exact", "reordered", "lossy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that a rung may change about a training step."""
+
+    dtype: str = "float32"  # of the parameters
+    precision: str | None = None  # of the copies that are computed with; None: there are none
+    head: str | int = "whole"  # or how many parts the loss of a vocabulary is taken in
+    planner: str = "nop"
+    options: dict[str, Any] = field(default_factory=dict)  # of the planner
+    allow: tuple[str, ...] = ("keep",)
+    in_backward: bool = False
+    optimizer: str = "adamw"
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Small rates that suit each rule; a ladder compares memory and speed, and does not tune."""
+        if self.optimizer == "adam8bit":
+            return Adam8bit(Adam8bit.groups(model), lr=1e-3, weight_decay=0.01)
+        if self.optimizer == "galore":
+            return GaLore(GaLore.groups(model, rank=rank_for(model)), lr=1e-2)
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=1e-2)
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    name: str
+    numerics: str  # against the rung before: the same bits, the same sums in another order, or other numbers
+    says: str
+    changes: dict[str, Any]
+    narrow: bool = False  # computes in bf16, which few processors do fast
+
+
+RUNGS = (
+    Rung(name="plain", numerics=EXACT, says="float32 and AdamW, nothing done", changes={}),
+    Rung(
+        name="bf16 copies",
+        numerics=LOSSY,
+        says="computes with bf16 copies of the float32 parameters",
+        changes={"precision": "bf16"},
+        narrow=True,
+    ),
+    Rung(
+        name="recompute",
+        numerics=EXACT,
+        says="`auto` runs again in backward what the budget has no room for",
+        changes={"planner": "auto", "allow": ("keep", "recompute")},
+    ),
+    Rung(
+        name="chunked head",
+        numerics=REORDERED,
+        says="the loss of the vocabulary is taken a few rows at a time",
+        changes={"head": 4},
+    ),
+    Rung(
+        name="in backward",
+        numerics=EXACT,
+        says="parameters are updated as their gradients come; no clipping, no accumulation",
+        changes={"in_backward": True},
+    ),
+    Rung(
+        name="bf16 parameters",
+        numerics=LOSSY,
+        says="no float32 parameters any more; updates are rounded to bf16",
+        changes={"dtype": "bfloat16", "precision": None},
+        narrow=True,
+    ),
+    Rung(name="8-bit Adam", numerics=LOSSY, says="both moments in blocks of 8 bits", changes={"optimizer": "adam8bit"}),
+    Rung(
+        name="GaLore",
+        numerics=LOSSY,
+        says="instead of 8 bits: moments in a space of a quarter of the rank",
+        changes={"optimizer": "galore"},
+    ),
+    Rung(
+        name="compressed",
+        numerics=LOSSY,
+        says="instead of recompute: activations wait in 4 bits (ActNN)",
+        changes={"planner": "actnn", "options": {"bits": 4.0}, "allow": ("keep", "compress")},
+    ),
+)
+
+
+def climb(*, narrow: bool = True) -> Iterator[tuple[Rung, Settings]]:
+    """Each rung with everything below it; `narrow`: those in bf16 too."""
+    settings = Settings()
+    for rung in RUNGS:
+        if narrow or not rung.narrow:
+            settings = replace(settings, **rung.changes)
+            yield rung, settings
+
+
+def slowness_of_bf16(device: str, size: int = 96) -> float:
+    """How many times longer than in float32 a product takes in bf16; below 1 on a GPU, far above on many processors."""
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(size, size, dtype=dtype, device=device)
+        best = float("inf")
+        for _ in range(3):
+            began = time.perf_counter()
+            (x @ x).sum().item()  # waits for the device
+            best = min(best, time.perf_counter() - began)
+        seconds.append(best)
+    return seconds[1] / seconds[0]
+
+
+def rank_for(model: torch.nn.Module) -> int:
+    """A quarter of the smallest side of the matrices that GaLore projects."""
+    sides = [min(p.shape) for group in GaLore.groups(model, rank=1) if group.get("rank") for p in group["params"]]
+    return max(1, min(sides, default=4) // 4)

@@ -1,0 +1,139 @@
+"""`holdall ladder`: what each technique gives and costs, added one after the other, in real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdall.cli import _options as given
+from holdall.cli._console import add_row, cell, grid, say, show, show_json
+from holdall.cli._errors import FAILED
+from holdall.cli._progress import progress_bar
+from holdall.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdall.cli._ladder_runs import Ladder, Step
+
+_UNCOUNTED = "--"
+_TOO_SLOW = 4.0  # times the time in float32
+
+
+def ladder(
+    model: given.Model,
+    *,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="SIZE",
+            help="24GiB, or 0.5 of the device; half of what plain training takes if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, help="Steps of each run.")] = 4,
+    batch: given.Batch = 4,
+    seq: given.Seq = 64,
+    everything: Annotated[
+        bool, typer.Option("--all/--until-it-fits", help="Climb every rung, or stop at the first that fits the budget.")
+    ] = False,
+    bf16: Annotated[
+        bool | None,
+        typer.Option(
+            "--bf16/--no-bf16", help="With or without the rungs in bf16; by default where it is not slow.", show_default=False
+        ),
+    ] = None,
+    hardware: given.HardwareFile = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows here.", show_default=False)] = None,
+    json: given.Json = False,
+) -> None:
+    """Add one technique after the other and measure each: memory, tokens per second, and the loss after a few steps.
+
+    Trains the model on the bundled text, on the GPU if there is one. Memory and time are measured, not predicted. Each
+    rung says whether it gives the bits of the rung before (exact), the same sums in another order (reordered) or
+    other numbers (lossy). Ends with 1 if none fits, or if an exact rung was not.
+
+    \b
+    Example:
+      holdall ladder tiny-llama --budget 3MiB --all --csv ladder.csv
+    """
+    from holdall.cli._ladder_rungs import slowness_of_bf16
+    from holdall.cli._ladder_runs import Ladder
+    from holdall.cli._planning import find_machine
+    from holdall.cli._sweep_files import write_csv
+    from holdall.cli._workload import _quiet, check_runnable, describe_workload
+    from holdall.errors import Unsupported
+
+    workload = describe_workload(model, batch=batch, seq=seq, dtype="float32", optimizer="adamw")
+    if workload.source.task != "causal-lm":
+        raise Unsupported(f"{model} does not continue text, which the ladder trains on", hint="use a model such as tiny-llama")
+    with progress_bar() as progress, _quiet():
+        machine = find_machine(None, hardware, progress)
+        check_runnable(machine.device)
+        slow = slowness_of_bf16(machine.device) if bf16 is None else 0.0
+        made = Ladder(
+            source=workload.source,
+            machine=machine,
+            batch=batch,
+            seq=seq,
+            steps=steps,
+            budget=budget,
+            narrow=slow < _TOO_SLOW if bf16 is None else bf16,
+            progress=progress,
+        )
+        climbed = list(made.climb(everything=everything or budget is None))
+    records = [made.record(step) for step in climbed]
+    if csv is not None:
+        write_csv(csv, records)
+    if json:
+        show_json(records)
+    else:
+        _show(made, climbed, records)
+        if slow >= _TOO_SLOW:
+            say(f"a product in bf16 takes {slow:.0f} times as long as in float32 here: rungs in bf16 are left out (see --bf16)")
+        if csv is not None:
+            say(f"written to {csv}")
+    if not any(step.fits for step in climbed) or not all(step.keeps_its_word for step in climbed):
+        raise typer.Exit(FAILED)
+
+
+def _show(made: Ladder, climbed: Sequence[Step], records: Sequence[dict[str, Any]]) -> None:
+    say(f"{made.source.name}, batch {made.batch} x {made.seq} tokens, {made.steps} steps, on {made.machine.name}\n")
+    table = grid("", "numerics", "peak", "", "tokens/s", "", "loss", "fits", left=2)
+    before: dict[str, Any] = {}
+    for step, record in zip(climbed, records, strict=True):
+        add_row(table, *_cells(step, record, before))
+        before = record if step.run else before
+    show(table)
+    say()
+    for step in climbed:
+        say(f"{step.rung.name}: {step.rung.says}" + (f"; not run: {step.problem}" if step.problem else ""))
+    say()
+    first = next((step for step in climbed if step.fits), None)
+    say(f"the first that fits: {first.rung.name}" if first else "none fits the budget")
+    for step in climbed:
+        if not step.keeps_its_word:
+            say(f"note: {step.rung.name} is said to be exact, but its losses or weights DIFFER from those of the rung before")
+
+
+def _cells(step: Step, record: dict[str, Any], before: dict[str, Any]) -> list[Any]:
+    if step.run is None or step.peak is None:
+        return [step.rung.name, step.rung.numerics, *[_UNCOUNTED] * 5, cell("--")]
+    return [
+        step.rung.name,
+        step.rung.numerics,
+        format_bytes(step.peak),
+        _change(record["peak_bytes"], before.get("peak_bytes")),
+        f"{record['tokens_per_second']:,.0f}",
+        _change(record["tokens_per_second"], before.get("tokens_per_second")),
+        f"{record['final_loss']:.4f}",
+        "yes" if step.fits else "no",
+    ]
+
+
+def _change(now: float, before: float | None) -> str:
+    """Against the rung before."""
+    return "" if not before else f"{now / before - 1:+.0%}"
