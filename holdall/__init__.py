@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdall.api import apply, fit, plan, trace
+    from holdall.checkpoints import load_checkpoint, save_checkpoint
     from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, TraceMismatch, Unsupported
     from holdall.reporting import Report
     from holdall.runtime.harness import Harness
@@ -31,13 +32,16 @@ __all__ = [
     "Unsupported",
     "apply",
     "fit",
+    "load_checkpoint",
     "plan",
     "probe",
+    "save_checkpoint",
     "trace",
 ]
 
 _WHERE = {
     "holdall.api": ("apply", "fit", "plan", "trace"),
+    "holdall.checkpoints": ("load_checkpoint", "save_checkpoint"),
     "holdall.errors": ("HoldallError", "Infeasible", "InvalidInput", "OverBudget", "TraceMismatch", "Unsupported"),
     "holdall.reporting": ("Report",),
     "holdall.runtime.harness": ("Harness",),
@@ -49,6 +53,8 @@ _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when asked for: `holdall --help` need not wait for torch."""
+    if name == "integrations":
+        return import_module("holdall.integrations")
     if name not in _HOME:
         raise AttributeError(f"module 'holdall' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

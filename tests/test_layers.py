@@ -23,12 +23,13 @@ ALLOWED = {
     "models": BASE | {"torch"},
     "tracing": BASE | {"cost", "ops", "optim", "torch"},
     "tiers": BASE | {"torch"},
+    "checkpoints": BASE | {"torch"},
     "runtime": BASE | {"ops", "tiers", "optim", "torch"},
     "actions": BASE | {"optim", "runtime", "torch"},
     "parallel": BASE | {"runtime", "actions", "torch"},
     "planners": BASE | {"cost", "simulator", "actions"},
 }
-ANYTHING = {"api", "cli", "integrations", "testing", "training", "__init__"}
+ANYTHING = {"api", "asking", "cli", "integrations", "testing", "training", "__init__"}
 
 
 def imports_of(path):

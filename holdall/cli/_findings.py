@@ -16,7 +16,7 @@ from holdall.runtime.probe import host_memory
 from holdall.units import GiB, MiB, format_bytes, format_rate
 
 OLDEST_TORCH = (2, 11)
-EXTRAS = {"hf": ("transformers", "accelerate"), "solvers": ("highspy",), "viz": ("matplotlib",)}
+EXTRAS = {"hf": ("transformers", "accelerate"), "solvers": ("scipy", "ortools"), "viz": ("matplotlib",)}
 _NEEDED_FOR = {"hf": "models by name", "solvers": "planners that solve an integer program", "viz": "`compare --plot`"}
 _SLOW_LINK = 8e9  # bytes/s: what eight lanes of PCIe 3 carry; a card in a full slot does better
 
@@ -110,14 +110,25 @@ def _environment() -> Iterator[Finding]:
     """Settings of torch that change what a prediction means."""
     name = next((n for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(n)), "")
     value = os.environ.get(name, "")
-    advice = "predicted peaks still hold, but what is reserved was modelled for the default allocator" if value else ""
-    yield Finding(what="allocator", found=f"{name}={value}" if value else "default settings", ok=not value, advice=advice)
+    found = f"{name}={value}" if value else "default settings; a plan turns expandable segments on while it is applied"
+    yield Finding(what="allocator", found=found, ok=not value, advice=_about_allocator(name, value) if value else "")
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         what = "PYTORCH_NO_CUDA_MEMORY_CACHING"
         yield Finding(what="caching", found=f"{what} is set", ok=False, advice=f"unset {what}: every step becomes slow")
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         advice = "unset it: with it no copy runs beside the computation"
         yield Finding(what="launches", found="CUDA_LAUNCH_BLOCKING is set", ok=False, advice=advice)
+
+
+def _about_allocator(name: str, value: str) -> str:
+    """Plans for a GPU are made for expandable segments, and a setting of the user's own is left as it is."""
+    settings = dict(part.strip().partition(":")[::2] for part in value.split(","))
+    expandable = settings.get("expandable_segments", "").lower()
+    if expandable == "true" and len(settings) == 1:
+        return f"not needed: a plan turns them on while it is applied; unset {name} unless plain runs need it"
+    if expandable == "false":
+        return f"unset {name}: plans count on expandable segments, without them more is reserved than predicted"
+    return f"unset {name}, or keep only expandable_segments:True: what is reserved was modelled for that alone"
 
 
 def _extra(name: str, packages: tuple[str, ...]) -> Finding:

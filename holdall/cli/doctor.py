@@ -12,13 +12,14 @@ from holdall.cli._console import add_row, cell, grid, say, show, show_json
 
 
 def doctor(*, json: given.Json = False) -> None:
-    """Check versions, devices, memory limits, copies, allocator settings and extras.
+    """Check versions, devices, memory and pinning limits, link speed, allocator settings, disk and extras; say what to change.
 
     Example: holdall doctor
     """
     from holdall.cli._findings import examine
+    from holdall.cli._limits import limits
 
-    found = examine()
+    found = [*examine(), *limits()]
     if json:
         show_json([asdict(finding) for finding in found])
         return

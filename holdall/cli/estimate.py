@@ -19,11 +19,15 @@ def estimate(
     dtype: given.Dtype = "float32",
     optimizer: given.Optimizer = "adamw",
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cuda or cpu; a GPU need not be here.")] = "cuda",
+    short: Annotated[bool, typer.Option("--short", "-q", help="Nothing but the number.")] = False,
     json: given.Json = False,
 ) -> None:
-    """What plain training of a model takes at its peak. Needs neither the memory nor a GPU.
+    """What plain training of a model takes at its peak, in one line. Needs neither the memory nor a GPU.
 
-    Example: holdall estimate llama-3.2-1b --batch 4 --seq 2048 --dtype bfloat16
+    \b
+    Examples:
+      holdall estimate llama-3.2-1b --batch 4 --seq 2048 --dtype bfloat16
+      holdall estimate llama-3.2-1b --batch 4 --seq 2048 --dtype bfloat16 --short
     """
     from holdall.cli._planning import plain_outcome
     from holdall.cli._workload import describe_workload
@@ -35,6 +39,9 @@ def estimate(
     kinds = {KIND_LABELS[k]: n for k, n in sorted(outcome.peak_kinds.items(), key=lambda item: -item[1])}
     if json:
         show_json({"workload": str(workload), "peak": outcome.peak[home], "reserved": outcome.reserved, "kinds": kinds})
+        return
+    if short:
+        say(format_bytes(outcome.peak[home]))
         return
     parts = ", ".join(f"{label} {format_bytes(size)}" for label, size in kinds.items() if size >= outcome.peak[home] / 100)
     say(f"{workload}: {format_bytes(outcome.peak[home])} at the peak ({parts})")

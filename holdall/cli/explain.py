@@ -1,19 +1,28 @@
-"""`holdall explain`: the reasons of a plan, what it does with every block, and what sits in memory at its peak."""
+"""`holdall explain`: the reasons of a plan, what it does with every block, what sits in memory at its peak, and what it would
+cost to free memory otherwise."""
 
 from __future__ import annotations
 
 import json as json_files
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdall.cli import _options as given
-from holdall.cli._console import in_color, say, show_json
+from holdall.cli._console import add_row, grid, in_color, say, show, show_json
 from holdall.cli._progress import progress_bar
+from holdall.errors import InvalidInput
+from holdall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from holdall.types import Plan
+    from collections.abc import Sequence
+
+    from holdall.asking import Alternative
+    from holdall.types import Hardware, Plan, Problem, Progress, Trace
+
+_MOST = 14  # lines of alternatives
 
 
 def explain(
@@ -29,20 +38,38 @@ def explain(
     dtype: given.Dtype = "float32",
     optimizer: given.Optimizer = "adamw",
     option: given.PlannerOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="For a plan file: the trace it was made for, to price alternatives with --gpu or --hardware.",
+            show_default=False,
+        ),
+    ] = None,
     json: given.Json = False,
 ) -> None:
-    """Why a plan does what it does. For a model, the plan is made first, with the options of `holdall plan`.
+    """Why a plan does what it does, and what every alternative costs in milliseconds per GiB.
+
+    For a model, the plan is made first, with the options of `holdall plan`.
 
     \b
     Examples:
       holdall explain llama.plan.json
       holdall explain gpt2 --batch 8 --seq 1024 --gpu rtx-4090 --budget 8GiB
     """
+    from holdall.asking import alternatives
     from holdall.cli._planning import Request, prepare
     from holdall.types import Plan
 
+    problem = None
     if is_plan_file(Path(what)):
         made = Plan.load(what)
+        if trace is not None:
+            with progress_bar() as progress:
+                problem = _problem_of_files(made, trace, gpu, hardware, progress)
+    elif trace is not None:
+        raise InvalidInput("--trace was given beside a model", hint="give it with a plan file, or leave it out")
     else:
         request = Request(
             model=what,
@@ -58,11 +85,39 @@ def explain(
             hardware=hardware,
         )
         with progress_bar() as progress:
-            made = prepare(request, progress).plan(progress)
+            prepared = prepare(request, progress)
+            made = prepared.plan(progress)
+            problem = _problem(prepared.trace, prepared.machine, prepared.budget, prepared.allow, progress)
+    others = alternatives(problem) if problem is not None else None
     if json:
-        show_json(_explained(made))
+        show_json(_explained(made, others))
+        return
+    _show(made)
+    if others is not None:
+        _show_alternatives(others)
     else:
-        _show(made)
+        say("\nwhat alternatives cost is known with the trace: give --trace FILE, and the machine with --gpu or --hardware")
+
+
+def _problem_of_files(plan: Plan, path: Path, gpu: str | None, hardware: Path | None, progress: Progress) -> Problem:
+    """What a plan file was made for, from the trace and the machine."""
+    from holdall.cli._planning import check_device, find_machine
+    from holdall.types import Trace
+
+    read = Trace.load(path)
+    if read.fingerprint != plan.trace:
+        raise InvalidInput(f"the plan was not made for the trace `{path}`", hint="give the trace that was planned for")
+    machine = find_machine(gpu, hardware, progress, device=str(read.about.get("device", "cpu")))
+    check_device(read, machine)
+    return _problem(read, machine, dict(plan.budget), None, progress)
+
+
+def _problem(trace: Trace, machine: Hardware, budget: dict[str, int], allow: list[str] | None, progress: Progress) -> Problem:
+    from holdall.cost.roofline import cost_trace
+    from holdall.types import Problem
+
+    made = Problem(trace=cost_trace(trace, machine), hardware=machine, budget=budget, progress=progress)
+    return made if allow is None else replace(made, allow=frozenset({"keep", *allow}))
 
 
 def is_plan_file(path: Path) -> bool:
@@ -89,7 +144,28 @@ def _show(plan: Plan) -> None:
         say(f"\nat the peak:\n{bars(plan.predicted.peak_kinds, color=in_color())}")
 
 
-def _explained(plan: Plan) -> dict[str, Any]:
+def _show_alternatives(others: Sequence[Alternative]) -> None:
+    """The cheapest first; ms per GiB with every copy hidden behind computation, and with none."""
+    if not others:
+        say("\nno block of this step holds anything that could be freed")
+        return
+    table = grid("to free memory", "where", "frees", "adds", "copies", "ms/GiB", "if not hidden", left=2)
+    for a in others[:_MOST]:
+        hidden, bare = _per_gib(a.per_gib), _per_gib(a.per_gib_unhidden)
+        times = f"{a.count} x {a.where}"
+        copies = format_seconds(a.copying) if a.copying else "-"
+        add_row(table, a.what, times, format_bytes(a.freed), format_seconds(a.seconds), copies, hidden, bare)
+    say("\nalternatives, each alone against keeping everything:")
+    show(table)
+    if len(others) > _MOST:
+        say(f"and {len(others) - _MOST} dearer ones (--json has them)")
+
+
+def _per_gib(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"
+
+
+def _explained(plan: Plan, others: Sequence[Alternative] | None) -> dict[str, Any]:
     said = plan.predicted
     return {
         "summary": plan.summary(),
@@ -98,4 +174,9 @@ def _explained(plan: Plan) -> dict[str, Any]:
         "peak_where": said.peak_where,
         "peak_kinds": {kind.value: size for kind, size in said.peak_kinds.items()},
         "at_peak": [{"name": h.name, "kind": h.kind.value, "nbytes": h.nbytes} for h in said.at_peak],
+        "alternatives": None if others is None else [_priced(a) for a in others],
     }
+
+
+def _priced(a: Alternative) -> dict[str, Any]:
+    return {**asdict(a), "ms_per_gib": a.per_gib * 1e3, "ms_per_gib_unhidden": a.per_gib_unhidden * 1e3}

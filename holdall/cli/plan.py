@@ -11,10 +11,10 @@ from holdall.cli import _options as given
 from holdall.cli._console import in_color, say, show_json
 from holdall.cli._errors import INFEASIBLE
 from holdall.cli._progress import progress_bar
-from holdall.errors import Infeasible
+from holdall.errors import Infeasible, InvalidInput
 
 if TYPE_CHECKING:
-    from holdall.cli._planning import Prepared
+    from holdall.cli._planning import Prepared, Request
     from holdall.types import Plan
 
 
@@ -32,6 +32,54 @@ def plan(
     optimizer: given.Optimizer = "adamw",
     option: given.PlannerOption = None,
     trace: given.TraceFile = None,
+    phases: Annotated[
+        bool | None,
+        typer.Option(
+            "--phases/--no-phases",
+            help="What loading, the first step, evaluation, saving and resuming take; on by default, but for --json.",
+            show_default=False,
+        ),
+    ] = None,
+    longest_seq: Annotated[
+        int | None,
+        typer.Option(
+            "--longest-seq", metavar="N", help="Also what the plan takes on a batch of this length.", show_default=False
+        ),
+    ] = None,
+    largest: Annotated[
+        str | None,
+        typer.Option(
+            "--largest",
+            metavar="WHAT",
+            help="Find the largest batch, seq, or model of the family that fits.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", metavar="N", min=1, help="With --largest: how finely to search. [1; for seq 64]", show_default=False
+        ),
+    ] = None,
+    smallest_budget: Annotated[
+        bool, typer.Option("--smallest-budget", help="Find the least budget for which there is a plan.")
+    ] = False,
+    keep_speed: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-speed",
+            metavar="SHARE",
+            help="With --smallest-budget: one that keeps this share of the speed, such as 0.9.",
+            show_default=False,
+        ),
+    ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Budget against step time: a table, and with --html a page.")
+    ] = False,
+    points: Annotated[int, typer.Option("--points", metavar="N", min=2, help="With --pareto: budgets to try.")] = 8,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="With --pareto: write the curve here.", show_default=False)
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here.", show_default=False)] = None,
     json: given.Json = False,
 ) -> None:
@@ -40,12 +88,14 @@ def plan(
     Without --gpu or --hardware the plan is for this machine, which is measured first (a few seconds).
 
     \b
-    Example:
+    Examples:
       holdall plan llama-3.2-1b --batch 4 --seq 2048 --dtype bfloat16 \\
-          --gpu rtx-4090 --budget 16GiB --out llama.plan.json
+          --gpu rtx-4090 --budget 16GiB --longest-seq 8192 --out llama.plan.json
+      holdall plan gpt2 --seq 1024 --gpu rtx-4090 --largest batch
+      holdall plan gpt2 --seq 1024 --gpu rtx-4090 --smallest-budget --keep-speed 0.9
+      holdall plan gpt2 --seq 1024 --gpu rtx-4090 --pareto --html gpt2.html
     """
     from holdall.cli._planning import Request, prepare
-    from holdall.reporting.text import plan_text
 
     request = Request(
         model=model,
@@ -61,6 +111,18 @@ def plan(
         hardware=hardware,
         trace=trace,
     )
+    asked = [name for name, is_on in (("largest", largest), ("smallest-budget", smallest_budget), ("pareto", pareto)) if is_on]
+    _check_together(asked, {"step": step, "keep-speed": keep_speed, "html": html, "longest-seq": longest_seq, "out": out})
+    if asked:
+        question = asked[0]
+        if question == "largest":
+            assert largest is not None
+            _largest(request, largest, step, out, json=json)
+        elif question == "pareto":
+            _pareto(request, points, html, json=json)
+        else:
+            _smallest(request, keep_speed, out, json=json)
+        return
     with progress_bar() as progress:
         prepared = prepare(request, progress)
         try:
@@ -70,14 +132,96 @@ def plan(
                 raise
             show_json(refusal_json(error, prepared))
             raise typer.Exit(INFEASIBLE) from None
+        found = None
+        if longest_seq is not None or (phases if phases is not None else not json):
+            from holdall.cli._phases import find_phases
+
+            found = find_phases(request, prepared, made, longest_seq=longest_seq, progress=progress)
     if out is not None:
         made.save(out)
+    _show(made, prepared, found, json=json)
+    if out is not None and not json:
+        say(f"\nwritten to {out}")
+
+
+def _show(made: Plan, prepared: Prepared, found: Any, *, json: bool) -> None:
+    from holdall.reporting.text import plan_text
+
     if json:
-        show_json(plan_json(made))
+        from holdall.cli._phases import phases_json
+
+        show_json(plan_json(made) | (phases_json(found) if found is not None else {}))
         return
     say(plan_text(made, color=in_color()))
+    if found is not None:
+        from holdall.cli._phases import show_phases
+
+        say()
+        show_phases(found, prepared)
+
+
+_GOES_WITH = {  # option -> the questions that it belongs to; "": a plain plan
+    "step": ("largest",),
+    "keep-speed": ("smallest-budget",),
+    "html": ("pareto",),
+    "longest-seq": ("",),
+    "out": ("", "largest", "smallest-budget"),
+}
+
+
+def _check_together(asked: list[str], options: dict[str, Any]) -> None:
+    """One question at a time, and no option that would be passed over in silence."""
+    if len(asked) > 1:
+        raise InvalidInput(f"both --{asked[0]} and --{asked[1]} were given", hint="ask one question at a time")
+    question = asked[0] if asked else ""
+    for option, value in options.items():
+        if value is not None and question not in _GOES_WITH[option]:
+            fits = " or ".join(f"--{q}" if q else "a plain plan" for q in _GOES_WITH[option])
+            raise InvalidInput(f"--{option} says nothing here", hint=f"it goes with {fits}")
+
+
+def _largest(request: Request, kind: str, step: int | None, out: Path | None, *, json: bool) -> None:
+    from holdall.cli._inverse import ask_largest, check_kind, show_largest
+
+    check_kind(kind)
+    if kind == "model" and step is not None:
+        raise InvalidInput("--step says nothing about models", hint="leave it out")
+    with progress_bar() as progress:
+        found, value, names = ask_largest(request, kind, step=step, progress=progress)
+    show_largest(found, kind, value, names, json=json)
+    _write(found.plan, out, json=json)
+
+
+def _smallest(request: Request, keep_speed: float | None, out: Path | None, *, json: bool) -> None:
+    from holdall.cli._inverse import ask_smallest, show_smallest
+    from holdall.cli._planning import prepare
+
+    with progress_bar() as progress:
+        prepared = prepare(request, progress)
+        found = ask_smallest(prepared, keep_speed, progress)
+    show_smallest(found, prepared, keep_speed, json=json)
+    _write(found.plan, out, json=json)
+
+
+def _pareto(request: Request, points: int, html: Path | None, *, json: bool) -> None:
+    from holdall.cli._inverse import ask_pareto, show_pareto, write_page
+    from holdall.cli._planning import prepare
+
+    with progress_bar() as progress:
+        prepared = prepare(request, progress)
+        curve = ask_pareto(prepared, points, progress)
+    show_pareto(curve, json=json)
+    if html is not None:
+        write_page(html, curve, request, prepared)
+        if not json:
+            say(f"\nwritten to {html}")
+
+
+def _write(made: Plan, out: Path | None, *, json: bool) -> None:
     if out is not None:
-        say(f"\nwritten to {out}")
+        made.save(out)
+        if not json:
+            say(f"\nwritten to {out}")
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""Evaluation as a trace: the forward alone, with nothing held for backward.
+
+`trace_evaluation` runs the model in evaluation mode without gradients, on fakes. `evaluation_of` makes the same of a training
+trace, where the model is not at hand: its forward without what autograd holds. Dropout is still in that one: it is a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from holdall.api import trace
+from holdall.tracing.step import Loss, default_loss
+from holdall.types import Phase, Trace
+
+
+def trace_evaluation(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    device: str | torch.device | None = None,
+    precision: str | torch.dtype | None = None,
+    head: str | int = "auto",
+) -> Trace:
+    """One evaluation of `model` on `batch`, whose outputs are let go at once. Arguments as of `holdall.trace`."""
+    inner = loss or default_loss
+
+    def evaluate(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            value = inner(model, batch)
+        return value.detach().requires_grad_()  # a leaf: its backward is nothing, and is cut off
+
+    with _evaluating(model):
+        return _forward_alone(trace(model, batch, loss=evaluate, device=device, precision=precision, head=head))
+
+
+def evaluation_of(trace: Trace) -> Trace:
+    """At most what an evaluation of the traced step does; exact for a model that does the same in evaluation mode."""
+    return _forward_alone(trace)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode; every module is as before afterwards."""
+    before = {name: module.training for name, module in model.named_modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = before[name]
+
+
+def _forward_alone(whole: Trace) -> Trace:
+    ops = tuple(op for op in whole.ops if op.site.phase is Phase.FORWARD)
+    end = len(ops)
+    tensors = {
+        x: replace(t, saved=False, freed=None if t.freed is None or t.freed >= end else t.freed)
+        for x, t in whole.tensors.items()
+        if t.born < end
+    }
+    return replace(whole, ops=ops, tensors=tensors, blocks=(), saves=(), units=(), whole=None)

@@ -1,0 +1,207 @@
+"""Checkpoints that know nothing of the plan: plain files that anything can read.
+
+    OUT/latest                               a link to the last one
+    OUT/checkpoints/step-000300/
+      config.json, model*.safetensors, ...   as `save_pretrained` writes them (and the tokenizer, where there is one):
+                                             `from_pretrained(folder)` loads the model; else `model.safetensors` alone
+      optimizer.safetensors                  the optimizer's tensors, named `<parameter>.<key>`: `lm_head.weight.exp_avg`
+      random.safetensors                     states of torch's generators: `cpu`, `cuda:0`, ...
+      training.json                          step, scheduler, position in the data, the optimizer's parameter groups with the
+                                             names of their parameters, and values of its state that are not tensors
+      complete.json                          written last: the files and their sizes; without it there is no checkpoint
+
+No budget and no plan is in it, so a run may go on under another, or without holdall. There is no pickle. Tensors are written
+from where they lie and read into where they belong, one at a time. The optimizer without holdall:
+
+    about = json.load(open(folder + "/training.json"))["optimizer"]
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{**g, "params": [named[n] for n in g["params"]]} for g in about["groups"]])
+    for key, value in safetensors.torch.load_file(folder + "/optimizer.safetensors").items():
+        name, _, field = key.rpartition(".")
+        optimizer.state[named[name]][field] = value        # moved to the parameter's device, `step` excepted
+
+How a folder becomes complete, and what a kill may leave, is told in `folders.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from holdall.checkpoints import folders, states
+from holdall.checkpoints.plain import pack, unpack
+from holdall.checkpoints.tensors import save_file
+from holdall.errors import InvalidInput
+from holdall.types import _json
+
+ABOUT = "training.json"
+
+log = logging.getLogger("holdall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint on disk. `data`: what `save_checkpoint` was given as such, if that was plain data."""
+
+    folder: Path
+    step: int
+    data: Any = None
+    notes: tuple[str, ...] = ()  # what was passed over to find it
+
+    def about(self) -> dict[str, Any]:
+        """All of `training.json`."""
+        return _json.read(self.folder / ABOUT, folders.FORMAT)
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    scheduler: Any = None,
+    data: Any = None,
+    rng: bool = True,
+    keep: int | None = None,
+    tokenizer: Any = None,
+) -> Path:
+    """Write the checkpoint of a step into the run's folder `path`, between two steps, under a plan or not; returns its folder.
+
+    `scheduler`: anything with a `state_dict()`. `data`: where the loop is in its data; such an object, a `torch.Generator`, or
+    plain data. `rng`: the states of the global generators. `keep`: remove all but so many, once this one is complete.
+    """
+    if step < 0:
+        raise InvalidInput(f"`step` is {step}, but steps are counted from 0", hint="give the number of steps that were made")
+    if keep is not None and keep < 1:
+        raise InvalidInput(f"`keep` is {keep}, but the checkpoint just saved is one", hint="use 1 or more, or None for all")
+    about = {
+        "scheduler": None if scheduler is None else pack(_state_of(scheduler), "`scheduler`"),
+        "data": pack(_state_of(data), "`data`"),
+    }
+    return write_checkpoint(
+        Path(path), step, model=model, optimizer=optimizer, about=about, rng=rng, keep=keep, tokenizer=tokenizer
+    )
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    data: Any = None,
+    rng: bool = True,
+) -> Checkpoint | None:
+    """Bring model, optimizer, scheduler, data and random numbers back as they were saved; None: there is nothing to go on from.
+
+    `path`: a run's folder, whose last complete checkpoint is taken, or the folder of one checkpoint. What is not given is left
+    alone. Everything is compared before anything is changed. Load as the last thing before the loop: building, tracing and
+    planning may draw random numbers.
+    """
+    found = find_checkpoint(Path(path))
+    if found is None:
+        return None
+    for note in found.notes:
+        log.warning("holdall: %s", note)
+    about = found.about()
+    with _unobserved():
+        weights = states.check_weights(found.folder, model) if model is not None else []
+        if optimizer is not None:
+            if model is None:
+                hint = "give both: its state goes by the parameters' names"
+                raise InvalidInput("an optimizer cannot be loaded without its model", hint=hint)
+            entries = states.check_optimizer(found.folder, about["optimizer"], model, optimizer)
+        if scheduler is not None and about.get("scheduler") is None:
+            raise InvalidInput(f"`{found.folder}` holds no scheduler", hint="it was saved without one: leave out `scheduler=`")
+        if rng and about.get("random") is None:
+            raise InvalidInput(f"`{found.folder}` holds no random numbers", hint="it was saved without: use `rng=False`")
+        position = unpack(about.get("data"), ABOUT)
+        _check_position(found.folder, position, data)
+        states.read_weights(weights)
+        if scheduler is not None:
+            scheduler.load_state_dict(unpack(about["scheduler"], ABOUT))
+        if optimizer is not None:
+            states.read_optimizer(about["optimizer"], entries, model, optimizer)
+        if isinstance(data, torch.Generator):
+            data.set_state(position)
+        elif data is not None:
+            data.load_state_dict(position)
+        if rng:
+            states.read_random(found.folder, about["random"])
+    return Checkpoint(folder=found.folder, step=found.step, data=position, notes=found.notes)
+
+
+def find_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint that `path` is, or the last complete one of the run in it; those passed over are in its notes."""
+    if (path / folders.MARKER).exists() or (path / ABOUT).exists():
+        step = folders.step_of(path)
+        if step is None:
+            what = f"`{path}` is not complete: a file of it is missing or cut off"
+            raise InvalidInput(what, hint="give the folder of the run: its last complete checkpoint is used")
+        return Checkpoint(folder=path, step=step)
+    latest = folders.latest(path)
+    passed_over = [f"`{folder}` is not complete, and is ignored" for folder in folders.incomplete_folders(path)]
+    if latest is None:
+        for note in passed_over:
+            log.warning("holdall: %s", note)
+        return None
+    return Checkpoint(folder=latest[0], step=latest[1], notes=tuple(passed_over))
+
+
+def write_checkpoint(
+    out: Path,
+    step: int,
+    *,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    about: Mapping[str, Any],
+    rng: bool | str = True,
+    keep: int | None = None,
+    tokenizer: Any = None,
+    save: states.SaveFile = save_file,
+) -> Path:
+    """As `save_checkpoint`. `about`: packed already. `rng="torch"`: torch's generators. `save`: writes all but weights."""
+    with _unobserved(), folders.new_folder(out, step) as folder:
+        states.write_weights(folder, model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        rest = {
+            "optimizer": states.write_optimizer(folder, model, optimizer, save) if optimizer is not None else None,
+            "random": states.write_random(folder, save, only_torch=rng == "torch") if rng else None,
+        }
+        _json.write(folder / ABOUT, {"format": folders.FORMAT, "step": step, **about, **rest})
+    final = folders.folder_of(out, step)
+    if keep is None:
+        folders.clear_left_over(out)
+    else:
+        folders.keep_last(out, keep, final)
+    return final
+
+
+def _check_position(folder: Path, position: Any, data: Any) -> None:
+    if data is None:
+        return
+    if position is None:
+        raise InvalidInput(f"`{folder}` holds no position in the data", hint="it was saved without one: leave out `data=`")
+    if not isinstance(data, torch.Generator) and not hasattr(data, "load_state_dict"):
+        hint = "leave out `data=`, and read `.data` of what `load_checkpoint` returns"
+        raise InvalidInput(f"`data` is a {type(data).__name__}, which cannot be set to a position", hint=hint)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _unobserved() -> AbstractContextManager[object]:
+    """Whoever counts the memory of steps does not see what is touched here: nothing of it outlives the save."""
+    context: AbstractContextManager[object] = _disable_current_modes()
+    return context

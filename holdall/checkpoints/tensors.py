@@ -1,0 +1,172 @@
+"""Safetensors files written from and read into the tensors themselves, so that nothing is ever in memory twice.
+
+The usual writer first brings a whole file's tensors from the GPU to the host; here a tensor in the host's memory goes to the
+file as it is, and one on a device in pieces. The format is that of https://github.com/huggingface/safetensors: eight bytes with
+the length of a JSON header, the header (name -> dtype, shape, begin and end), the bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from holdall.errors import InvalidInput, Unsupported
+
+PIECE = 16 * 2**20  # bytes of a device's tensor that are on the host at a time
+_LONGEST_HEADER = 100 * 2**20  # what other readers accept
+
+_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _NAMES.items()}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # from the start of the file
+    nbytes: int
+
+    def __str__(self) -> str:
+        return describe(self.dtype, self.shape)
+
+
+def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def save_file(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write the tensors one after the other."""
+    for name, tensor in tensors.items():
+        _check_is_plain(name, tensor)
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # every one is aligned to its elements
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=0) as file:
+        _write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        for name in order:
+            for piece in _pieces(tensors[name].detach()):
+                _write(file, piece)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """What a file holds; refused if it is not whole."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= _LONGEST_HEADER:
+                raise ValueError("it has no header")
+            header = json.loads(file.read(length))
+            size = os.fstat(file.fileno()).st_size
+        header.pop("__metadata__", None)
+        found = {name: _entry(path, about, 8 + length) for name, about in header.items()}
+    except OSError as error:
+        raise InvalidInput(f"cannot read `{path}`: {error.strerror}", hint="go on from another checkpoint") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(f"`{path}` is not a safetensors file: {error}", hint="go on from another checkpoint") from None
+    if any(entry.begin + entry.nbytes > size for entry in found.values()):
+        raise InvalidInput(f"`{path}` has been cut off", hint="go on from another checkpoint")
+    return found
+
+
+def read_into(entry: Entry, target: torch.Tensor) -> None:
+    """Overwrite a tensor of the same shape and dtype with what the file holds."""
+    assert target.dtype == entry.dtype and tuple(target.shape) == entry.shape
+    if not entry.nbytes:
+        return
+    with torch.no_grad(), open(entry.path, "rb", buffering=0) as file:
+        file.seek(entry.begin)
+        if not target.is_contiguous():
+            whole = torch.empty(entry.shape, dtype=entry.dtype)
+            _read(file, _bytes_of(whole), entry)
+            target.copy_(whole)
+        elif target.device.type == "cpu":
+            _read(file, _bytes_of(target), entry)
+            increment_version(target)  # whoever keeps copies of it sees that it has changed
+        else:
+            flat = target.detach().view(-1).view(torch.uint8)
+            room = torch.empty(min(PIECE, entry.nbytes), dtype=torch.uint8)
+            for part in flat.split(PIECE):
+                here = room[: part.numel()]
+                _read(file, _bytes_of(here), entry)
+                part.copy_(here)
+
+
+def _entry(path: Path, about: Mapping[str, Any], start: int) -> Entry:
+    dtype, shape = _DTYPES[about["dtype"]], tuple(int(n) for n in about["shape"])
+    begin, end = (int(at) for at in about["data_offsets"])
+    if end - begin != math.prod(shape) * dtype.itemsize or begin < 0 or any(n < 0 for n in shape):
+        raise ValueError("its header contradicts itself")
+    return Entry(path=path, dtype=dtype, shape=shape, begin=start + begin, nbytes=end - begin)
+
+
+def _check_is_plain(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.dtype not in _CODES:
+        kind = f"{type(tensor).__name__} of {str(tensor.dtype).removeprefix('torch.')}"
+        raise Unsupported(f"`{name}` is a {kind}, which a plain file cannot hold", hint="save it with the library that made it")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if not tensor.numel():
+        return
+    if not tensor.is_contiguous():
+        tensor = tensor.cpu().contiguous()  # in this order: the device may have no room
+    if tensor.device.type == "cpu":
+        yield _bytes_of(tensor)
+        return
+    for part in tensor.view(-1).view(torch.uint8).split(PIECE):
+        yield _bytes_of(part.cpu())
+
+
+def _write(file: io.FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]  # the system takes at most 2 GiB at a time
+
+
+def _read(file: io.FileIO, into: memoryview, entry: Entry) -> None:
+    while into:
+        count = file.readinto(into)
+        if not count:
+            raise InvalidInput(f"`{entry.path}` has been cut off", hint="go on from another checkpoint")
+        into = into[count:]
