@@ -1,0 +1,277 @@
+"""A harness that comes by itself at the first training step of somebody else's loop.
+
+Nothing is known of the batch before the loop passes one to the model: a hook waits for the first forward that is trained,
+traces and plans with its very arguments, installs the harness and lets the forward go on. So the data loader is read by its
+owner alone, and the random numbers go on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from holdall import api
+from holdall.cost.roofline import cost_trace
+from holdall.errors import Infeasible, InvalidInput, MissingExtra
+from holdall.reporting import Report
+from holdall.runtime.harness import Harness
+from holdall.tracing.step import Loss, call_model, default_loss
+from holdall.types import Hardware, Phase, Plan, Trace
+from holdall.units import GiB, MiB, format_bytes
+
+log = logging.getLogger("holdall")
+
+_MARGIN = 16 * MiB  # or a hundredth of the budget: logged values, norms of gradients, the loss that a progress bar shows
+
+
+def need(module: str, *, what: str, package: str, install: str = "") -> Any:
+    """An optional package, or the line that says how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        hint = f"pip install -c constraints.txt {install or package}"
+        raise MissingExtra(f"{what} needs the package `{package}`", hint=hint) from error
+
+
+def loss_of_any_output(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that the model returns. Where the trainer makes it from the outputs itself, their sum stands for it."""
+    return _loss_in(call_model(model, batch))
+
+
+def _loss_of_a_call(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    args, kwargs = batch
+    return _loss_in(model(*args, **kwargs))
+
+
+def _loss_in(output: Any) -> torch.Tensor:
+    try:
+        return default_loss(lambda: output, ())  # type: ignore[arg-type]
+    except InvalidInput:
+        values = list(output.values()) if isinstance(output, Mapping) else output
+        outputs = [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not outputs:
+            raise
+    log.info("holdall: the model returns no loss; what the trainer's own loss takes is not in the plan (`loss=` puts it there)")
+    return torch.stack([t.float().sum() for t in outputs]).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user asks for. `options` are those of `holdall.fit`."""
+
+    budget: api.Budget = "auto"
+    planner: str = "auto"
+    batch: Any = None  # plan for this one (the largest there is, say); None: for the first that is trained
+    loss: Loss | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Fitting:
+    """Waits for the first training forward of `model`; from then on it holds a harness, until `close`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        wish: Wish,
+        *,
+        accumulate: int = 1,
+        tracing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.harness: Harness | None = None
+        self._model, self._optimizer, self._wish = model, optimizer, wish
+        self._accumulate = accumulate
+        self._tracing = tracing  # what must be so while the step is traced
+        self._silence = _speak_past_the_bar()
+        self._hook = model.register_forward_pre_hook(self._first_forward, prepend=True, with_kwargs=True)
+
+    def _first_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and model.training):
+            return None  # an evaluation before the first step
+        self._hook.remove()
+        if self._wish.batch is not None:
+            self.start(self._wish.batch)
+        elif args and kwargs:
+            self.start((args, kwargs), loss=_loss_of_a_call)
+        else:
+            self.start(dict(kwargs) if kwargs else tuple(args))
+        assert self.harness is not None
+        return self.harness._begin_step(model, args, kwargs)  # its own hook came too late for this forward
+
+    def start(self, batch: Any, *, loss: Loss = loss_of_any_output) -> None:
+        """Trace, plan and apply now."""
+        self._hook.remove()
+        wish = self._wish if self._wish.loss is not None else replace(self._wish, loss=loss)
+        with _undisturbed(), self._tracing():
+            self.harness = fit(wish, self._model, self._optimizer, batch, self._accumulate)
+
+    def metrics(self) -> dict[str, float]:
+        """For a trainer's log: the last step, and what was said of it. Empty before the first whole step."""
+        harness = self.harness
+        if harness is None or not harness.step_peaks:
+            return {}
+        home, predicted = next(iter(harness.plan.budget)), harness.plan.predicted
+        return {
+            "holdall/peak_gib": harness.step_peaks[-1] / GiB,
+            "holdall/peak_predicted_gib": predicted.peak[home] / GiB,
+            "holdall/budget_gib": harness.plan.budget[home] / GiB,
+            "holdall/step_seconds": harness.step_seconds[-1],
+            "holdall/step_predicted_seconds": predicted.seconds,
+        }
+
+    def uncounted(self) -> AbstractContextManager[object]:
+        """For work that is not the loop's: not counted against the budget where ops are counted."""
+        ledger = self.harness.ledger if self.harness is not None else None
+        return ledger.paused() if ledger is not None else nullcontext()
+
+    def report(self) -> Report:
+        """Predicted against measured."""
+        if self.harness is None:
+            raise InvalidInput("there is nothing to report before the first training step", hint="ask after training")
+        return api.make_report(self.harness)
+
+    def close(self) -> None:
+        """Take everything off the model again; the report stays."""
+        self._hook.remove()
+        self._silence()
+        if self.harness is not None:
+            self.harness.close()
+
+    def __enter__(self) -> Fitting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, accumulate: int) -> Harness:
+    """`holdall.fit`, with some of the budget left to what a trainer keeps beside the step."""
+    options = dict(wish.options)
+    tracing = {name: options.pop(name) for name in ("device", "precision", "head") if name in options}
+    enforce = options.pop("enforce", True)
+    tracing.setdefault("device", api._device_of_batch(batch))
+    traced = api.trace(model, batch, optimizer=optimizer, loss=wish.loss, **tracing)
+    machine = api.resolve_hardware(options.pop("hardware", None), str(traced.about.get("device", "cpu")))
+    # a trainer reads the batches of a step together, and a loop's variable holds the one before
+    batches = accumulate * sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
+    room = _Room(
+        budget=api.resolve_budget(wish.budget, machine), traced=traced, machine=machine, accumulate=accumulate, batches=batches
+    )
+    made = room.plan(planner=wish.planner, **options)
+    fallback = room.fallback(made, allow=options.get("allow"))
+    return api.apply(made, model, optimizer, enforce=enforce, fallback=fallback)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """Plans for what a trainer leaves of the budget; enforced is the whole budget, predicted is what will be measured."""
+
+    budget: dict[str, int]
+    traced: Trace
+    machine: Hardware
+    accumulate: int
+    batches: int  # bytes of those that are not the step's own
+
+    @property
+    def home(self) -> str:
+        return self.machine.home.name
+
+    @property
+    def margin(self) -> int:
+        return min(_MARGIN, self.budget[self.home] // 100)
+
+    def plan(self, **options: Any) -> Plan:
+        made = self._plan(self.batches, options)
+        sums = self._sums(made)
+        if made.predicted.peak[self.home] + sums + self.batches + self.margin > self.budget[self.home]:
+            made = self._plan(self.batches + sums, options)
+        return self._as_measured(made)
+
+    def fallback(self, made: Plan, *, allow: Any) -> Plan | None:
+        found = api._fallback_for(
+            made,
+            self.traced,
+            hardware=self.machine,
+            allow=allow,
+            budget=self._without(self.batches),
+            accumulate=self.accumulate,
+        )
+        return self._as_measured(found) if found is not None else None
+
+    def _plan(self, taken: int, options: Mapping[str, Any]) -> Plan:
+        given = {"hardware": self.machine, "accumulate": self.accumulate, **options}
+        try:
+            return api.plan(self.traced, budget=self._without(taken), **given)
+        except Infeasible as error:
+            if error.smallest is None:
+                raise
+            least = error.smallest + taken
+            smallest = min(least + _MARGIN, least * 100 // 99 + 2)  # with the margin of that budget
+            fact = f"{error.fact}; the trainer keeps {format_bytes(smallest - error.smallest)} beside that"
+            raise Infeasible(fact, hint=f"use a budget of at least {smallest} bytes", smallest=smallest) from error
+
+    def _without(self, taken: int) -> dict[str, int]:
+        return {**self.budget, self.home: max(1, self.budget[self.home] - self.margin - taken)}
+
+    def _sums(self, made: Plan) -> int:
+        """Gradients that earlier backwards of a step leave beside the next forward; a plan that places states counts them."""
+        if self.accumulate == 1 or any(action.name == "place" for action in made.actions):
+            return 0
+        return sum(self.traced.tensors[g].nbytes for unit in self.traced.units for g in unit.grads)
+
+    def _as_measured(self, made: Plan) -> Plan:
+        peak = made.predicted.peak[self.home] + self._sums(made) + self.batches
+        update = sum(op.seconds for op in cost_trace(self.traced, self.machine).ops if op.site.phase is Phase.STEP)
+        again = max(0.0, made.predicted.seconds - update)  # a backward more, and no update
+        seconds = made.predicted.seconds + (self.accumulate - 1) * again
+        predicted = replace(made.predicted, peak={**made.predicted.peak, self.home: peak}, seconds=seconds)
+        return replace(made, budget=self.budget, predicted=predicted)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random numbers and autocast's copies are afterwards what they were: the loop must not notice that it was traced."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    python, numpy = random.getstate(), _numpy_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy()
+            torch.clear_autocast_cache()  # it would hold copies of the stand-ins
+
+
+def _numpy_state() -> Callable[[], object]:
+    """Puts numpy's global numbers back."""
+    import numpy
+
+    state = numpy.random.get_state()
+    return lambda: numpy.random.set_state(state)
+
+
+def _speak_past_the_bar() -> Callable[[], object]:
+    """Where nobody handles our log, its lines go above a progress bar instead of through it. Returns the undo."""
+    if log.hasHandlers():
+        return lambda: None
+    try:
+        tqdm: Any = import_module("tqdm").tqdm
+    except ImportError:
+        return lambda: None
+
+    class AboveTheBar(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tqdm.write(self.format(record))
+
+    handler = AboveTheBar(level=logging.WARNING)
+    log.addHandler(handler)
+    return lambda: log.removeHandler(handler)

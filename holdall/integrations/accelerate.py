@@ -1,0 +1,55 @@
+"""`accelerate`: one line after (or before) `accelerator.prepare`.
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+fitting = holdall.integrations.accelerate.fit(accelerator, model, optimizer, budget="24GiB")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdall.api import Budget
+from holdall.errors import InvalidInput, Unsupported
+from holdall.integrations._fitting import Fitting, Wish, need
+from holdall.tracing.step import Loss
+
+_accelerate = need("accelerate", what="holdall.integrations.accelerate", package="accelerate")
+
+
+def fit(
+    accelerator: Any,
+    model: torch.nn.Module,
+    optimizer: Any,
+    batch: Any = None,
+    *,
+    budget: Budget = "auto",
+    planner: str = "auto",
+    loss: Loss | None = None,
+    **options: Any,
+) -> Fitting:
+    """Train inside a budget from the first step on; `close()` or a `with` block takes it off again.
+
+    `batch`: plan for this one, now; without it, for the first that is trained, when it comes. `options`: whatever else
+    `holdall.fit` takes; accumulation is the accelerator's.
+    """
+    if accelerator.num_processes > 1:
+        raise Unsupported(f"there are {accelerator.num_processes} processes", hint="accelerate launch --num_processes 1")
+    if "accumulate" in options:
+        raise InvalidInput("`accumulate` is the accelerator's", hint="use `Accelerator(gradient_accumulation_steps=...)`")
+    wish = Wish(budget=budget, planner=planner, loss=loss, options=options)
+    wrapped = isinstance(optimizer, _accelerate.optimizer.AcceleratedOptimizer)
+    fitting = Fitting(
+        accelerator.unwrap_model(model, keep_torch_compile=True),
+        optimizer.optimizer if wrapped else optimizer,
+        wish,
+        accumulate=accelerator.gradient_accumulation_steps,
+    )
+    if batch is not None:
+        try:
+            fitting.start(batch)
+        except BaseException:
+            fitting.close()
+            raise
+    return fitting

@@ -1,0 +1,102 @@
+"""`transformers.Trainer`, and every trainer that is a subclass of it, by one callback.
+
+trainer = Trainer(..., callbacks=[holdall.integrations.HoldallCallback(budget="24GiB")])
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from holdall.api import Budget
+from holdall.errors import InvalidInput, Unsupported
+from holdall.integrations._fitting import Fitting, Wish, need
+from holdall.reporting import Report
+from holdall.runtime.harness import Harness
+from holdall.tracing.step import Loss
+
+_transformers = need("transformers", what="HoldallCallback", package="transformers", install='"transformers>=5.0" accelerate')
+
+
+class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """Trains inside a budget: planned at the first step, taken off at the end, figures in the trainer's log.
+
+    `batch`: plan for this one instead of the first that is trained; give the largest where lengths differ. `loss`: see
+    `holdall.fit`. `options`: whatever else `holdall.fit` takes; accumulation is read from the trainer. The trainer has no event
+    for a training that raises: close the callback then, or use it in a `with` block.
+    """
+
+    def __init__(
+        self, budget: Budget = "auto", *, planner: str = "auto", batch: Any = None, loss: Loss | None = None, **options: Any
+    ) -> None:
+        if "accumulate" in options:
+            raise InvalidInput("`accumulate` is the trainer's", hint="set `gradient_accumulation_steps`")
+        self._wish = Wish(budget=budget, planner=planner, batch=batch, loss=loss, options=options)
+        self._fitting: Fitting | None = None
+
+    @property
+    def harness(self) -> Harness | None:
+        """None before the first step."""
+        return self._fitting.harness if self._fitting is not None else None
+
+    def report(self) -> Report:
+        """Predicted against measured."""
+        if self._fitting is None:
+            raise InvalidInput("there is nothing to report before training", hint="ask after `trainer.train()`")
+        return self._fitting.report()
+
+    def close(self) -> None:
+        """Take everything off the model. `on_train_end` does so too."""
+        if self._fitting is not None:
+            self._fitting.close()
+
+    def __enter__(self) -> HoldallCallback:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.close()  # of a training that raised
+        _refuse(args)
+        _come_first(self)
+        optimizer = kwargs["optimizer"]
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+        self._fitting = Fitting(kwargs["model"], optimizer, self._wish, accumulate=args.gradient_accumulation_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ARG002
+        if self._fitting is None or logs is None or not ({"loss", "train_runtime"} & logs.keys()):
+            return  # an evaluation's
+        metrics = self._fitting.metrics()
+        logs.update(metrics)
+        if state.log_history:  # written before the callbacks are asked
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.close()
+
+
+def _refuse(args: Any) -> None:
+    """What would be done twice, or by several processes."""
+    if args.gradient_checkpointing:
+        raise Unsupported("`gradient_checkpointing` is on", hint="set it to False: the plan says what is recomputed")
+    if args.torch_compile:
+        raise Unsupported("`torch_compile` is on", hint="set it to False: a plan is carried out op by op")
+    if args.world_size > 1 or args.n_gpu > 1:
+        hint = "train on one device: CUDA_VISIBLE_DEVICES=0"
+        raise Unsupported(f"the trainer uses {max(args.world_size, args.n_gpu)} devices", hint=hint)
+
+
+def _come_first(callback: HoldallCallback) -> None:
+    """Trackers hear of a log in the order of the handler's list, and what we add must be there by then.
+
+    Events carry no handler, so it is looked up where it calls us; where it is not found, trackers miss our figures.
+    """
+    frame = sys._getframe(2)
+    callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
+    if isinstance(callbacks, list) and callback in callbacks:
+        callbacks.remove(callback)
+        callbacks.insert(0, callback)

@@ -1,0 +1,250 @@
+"""Lightning by one callback, Fabric by one line after `fabric.setup`.
+
+trainer = L.Trainer(..., callbacks=[holdall.integrations.lightning.HoldallCallback(budget="24GiB")])
+fitting = holdall.integrations.lightning.fit(fabric, model, optimizer, budget="24GiB")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import wraps
+from typing import Any
+
+import torch
+
+from holdall.api import Budget
+from holdall.errors import InvalidInput, MissingExtra, Unsupported
+from holdall.integrations._fitting import Fitting, Wish, need
+from holdall.reporting import Report
+from holdall.runtime.harness import Harness
+from holdall.tracing.step import Loss
+
+
+def _find_lightning() -> Any:
+    """Either of its two names."""
+    try:
+        return need("lightning.pytorch", what="holdall.integrations.lightning", package="lightning")
+    except MissingExtra as missing:
+        try:
+            return need("pytorch_lightning", what="", package="")
+        except MissingExtra:
+            raise missing from None
+
+
+_lightning = _find_lightning()
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
+    """Trains a `LightningModule` inside a budget: planned at the first step, taken off at the end or when training raises.
+
+    `batch`: plan for this one instead of the first that is trained; give the largest where lengths differ. `options`: whatever
+    else `holdall.fit` takes; accumulation is the trainer's. While it is on, gradients are let go right after the update instead
+    of during the next step, where they would lie beside the activations.
+    """
+
+    def __init__(self, budget: Budget = "auto", *, planner: str = "auto", batch: Any = None, **options: Any) -> None:
+        if "accumulate" in options:
+            raise InvalidInput("`accumulate` is the trainer's", hint="set `accumulate_grad_batches`")
+        sample = None if batch is None else (batch, 0)
+        self._wish = Wish(budget=budget, planner=planner, batch=sample, options=options)
+        self._fitting: Fitting | None = None
+        self._undo: list[Callable[[], object]] = []
+
+    @property
+    def harness(self) -> Harness | None:
+        """None before the first step."""
+        return self._fitting.harness if self._fitting is not None else None
+
+    def report(self) -> Report:
+        """Predicted against measured."""
+        if self._fitting is None:
+            raise InvalidInput("there is nothing to report before training", hint="ask after `trainer.fit(...)`")
+        return self._fitting.report()
+
+    def close(self) -> None:
+        """Take everything off the module."""
+        try:
+            if self._fitting is not None:
+                self._fitting.close()
+        finally:
+            for undo in reversed(self._undo):
+                undo()
+            self._undo.clear()
+
+    # events
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.close()
+        _refuse(trainer, pl_module)
+        optimizer = trainer.optimizers[0]
+        self._undo += [_through_call(pl_module, name) for name in _STEPS]
+        self._undo.append(_close_before_step(optimizer))
+        self._fitting = Fitting(
+            pl_module,
+            optimizer,
+            self._wish,
+            accumulate=trainer.accumulate_grad_batches,
+            tracing=lambda: _unlogged(pl_module),
+        )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        step = trainer.global_step
+        if self._fitting is None or not (step in (1, trainer.max_steps) or step % trainer.log_every_n_steps == 0):
+            return  # reading a step's time waits for the device
+        metrics = self._fitting.metrics()
+        with self._fitting.uncounted():
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        self.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        self.close()
+
+
+def fit(
+    fabric: Any,
+    model: torch.nn.Module,
+    optimizer: Any,
+    batch: Any = None,
+    *,
+    budget: Budget = "auto",
+    planner: str = "auto",
+    loss: Loss | None = None,
+    accumulate: int = 1,
+    **options: Any,
+) -> Fitting:
+    """Fabric: train inside a budget from the first step on; `close()` or a `with` block takes it off again.
+
+    `batch`: plan for this one, now; without it, for the first that is trained, when it comes. `accumulate`: backwards per step.
+    """
+    if fabric.world_size > 1:
+        raise Unsupported(f"Fabric uses {fabric.world_size} devices", hint="use `Fabric(devices=1)`")
+    wish = Wish(budget=budget, planner=planner, loss=loss, options=options)
+    own = getattr(model, "module", model)  # within Fabric's wrappers
+    fitting = Fitting(own, getattr(optimizer, "optimizer", optimizer), wish, accumulate=accumulate, tracing=fabric.autocast)
+    if batch is not None:
+        try:
+            fitting.start(batch)
+        except BaseException:
+            fitting.close()
+            raise
+    return fitting
+
+
+def _refuse(trainer: Any, module: Any) -> None:
+    if not module.automatic_optimization:
+        hint = "call `holdall.fit` on the network inside the module, or use automatic optimization"
+        raise Unsupported("the module optimizes by hand (`automatic_optimization = False`)", hint=hint)
+    if len(trainer.optimizers) != 1:
+        raise Unsupported(f"the module has {len(trainer.optimizers)} optimizers", hint="use one, with several parameter groups")
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        raise Unsupported("LBFGS calls the step several times for one update", hint="use another optimizer")
+    if trainer.world_size > 1:
+        raise Unsupported(f"the trainer uses {trainer.world_size} devices", hint="use `Trainer(devices=1)`")
+
+
+def _through_call(module: Any, name: str) -> Callable[[], object]:
+    """Lightning calls a step as a plain method; a harness hears of calls of the module only. Returns the undo."""
+    step = getattr(module, name)
+
+    @wraps(step)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        forward = module.__dict__.get("forward")
+
+        def as_forward(*args: Any, **kwargs: Any) -> Any:
+            with _attribute(module, "forward", forward):  # a step may call the module itself
+                return step(*args, **kwargs)
+
+        with _attribute(module, "forward", as_forward):
+            return module(*args, **kwargs)
+
+    patch = _attribute(module, name, called)
+    patch.__enter__()
+    return lambda: patch.__exit__(None, None, None)
+
+
+def _close_before_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Lightning runs forward and backward inside of `optimizer.step(closure)`. Here they come first, then the step. Returns the
+    undo."""
+    original = optimizer.step
+
+    @wraps(original)
+    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        original(**kwargs)
+        optimizer.zero_grad()
+        return loss
+
+    patch = _attribute(optimizer, "step", step)
+    patch.__enter__()
+    return lambda: patch.__exit__(None, None, None)
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An instance's own attribute for a while; None: without one, so that its class's is seen."""
+    before = owner.__dict__.get(name)
+
+    def put(value: Any) -> None:
+        if value is None:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = value
+
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
+def _unlogged(module: Any) -> Iterator[None]:
+    """A traced step logs nothing, counts in no metric and adds to no list of the module's: its values are stand-ins."""
+    number = torch.zeros(())  # stands for a metric's value; made beforehand, so that no op of a metric is traced
+
+    def value(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG001
+        return number
+
+    with ExitStack() as stack:
+        stack.enter_context(_own_values(module))
+        for name in ("log", "log_dict"):
+            stack.enter_context(_attribute(module, name, _nothing))
+        for metric in filter(_is_metric, module.modules()):
+            for name, stand_in in (("forward", value), ("update", _nothing), ("compute", value)):
+                stack.enter_context(_attribute(metric, name, stand_in))
+        yield
+
+
+@contextmanager
+def _own_values(module: Any) -> Iterator[None]:
+    """Numbers, lists, sets and dictionaries that a module has as plain attributes are afterwards what they were."""
+    kinds = (int, float, list, set, dict)
+    before: dict[str, tuple[Any, Any]]
+    before = {k: (v, copy(v)) for k, v in module.__dict__.items() if isinstance(v, kinds) and not k.startswith("_")}
+    try:
+        yield
+    finally:
+        for name, (own, was) in before.items():
+            if isinstance(own, list):
+                own[:] = was
+            elif isinstance(own, (set, dict)):
+                own.clear()
+                own.update(was)
+            module.__dict__[name] = own
+
+
+def _is_metric(module: torch.nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for what logs."""
