@@ -8,6 +8,13 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)  # what a captured block may be called with
+
+
+def odd_argument(args: Any) -> str:
+    """The class of something else among the arguments, such as a cache that the block would fill; empty: there is none."""
+    return next((type(leaf).__name__ for leaf in tree_iter(args) if not isinstance(leaf, PLAIN)), "")
+
 
 def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among the arguments that the op changes in place."""

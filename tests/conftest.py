@@ -1,5 +1,54 @@
-"""One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores."""
+"""One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
+
+The whole suite takes half an hour on two cores. By default long families of alike cases are sampled, one in three, always the same
+ones, and a few long tests are left out; `pytest --all` runs everything.
+"""
+
+import zlib
 
 import torch
 
 torch.set_num_threads(1)
+
+SAMPLED = (
+    "unit/test_states.py::",
+    "unit/test_state_edges.py::",
+    "unit/test_nested_recompute.py::test_any_nesting",
+    "unit/test_reschedule.py::test_any_order",
+    "unit/test_compress.py::",
+    "unit/test_in_backward.py::",
+    "unit/test_head.py::",
+    "unit/test_real_allocator.py::",
+)
+LONG = (
+    "unit/test_compare_peers.py::test_compare_puts_peers_beside_planners",
+    "unit/test_compare_peers.py::test_the_benchmark_writes_every_row",
+    "unit/test_ladder.py::test_the_benchmark_runs_on_a_cpu",
+    "unit/test_recompute_family.py::test_systems_that_see_more_are_never_slower[llama]",
+    "papers/test_rockmate.py::test_a_real_run_keeps_the_bits_and_the_peak[40]",
+    "papers/test_korthikanti.py::test_a_layer_saves_what_the_formula_says_and_selective_leaves_the_linear_part[sizes2",
+    "papers/test_adam8bit.py::test_a_small_language_model",
+    "papers/test_megtaichi.py::test_on_an_arena",
+    "contracts/test_planners.py::TestRockmate::test_the_same_problem",
+    "contracts/test_planners.py::TestCheckmate::test_the_same_problem",
+    "unit/test_runtime.py::test_no_random_budget_is_ever_exceeded[tiny-llama]",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run every case, also those that are left out by default")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if is_long(item)]
+    items[:] = [item for item in items if not is_long(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def is_long(item):
+    if any(name in item.nodeid for name in LONG):
+        return True
+    alike = hasattr(item, "callspec") and any(name in item.nodeid for name in SAMPLED)
+    return alike and zlib.crc32(item.nodeid.encode()) % 3 != 0

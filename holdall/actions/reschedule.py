@@ -72,6 +72,9 @@ class Reschedule:
         harness.policy(self.block).runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note())
 
 
+_RECURRENT = ("LSTM", "GRU", "RNN")
+
+
 def region(trace: Trace, block: Block) -> tuple[list[Op], int]:
     """The ops of a block, forward then backward, and how many are the forward's."""
     ops = [*trace.ops[block.first : block.last + 1]]
@@ -87,6 +90,13 @@ def obstacle(trace: Trace, block: Block) -> str:
         return "its module is called more than once"
     if not block.module and any(op.site.phase is Phase.FORWARD for op in trace.ops[block.last + 1 :]):
         return "the loss is computed outside of the model"
+    if (
+        any("rnn" in op.site.op or "lstm" in op.site.op for op in trace.ops[block.first : block.last + 1])
+        or block.kind in _RECURRENT
+    ):
+        return "its recurrent kernels keep a workspace only under autograd"
+    if block.odd:
+        return f"it is called with a {block.odd}, which it may change"
     if any(block.first <= k <= block.last + 1 for k in trace.about.get("asked", ())):
         return "it asks for a value, and what it does may depend on it"
     ops, count = region(trace, block)

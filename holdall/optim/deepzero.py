@@ -100,7 +100,7 @@ class DeepZero(PerParameter):
     def slopes(self, closure: Callable[[], Any], *, worker: int = 0, workers: int = 1) -> list[Tensor]:
         """This worker's part of the gradient on the mask; elsewhere zero. The sum over workers is the whole, bit for bit."""
         trained, masks = self._trained(), self.coordinates()
-        if not any(mask.numel() for mask in masks):
+        if masks and not any(mask.numel() for mask in masks):
             raise InvalidInput(
                 "no parameter has a coordinate to estimate", hint="use a larger `keep`: it is a share of each parameter"
             )

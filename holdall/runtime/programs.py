@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from holdall.errors import InvalidInput, Unsupported
+from holdall.ops import odd_argument
 from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, tensors_of
 from holdall.runtime.replaying import Segment
 from holdall.types.program import Effect, fault
@@ -121,9 +122,9 @@ class Runner:
 
     def _prepare(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Program | None:
         try:
-            for leaf in tree_leaves((args, kwargs)):
-                if not isinstance(leaf, _PLAIN):
-                    raise Unsupported(f"it is called with a {type(leaf).__name__}", hint="recompute whole blocks")
+            odd = odd_argument((args, kwargs))
+            if odd:
+                raise Unsupported(f"it is called with a {odd}", hint="recompute whole blocks")
             graph = capture(module, forward, args, kwargs, loss_alone=not self._name)
             if digest_of(graph.names()) != self._ops:
                 raise Unsupported("it runs other ops than were planned for", hint="plan again for this model")
@@ -132,9 +133,6 @@ class Runner:
             why = str(error).split("\n")[0]
             self._note(f"`{self._name}` is recomputed as a whole instead of op by op: {why}")
             return None
-
-
-_PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

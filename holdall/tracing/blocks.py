@@ -48,6 +48,7 @@ def _block(call: Call, number: int, same_as: int | None) -> Block:
         saves=tuple(range(call.first_save, call.last_save)),
         same_as=same_as,
         kind=call.kind,
+        odd=call.odd,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from holdall.ops import count_flops, is_random, mutated_arguments
+from holdall.ops import count_flops, is_random, mutated_arguments, odd_argument
 from holdall.tracing.trials import Trials
 from holdall.tracing.values import KnownValues
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
@@ -67,6 +67,7 @@ class Call:
     last: int = -1
     last_save: int = 0
     backward: int | None = None
+    odd: str = ""
     children: list[Call] = field(default_factory=list)
 
 
@@ -277,6 +278,7 @@ class Recorder(TorchDispatchMode):
             first=self.now + 1,
             first_save=len(self.saves),
             inputs=self.ids(args),
+            odd=odd_argument(args),
             shapes=tuple(tuple(int(n) for n in t.shape) for t in tree_iter(args) if isinstance(t, torch.Tensor)),
         )
         (self._stack[-1].children if self._stack else self.calls).append(call)

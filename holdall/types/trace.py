@@ -109,6 +109,7 @@ class Block:
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors it was called with
     same_as: int | None = None  # the earlier block that it repeats
     kind: str = ""  # class name of the module
+    odd: str = ""  # class of an argument that is neither a tensor nor a plain value, such as a cache
 
     @property
     def name(self) -> str:

@@ -120,7 +120,7 @@ def test_nothing_of_a_segment_outlives_its_replay():
     segment = Segment()
     out, call = segment.run(block, block.forward, (x,), {"guide": fresh()})
     assert not alive[0].expired()  # needed for the replay
-    inside = [promise() for promise in call.promises]
+    inside = [promise() for promise in call.promises.values()]
     segment.replay()
     assert alive[0].expired()
     del inside, out, call

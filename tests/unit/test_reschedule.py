@@ -247,3 +247,25 @@ def test_random_bits_of_a_family_are_the_same_through_run_both():
 
     same, _, harness, _, _ = run_both("convnet", choose)
     assert same and harness.notes == []
+
+
+def test_a_block_that_is_given_a_cache_is_not_run_op_by_op():
+    """Hugging Face models hand one to their layers unless they are told not to."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 64, (4, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    trace = cost_trace(holdall.trace(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer), machine())
+    layers = [b for b in trace.blocks if b.kind == "LlamaDecoderLayer"]
+    assert layers and all("Cache" in obstacle(trace, b) for b in layers)
+    assert not any(a.name == "reschedule" and a.block in {b.name for b in layers} for a in smallest(trace).actions)
+
+
+def smallest(trace):
+    with pytest.raises(holdall.Infeasible) as refusal:
+        holdall.plan(trace, budget=1, hardware=machine())
+    return holdall.plan(trace, budget=refusal.value.smallest, hardware=machine())

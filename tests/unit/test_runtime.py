@@ -20,7 +20,7 @@ from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, machine
 from holdall.tiers.far import Far
 
 FAMILIES = [*PLAIN, *HUGGING_FACE]
-DRAWS = 300
+DRAWS = 60
 
 
 def random_mix(trace, rng):
@@ -51,7 +51,7 @@ def random_mix(trace, rng):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_mix_of_actions_gives_the_same_bits_and_the_predicted_peak(name):
-    """300 draws over all families: losses, weights and buffers after 3 steps, dropout included."""
+    """60 draws over all families: losses, weights and buffers after 3 steps, dropout included."""
     rng = random.Random(name)
     model, batch, _, trace = traced(name)
     start = copy.deepcopy(model.state_dict())
@@ -91,7 +91,7 @@ def test_gradients_are_the_same_too():
 
 @pytest.mark.parametrize("name", ["tied", "convnet", "tiny-llama", "tiny-t5"])
 def test_no_random_budget_is_ever_exceeded(name):
-    """200 budgets over four models; each fits as measured or is refused."""
+    """100 budgets over four models; each fits as measured or is refused."""
     rng = random.Random(name)
     model, batch, _, trace = traced(name)
     start = copy.deepcopy(model.state_dict())
@@ -99,7 +99,7 @@ def test_no_random_budget_is_ever_exceeded(name):
     with pytest.raises(holdall.Infeasible) as refusal:
         holdall.plan(trace, budget=1, hardware=machine())
     planned = 0
-    for n in range(50):
+    for n in range(25):
         budget = rng.randint(int(refusal.value.smallest * 0.98), int(plain * 1.02))
         try:
             plan = holdall.plan(trace, budget=budget, hardware=machine(overlap=n % 2 == 0))
@@ -113,7 +113,7 @@ def test_no_random_budget_is_ever_exceeded(name):
         with holdall.apply(plan, model, optimizer) as harness:  # enforced: OverBudget would be raised
             train(model, batch, optimizer, 2)
         assert max(harness.step_peaks) <= budget
-    assert planned >= 20
+    assert planned >= 10
 
 
 def test_gradient_accumulation_clipping_and_evaluation_work_under_a_plan():
