@@ -1,7 +1,7 @@
 """One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
 
-The whole suite takes some twenty minutes on two cores. By default long families of alike cases are sampled, one in three, always
-the same ones, and a few long tests are left out; `pytest --all` runs everything.
+The whole suite takes some twenty minutes on two cores. By default long families of alike cases are sampled, one in three,
+always the same ones, and a few long tests are left out; `pytest --all` runs everything.
 """
 
 import zlib
