@@ -162,6 +162,12 @@ class _Rewrite:
     def _stream(self, placed: _Placed) -> None:
         unit, block = placed.unit, placed.block
         assert block is not None
+        again = self.schedule.replays.get(block.id)
+        if again is not None and block.backward is not None and again < block.backward:
+            raise Unsupported(
+                f"the weights of `{unit.name}` cannot come and go: it is run again with others, before its own backward",
+                hint="recompute it by itself, or leave its weights resident",
+            )
         fetch = Copy(tensors=unit.weights, src=self.far, dst=self.home, name=unit.name)
         wait = Wait(tensors=unit.weights)
         blocks = self.trace.blocks

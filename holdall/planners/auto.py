@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from holdall.errors import Unsupported
 from holdall.planners._chain import best_choices
 from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
 from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
@@ -186,9 +188,12 @@ class _Search:
         if "recompute" not in self.problem.allow:
             return
         can = len(self.placements.streamable)
-        around = (self.placements.at(Spread(0, can, through=False)),) if self.placements.is_possible else ()
+        spreads = [Spread(0, can, through=False), Spread(0, 0, through=False)] if self.placements.is_possible else []
+        arounds = [(self.placements.at(spread),) for spread in spreads] or [()]
         for n, actions in segmented(self.problem):
-            self.attempt(f"segments of {n} blocks", (*actions, *around))
+            for around in arounds:
+                with suppress(Unsupported):  # a segment needs the weights of all its blocks at once: they cannot come and go
+                    self.attempt(f"segments of {n} blocks", (*actions, *around))
 
 
 def _describe(spread: Spread, count: int) -> str:

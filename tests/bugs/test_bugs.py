@@ -217,3 +217,17 @@ def test_an_offloaded_block_that_saves_its_own_output(overlap, which):
     harness = same_under(model, (torch.randn(8, WIDTH),), choose)
     assert harness.store.peak == harness.plan.predicted.peak["far"]
     assert harness.store.used == 0
+
+
+# a segment was run again before the weights of its first blocks had come back
+
+
+def test_segments_of_blocks_whose_weights_come_and_go_are_not_planned():
+    import holdall
+    from holdall.testing.worlds import machine
+
+    model = Stack([nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)])
+    trace = holdall.trace(model, torch.randn(64, WIDTH), optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(holdall.Infeasible) as refusal:  # it said Illegal
+        holdall.plan(trace, budget=1, hardware=machine(), allow=("recompute", "place"))
+    holdall.plan(trace, budget=refusal.value.smallest, hardware=machine(), allow=("recompute", "place"))
