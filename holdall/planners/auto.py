@@ -189,9 +189,9 @@ class _Search:
             return
         can = len(self.placements.streamable)
         spreads = [Spread(0, can, through=False), Spread(0, 0, through=False)] if self.placements.is_possible else []
-        arounds = [(self.placements.at(spread),) for spread in spreads] or [()]
+        arounds: list[tuple[Action, ...]] = [(self.placements.at(spread),) for spread in spreads]
         for n, actions in segmented(self.problem):
-            for around in arounds:
+            for around in arounds or [()]:
                 with suppress(Unsupported):  # a segment needs the weights of all its blocks at once: they cannot come and go
                     self.attempt(f"segments of {n} blocks", (*actions, *around))
 
