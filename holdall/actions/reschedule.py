@@ -72,6 +72,7 @@ class Reschedule:
         harness.policy(self.block).runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note())
 
 
+_UNFAKED = ("aten._grouped_mm.default",)  # in bfloat16 alone, although the real kernel takes more
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -95,6 +96,8 @@ def obstacle(trace: Trace, block: Block) -> str:
         or block.kind in _RECURRENT
     ):
         return "its recurrent kernels keep a workspace only under autograd"
+    if any(op.site.op in _UNFAKED and op.dtype != "bfloat16" for op in trace.ops[block.first : block.last + 1]):
+        return "torch cannot run one of its ops on fake tensors in this precision"
     if block.odd:
         return f"it is called with a {block.odd}, which it may change"
     if any(block.first <= k <= block.last + 1 for k in trace.about.get("asked", ())):

@@ -77,12 +77,10 @@ def test_any_order_gives_the_same_bits_and_the_predicted_peak(name):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         with Harness(plan, model, optimizer, store=Far()) as harness:
             got = train(model, batch, optimizer, 2)
-        captured = [n for n in harness.notes if "cannot be captured" in n or "workspace" in n]
-        assert harness.notes == captured, harness.notes
+        assert harness.notes == []  # what is planned op by op is run so
         assert got == expected
         assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
-        if not captured:
-            assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+        assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
     assert most > 1 or name in ("recurrent",)
 
 
