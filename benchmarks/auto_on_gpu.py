@@ -1,8 +1,10 @@
 """Auto over several budgets on one GPU, in one process: predicted against measured, choice by choice.
 
-python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,6:protrain] [--steps 6] [--no-clip] [--out results.csv]
+python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,24@1e9,6:protrain] [--steps 6] [--no-clip] [--out results.csv]
 
-A budget may name its planner; `24:auto-host` is auto without updates that pass through the device.
+A budget may name its planner; `24:auto-host` is auto without updates that pass through the device. `24@1e9` clips to that norm,
+which is to say never: an update may begin before it is known whether gradients are clipped, so both are worth a row. Rows have
+the columns of `gpu_budget_curve.py`, are added at the end of the file as they come, and can be plotted with its.
 """
 
 from __future__ import annotations
@@ -12,17 +14,20 @@ import collections
 import csv
 import gc
 import json
-import resource
 import time
 import traceback
 
+import psutil
 import torch
-from peers import SHAPES, build_ids, build_model
+from gpu_budget_curve import FIELDS, Row, describe_plan
+from peers import ADAMW, SHAPES, build_ids, build_model
 
 import holdall
 from holdall.api import environment
 from holdall.optim import _host
 from holdall.types import Hardware
+
+MORE = ("max_norm", "steps_clipped", "steps_ahead", "predicted_if_not_clipped_s", "solve_s", "harness_host")
 
 
 def main() -> None:
@@ -37,12 +42,14 @@ def main() -> None:
     parser.add_argument("--head", default="auto")
     parser.add_argument("--hardware", default="", help="a probe's result; else this machine is probed")
     parser.add_argument("--max-norm", type=float, default=1.0)
+    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no row is begun")
+    parser.add_argument("--commit", default="", help="goes into every row")
     parser.add_argument("--profile", default="", help="write Chrome traces of two steps into this folder")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--out", default="auto_on_gpu.csv")
     parser.add_argument("--trace", default="", help="also write the trace and the hardware into this folder")
     options = parser.parse_args()
-    began = time.perf_counter()
+    began = started = time.perf_counter()
     hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
     print(
         f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host, "
@@ -64,13 +71,33 @@ def main() -> None:
     if options.trace:
         trace.save(f"{options.trace}/trace.json")
         hardware.save(f"{options.trace}/hardware.json")
-    rows = []
+    about = {
+        "method": "ours",
+        "precision": "bf16 weights, fp32 master",
+        "shape": options.shape,
+        "batch": options.batch,
+        "seq": options.seq,
+        "steps": options.steps,
+        "warmup": options.warmup,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": environment()["python"],
+        "commit": options.commit,
+    }
     for text in options.budgets.split(","):
-        budget, _, planner = text.partition(":")
+        if time.perf_counter() - started > options.time_limit:
+            print(f"the time limit is over: {text} and what follows was not run")
+            break
+        of, _, norm = text.partition("@")
+        budget, _, planner = of.partition(":")
         name, _, option = planner.partition("-")
         extra = {"through": False} if option == "host" else {}
-        row = {"budget_gib": budget, "planner": planner or options.planner}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        max_norm = float(norm) if norm else options.max_norm
+        row = {**about, "budget_gib": budget, "planner": planner or options.planner, "max_norm": max_norm, "fits": False}
+        row |= {"clip": "off" if options.no_clip else "yes"}
+        if model is None:  # every row begins with the same weights
+            model = build_model(options.shape, seq=options.seq, dtype=torch.float32, device="cpu").train()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
         try:
             plan = holdall.plan(
                 trace,
@@ -80,34 +107,35 @@ def main() -> None:
                 clips=not options.no_clip,
                 **extra,
             )
-            row |= run(plan, model, optimizer, batch, options)
+            row |= run(plan, model, optimizer, batch, options, max_norm)
         except holdall.HoldallError as error:
-            row["why"] = str(error)[:300]
+            row |= {"status": "infeasible" if isinstance(error, holdall.Infeasible) else "error", "why": str(error)[:300]}
         except torch.OutOfMemoryError as error:
-            row["why"] = str(error)[:300]
-            rows.append(row)
+            write(options.out, {**row, "status": "oom", "why": str(error)[:300]})
             traceback.print_exc(limit=-3)
-            print(json.dumps(row), flush=True)
             break  # the model is where it was caught
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        optimizer = None
+        write(options.out, row)
+        model, optimizer = (None, None) if row["status"] == "ok" else (model, None)
         gc.collect()
         torch.cuda.empty_cache()
-    about = {**environment(), "shape": options.shape, "batch": options.batch, "seq": options.seq}
-    with open(options.out, "w", newline="") as file:
-        fields = list(dict.fromkeys(k for r in rows for k in r)) + list(about)
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows({**r, **about} for r in rows)
 
 
-def run(plan, model, optimizer, batch, options):
+def write(path: str, row: Row) -> None:
+    """At the end of the file, and to the screen."""
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, [*FIELDS, *MORE])
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow(row)
+    print(json.dumps({k: row[k] for k in row if k not in ("gpu", "torch", "python", "commit", "precision")}), flush=True)
+
+
+def run(plan, model, optimizer, batch, options, max_norm) -> Row:
     place = next((a for a in plan.actions if a.name == "place"), None)
-    kept = collections.Counter(getattr(a, "keep", ()) for a in plan.actions if a.name == "recompute")
     print(f"planned in {plan.solve_seconds:.1f} s: {plan.summary()}", flush=True)
-    print(collections.Counter(r[1:] for r in place.units) if place else "", dict(kept), plan.why[1], flush=True)
+    print(collections.Counter(r[1:] for r in place.units) if place else "", plan.why[1:2], flush=True)
     began = time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
     with holdall.apply(plan, model, optimizer) as harness:
         setup = time.perf_counter() - began
         losses, norms = [], []
@@ -116,7 +144,7 @@ def run(plan, model, optimizer, batch, options):
             loss = model(**batch).loss
             loss.backward()
             if not options.no_clip:
-                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm))
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
@@ -130,29 +158,35 @@ def run(plan, model, optimizer, batch, options):
         torch.cuda.synchronize()
         seconds = (time.perf_counter() - began) / options.steps
         free, total = torch.cuda.mem_get_info()
+        rss = psutil.Process().memory_info().rss
         measured = harness.measured()
+        reserved = torch.cuda.max_memory_reserved()
         if options.profile:
             profile(step, f"{options.profile}/{plan.planner}-{plan.budget['gpu'] >> 30}.json.gz")
-    predicted = plan.predicted
+    said = harness.report().predicted
     return {
-        "actions": json.dumps(plan.count()),
-        "tokens_per_s": round(batch["input_ids"].numel() / seconds),
-        "step_s": round(seconds, 4),
-        "predicted_s": round(predicted.seconds, 4),
-        "time_error": round(predicted.seconds / seconds - 1, 4),
-        "stall_s": round(predicted.stall_seconds, 4),
-        "recompute_s": round(predicted.recompute_seconds, 4),
-        "predicted_gib": round(predicted.peak["gpu"] / 2**30, 3),
-        "measured_gib": round(measured.peak["gpu"] / 2**30, 3),
-        "reserved_gib": round((measured.reserved or 0) / 2**30, 3),
-        "device_gib": round((total - free) / 2**30, 3),
-        "predicted_host_gib": round(predicted.peak.get("cpu", 0) / 2**30, 2),
-        "host_gib": round(measured.peak.get("cpu", 0) / 2**30, 2),
-        "rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
-        "solve_s": round(plan.solve_seconds, 1),
+        **describe_plan(plan),
+        "predicted_step_s": said.seconds,
+        "predicted_if_not_clipped_s": plan.about.get("seconds_if_not_clipped"),
+        "status": "ok",
+        "fits": True,
+        "tokens_per_s": round(batch["input_ids"].numel() / seconds, 1),
+        "step_s": round(seconds, 5),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": reserved,
+        "peak_reserved_run": reserved,
+        "device_used": total - free,
+        "host_rss": rss,
+        "harness_step_s": measured.seconds,
+        "harness_peak": measured.peak["gpu"],
+        "harness_host": measured.peak.get("cpu", 0),
+        "loss_first": float(losses[0]),
+        "loss_last": float(losses[-1]),
+        "losses": " ".join(f"{float(x):.6f}" for x in losses),
         "setup_s": round(setup, 1),
-        "clipped": sum(float(n) > options.max_norm for n in norms),
-        "losses": " ".join(f"{float(x):.4f}" for x in losses),
+        "solve_s": round(plan.solve_seconds, 1),
+        "steps_clipped": sum(float(n) > max_norm for n in norms),
+        "steps_ahead": sum(harness.were_ahead),
     }
 
 

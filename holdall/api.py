@@ -21,7 +21,7 @@ from holdall.runtime.harness import Harness
 from holdall.runtime.logits import chunk_head, head_of, rows_for
 from holdall.runtime.probe import probe
 from holdall.tracing import model_signature, trace_step
-from holdall.types import Hardware, Plan, Problem, Progress, Trace
+from holdall.types import Hardware, Outcome, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
 from holdall.units import GiB, parse_bytes
 
@@ -182,13 +182,23 @@ def make_report(harness: Harness) -> Report:
     """What was said against what happened."""
     return Report(
         plan=harness.plan,
-        predicted=harness.plan.predicted,
+        predicted=_said(harness),
         measured=harness.measured(),
         steps=len(harness.step_seconds),
         blocks=tuple(BlockRow(**row) for row in harness.plan.about.get("rows", ())),
         notes=tuple(harness.notes),
         environment=environment(),
     )
+
+
+def _said(harness: Harness) -> Outcome:
+    """The prediction for the steps that there were: clipped ones, or those whose updates were begun ahead."""
+    said = harness.plan.predicted
+    if_not = harness.plan.about.get("seconds_if_not_clipped")
+    were_ahead = harness.were_ahead[1:]
+    if if_not is not None and sum(were_ahead) * 2 > len(were_ahead):
+        return replace(said, seconds=if_not, stall_seconds=max(0.0, said.stall_seconds - (said.seconds - if_not)))
+    return said
 
 
 def environment() -> dict[str, Any]:

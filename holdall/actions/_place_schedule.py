@@ -28,6 +28,7 @@ class _Placed:
     block: Block | None  # whose forward is the first to need it
     ready: OpId  # the op after which its gradients are complete; -1: it has none
     buffer: tuple[TensorId, ...] = ()  # host memory of its gradients
+    cast: bool = False  # its weights come and go, made from parameters on the device
 
 
 def users(trace: Trace) -> dict[str, list[Block]]:
@@ -99,14 +100,15 @@ class _Rewrite:
                     f"the weights of `{unit.name}` cannot come and go: {len(blocks)} blocks use them",
                     hint="leave them resident",
                 )
-            if streamed and unit.numel and (update == "device" or (update == "through" and not self.is_narrow)):
+            cast = streamed and update == "device" and self.is_narrow and 0 < len(unit.grads) == len(unit.weights)
+            if streamed and unit.numel and not cast and (update == "device" or (update == "through" and not self.is_narrow)):
                 raise Unsupported(
                     f"`{unit.name}` cannot be streamed and updated {update}",
                     hint="update streamed units on the host" + (", or through the device" if self.is_narrow else ""),
                 )
             last = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
             first = blocks[0] if blocks else None
-            self.units.append(_Placed(unit, streamed, update, first, max(last, default=-1)))
+            self.units.append(_Placed(unit, streamed, update, first, max(last, default=-1), cast=cast))
 
     def _settle(self, placed: _Placed) -> None:
         """Sizes and tiers of what is there all the time."""
@@ -116,7 +118,11 @@ class _Rewrite:
             for x in unit.weights:
                 info = schedule.info(x)
                 schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
-        if placed.update == "device" and not placed.streamed:
+        if placed.cast and placed.block is not None:
+            for x in unit.weights:
+                schedule.added[x] = replace(schedule.info(x), born=placed.block.first)
+                schedule.holds[x] = []
+        if placed.cast or (placed.update == "device" and not placed.streamed):
             if self.problem.accumulate > 1:
                 self._accumulated(unit, "")
             return
@@ -168,10 +174,13 @@ class _Rewrite:
                 f"the weights of `{unit.name}` cannot come and go: it is run again with others, before its own backward",
                 hint="recompute it by itself, or leave its weights resident",
             )
+        if placed.cast:
+            self._cast(placed, block)
+            return
         fetch = Copy(tensors=unit.weights, src=self.far, dst=self.home, name=unit.name)
         wait = Wait(tensors=unit.weights)
         blocks = self.trace.blocks
-        streaming = sorted(p.block.id for p in self.units if p.streamed and p.block is not None)
+        streaming = sorted(p.block.id for p in self.units if p.streamed and not p.cast and p.block is not None)
         at = streaming.index(block.id)
         from_block = blocks[streaming[at - 1]] if at else blocks[0]
         self._before(from_block.first, [fetch])
@@ -190,6 +199,18 @@ class _Rewrite:
         whole = placed.ready >= 0 and len(unit.grads) == len(unit.weights)  # frozen ones may be needed for what comes before
         gone = placed.ready if whole else self._next_backward(block)
         self.schedule.hold_more(unit.weights, (gone, 0))
+
+    def _cast(self, placed: _Placed, block: Block) -> None:
+        """Weights from the parameters beside them, right before each use."""
+        unit = placed.unit
+        moved = 3 * sum(self.schedule.info(x).nbytes for x in unit.weights)  # twice as wide where they come from
+        seconds = moved / self.hardware.bandwidth + self.hardware.overhead
+        run = Run(op=-1, reads=(), writes=unit.weights, seconds=seconds, name=f"weights of {unit.name}")
+        self._before(block.first, [run])
+        self.schedule.hold_more(unit.weights, (block.last, 0))
+        if block.backward is not None:
+            self.schedule.insert(block.backward, [run], first=True)
+            self.schedule.hold_more(unit.weights, (placed.ready, 0))
 
     def _before(self, op: OpId, steps: Sequence[Step]) -> None:
         self.schedule.insert(op - 1, steps)
@@ -220,14 +241,15 @@ class _Rewrite:
         steps.append(Copy(tensors=(flat,), src=self.home, dst=self.far, lands=False, uses=placed.buffer, name=unit.name))
         if self.place.when == "backward":
             steps += self._elsewhere(placed)
-        elif self._is_ahead(placed):
+        elif self._is_ahead(placed) and not self.problem.clipped:
             steps.append(self._host_steps(placed)[0])
         schedule.insert(placed.ready, steps)
         return flat
 
     def _is_ahead(self, placed: _Placed) -> bool:
         """Updated in backward, in the hope that nothing is clipped."""
-        return self.place.ahead and self.beside and self.is_narrow and placed.update == "host" and not placed.streamed
+        can = not placed.streamed or len(placed.unit.grads) == len(placed.unit.weights)
+        return self.place.ahead and self.beside and self.is_narrow and placed.update == "host" and can
 
     def _norms(self, unit: Unit) -> Run:
         """One number per gradient, for whoever clips."""
@@ -292,7 +314,7 @@ class _Rewrite:
             op=-1,
             reads=grads,
             writes=(),
-            mutates=tuple(x for x in (*unit.states, *unit.weights)),
+            mutates=(*unit.states, *(() if placed.cast else unit.weights)),
             seconds=self._device_seconds(unit),
             workspace=unit.workspace,
             name=f"update of {unit.name}",
@@ -306,6 +328,7 @@ class _Rewrite:
 
     def _host_steps(self, placed: _Placed) -> list[Step]:
         unit = placed.unit
+        is_ahead = self._is_ahead(placed) and not self.problem.clipped
         touched = tuple(dict.fromkeys((*placed.buffer, *(unit.weights if placed.streamed else ()))))
         steps: list[Step] = [
             Run(
@@ -313,7 +336,7 @@ class _Rewrite:
                 reads=(),
                 writes=(),
                 mutates=touched,
-                seconds=unit.numel / self.hardware.updates * (_BESIDE_OLD if self._is_ahead(placed) else 1.0),
+                seconds=unit.numel / self.hardware.updates * (_BESIDE_OLD if is_ahead else 1.0),
                 name=f"update of {unit.name}",
                 stream="host",
             )
@@ -381,7 +404,7 @@ class _Rewrite:
             if placed.update == "through":
                 steps += self._through_steps(placed, slots[passing.index(placed) % len(slots)])
             else:
-                steps += self._host_steps(placed)[1 if self._is_ahead(placed) else 0 :]
+                steps += self._host_steps(placed)[1 if self._is_ahead(placed) and not self.problem.clipped else 0 :]
             if not placed.streamed and placed.block is not None:
                 done = placed.unit.weights if placed.update == "through" else placed.buffer
                 self._before(placed.block.first, [Wait(tensors=done)])

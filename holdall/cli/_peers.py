@@ -158,6 +158,7 @@ class Compile:
 
     def _at(self, ratio: float) -> Variant:
         where = "" if self.scope == "model" else f" per {self.scope.removesuffix('s')}"
+        where += "" if self.backend == "inductor" else f", {self.backend}"
         install = functools.partial(_compiled, ratio=ratio, backend=self.backend, scope=self.scope)
         family = f"compile {self.scope} {self.backend}"
         setting = f"ratio {ratio:g}{where}"

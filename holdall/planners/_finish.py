@@ -35,8 +35,19 @@ def finish(
         hardware=problem.hardware.name,
         solve_seconds=time.perf_counter() - began if began is not None else 0.0,
         why=tuple(why),
-        about={**_what_the_harness_needs(problem, actions), "rows": block_rows(problem, actions)},
+        about={
+            **_what_the_harness_needs(problem, actions),
+            **_if_not_clipped(problem, actions),
+            "rows": block_rows(problem, actions),
+        },
     )
+
+
+def _if_not_clipped(problem: Problem, actions: Sequence[Action]) -> dict[str, Any]:
+    """Seconds of a step whose gradients are not clipped, where that makes a difference."""
+    if not any(isinstance(a, Place) and a.ahead for a in actions):
+        return {}
+    return {"seconds_if_not_clipped": simulate(dataclasses.replace(problem, clipped=False), actions).seconds}
 
 
 def allocator_of(problem: Problem) -> str | None:

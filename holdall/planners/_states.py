@@ -17,7 +17,7 @@ _TINY = 1e-3  # share of all parameters below which a unit is not worth moving
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How many units stay for their update, and how many of the rest are streamed."""
+    """How many units stay for their update, and of how many, those first, the weights come and go."""
 
     device: int
     streamed: int
@@ -36,6 +36,8 @@ class Placements:
         large = [u for u in trace.units if sum(trace.tensors[x].nbytes for x in u.weights) > _TINY * total]
         self.movable = [u for u in large if u.numel or u.name in can]
         self.streamable = [u for u in self.movable if u.name in can]
+        is_narrow = trace.about.get("precision") is not None  # then weights can be made from parameters on the device
+        self.castable = [u for u in self.streamable if is_narrow and 0 < len(u.grads) == len(u.weights)]
         sizes = sorted(u.numel for u in self.movable) or [0]
         self._common = sizes[len(sizes) // 2]  # units much larger would need as much room for all
 
@@ -55,9 +57,10 @@ class Placements:
     def at(self, spread: Spread) -> Place:
         stay = {u.name for u in self.movable[: spread.device]}
         rest = [u for u in self.movable if u.name not in stay]
+        cast = [u for u in self.castable if u.name in stay][: spread.streamed]
         candidates = [u for u in rest if u.name in {s.name for s in self.streamable}]
-        streamed = {u.name for u in _evenly(candidates, spread.streamed)}
-        rows = {}
+        streamed = {u.name for u in _evenly(candidates, spread.streamed - len(cast))}
+        rows = {u.name: ("streamed", "device") for u in cast}
         host = link = 0.0
         for unit in rest:
             weights = "streamed" if unit.name in streamed else "resident"

@@ -10,11 +10,12 @@ that fits is not returned.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from holdall.actions.place import Place
 from holdall.errors import Unsupported
 from holdall.planners._chain import best_choices
 from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
@@ -25,7 +26,7 @@ from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
-_ROOM = (0.0, 0.03, 0.06, 0.09, 0.13)  # shares left free, one after the other, until the allocator finds a place for everything
+_ROOM = (0.02, 0.05, 0.09, 0.13)  # shares left free, one after the other, until the allocator finds a place for everything
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
 
@@ -52,15 +53,16 @@ class Auto:
         plain = search.attempt("keep everything", ())
         if not over_budget(problem, plain.outcome) and search.is_placed(()):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
-        for room in _ROOM:
-            less = _with_less(problem, room)
+        rooms = [*(_ROOM if problem.hardware.device == "cuda" else ()), 0.0]
+        while rooms:
+            less = _with_less(problem, rooms.pop(0))
             search.run(less)
             fitting = [c for c in search.found if not over_budget(less, c.outcome)]
             best = min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)), default=None)
             if best is not None and search.is_placed(best.actions):
+                best = search.begin_ahead(best)
                 return finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
-            if best is None or problem.hardware.device != "cuda":
-                break
+            rooms = rooms if best is not None else rooms[-1:]  # still less is no help
         search.smaller()
         least = min(search.found, key=lambda c: c.outcome.peak[problem.home])
         return finish(self, problem, least.actions, why=_why(problem, plain, least, search.found), began=began)
@@ -113,29 +115,41 @@ class _Search:
             self._mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
 
     def _spreads(self, problem: Problem) -> list[Spread]:
-        """Placements worth a closer look: the fewest streamed weights that fit at all, then less and less on the device."""
-        count, can = len(self.placements.movable), len(self.placements.streamable)
-        for streamed in sorted({0, can // 4, can // 2, 3 * can // 4, can}):
-            most = self._most_on_device(problem, streamed, count - streamed)
+        """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
+        memory, the most on the device and then less and less; and the fewest streamed that fit at all."""
+        can = len(self.placements.streamable)
+        levels = []
+        for streamed in sorted({0, can // 2, can}):
+            most = self._most_on_device(problem, streamed)
             if most is not None:
-                counts = dict.fromkeys(round(most * share) for share in _SHARES)
-                ahead = self._is_ahead(problem, streamed)
-                passing = [Spread(n, streamed) for n in counts] if self.through and not ahead else []
-                alone = counts if not passing else (most,)
-                return [*passing, *(Spread(n, streamed, through=False, ahead=ahead) for n in alone)]
-        return [Spread(0, can, through=False)]
+                levels.append((self._least_seconds(problem, Spread(most, streamed, through=False)), streamed, most))
+        if not levels:
+            return [Spread(0, can, through=False)]
+        _, streamed, most = min(levels)
+        counts = dict.fromkeys(round(most * share) for share in _SHARES)
+        passing = [Spread(n, streamed) for n in counts] if self.through else []
+        alone = counts if not passing else (most,)
+        found = [*passing, *(Spread(n, streamed, through=False) for n in alone)]
+        if levels[0][1] != streamed:
+            found.append(Spread(levels[0][2], levels[0][1], through=False))
+        return found
 
-    def _is_ahead(self, problem: Problem, streamed: int) -> bool:
-        """Whether the host has room for updates that may be in vain."""
-        if not self._may_be_ahead or self.placements.when != "spill" or problem.trace.about.get("precision") is None:
-            return False
-        return self._fits_least(problem, Spread(0, streamed, through=False, ahead=True))
+    def begin_ahead(self, best: _Candidate) -> _Candidate:
+        """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
+        is_narrow = self.problem.trace.about.get("precision") is not None
+        if not self._may_be_ahead or self.placements.when != "spill" or not is_narrow:
+            return best
+        actions = [replace(a, ahead=True) if isinstance(a, Place) else a for a in best.actions]
+        tried = replace(best, actions=tuple(actions), outcome=self._outcome(tuple(actions)))
+        return best if tried == best or over_budget(self.problem, tried.outcome) else tried
 
-    def _most_on_device(self, problem: Problem, streamed: int, most: int) -> int | None:
+    def _most_on_device(self, problem: Problem, streamed: int) -> int | None:
         """How many units can be updated on the device if activations take the least; None: not even none of them."""
         if not self._fits_least(problem, Spread(0, streamed, through=False)):
             return None
-        low, high = 0, most
+        low, high = 0, len(self.placements.movable)
+        if not self.placements.castable:
+            high -= streamed
         while low < high:
             middle = (low + high + 1) // 2
             fits = self._fits_least(problem, Spread(middle, streamed, through=False))
@@ -143,11 +157,16 @@ class _Search:
         return low
 
     def _fits_least(self, problem: Problem, spread: Spread) -> bool:
+        return any(not over_budget(problem, outcome) for outcome in self._least(spread))
+
+    def _least_seconds(self, problem: Problem, spread: Spread) -> float:
+        return min(o.seconds for o in self._least(spread) if not over_budget(problem, o))
+
+    def _least(self, spread: Spread) -> Iterator[Outcome]:
+        """What a placement gives where activations take as little as blocks can."""
         place = self.placements.at(spread)
-        return any(
-            not over_budget(problem, self._outcome((*self._uniform(label), place)))
-            for label in ("recompute", "recompute + offload")
-        )
+        for label in ("recompute", "recompute + offload"):
+            yield self._outcome((*self._uniform(label), place))
 
     def _uniform(self, label: str) -> tuple[Action, ...]:
         """The same for every block that can."""

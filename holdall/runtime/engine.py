@@ -31,7 +31,7 @@ from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper
 
 BACKWARD, SPILL, STEP = "backward", "spill", "step"
-_RETRY = 4  # after a step whose gradients were clipped, one step in so many tries again to be ahead
+_LONGEST = 64  # steps between two tries to be ahead, at most: twice as long after each that was in vain
 
 
 class Engine:
@@ -62,8 +62,11 @@ class Engine:
         self.when = when if optimizer is not None else STEP
         self.slots = slots
         self.ahead = ahead  # begin updates on the host before it is known whether gradients are clipped
-        self._clipped = False  # the last attempt was in vain
+        self._pause = 0  # steps between two tries to be ahead: the last was in vain
+        self._next_try = 0
         self._steps = 0
+        self._tried = self._right = 0  # updates begun ahead in this step, and those of them that were asked for
+        self.were_ahead: list[bool] = []  # step by step: what was begun ahead is what the loop asked for
         self.release = release  # the block call at whose forward the memory that updates pass through is given back
         self._quiet = quiet
         self._undo: list[Callable[[], object]] = []
@@ -89,9 +92,7 @@ class Engine:
             for unit in self.units:
                 unit.put_back(store, in_store=False)
             raise
-        self.away |= {
-            m.home.untyped_storage()._cdata for u in self.units if u.update != DEVICE or u.is_streamed for m in u.members
-        }
+        self.away |= {m.home.untyped_storage()._cdata for u in self.units if not u.stays for m in u.members}
         self._move_buffers()
         self.held: dict[str, Held] = {}
         self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}
@@ -216,9 +217,24 @@ class Engine:
                 for m in unit.trained:
                     if m.is_swapped:
                         m.work.grad = None
+        self._restore_weights()
         self._swap(True)
         move = tree_map_only(torch.Tensor, self._here, (args, kwargs))
         return move[0], move[1]
+
+    def _restore_weights(self) -> None:
+        """Where gradients took the place of weights and no step followed, the weights come back: a forward needs them."""
+        for held in list(self.held.values()):
+            unit = held.unit
+            if not unit.is_streamed or unit.source is not unit.buffer or held.sum is not None:
+                continue
+            if held.attempt is not None and held.attempt.done is not None:
+                held.attempt.done.result()  # it reads what will be overwritten
+            if all(_is_cleared(unit.trained[n].home.grad) for n in held.which):
+                self._drop(held)
+            else:
+                self._widen(held)
+            unit.copy_from_homes(self.store)
 
     def _here(self, t: torch.Tensor) -> torch.Tensor:
         return t if t.device.type == self.device.type else t.to(self.device, non_blocking=True)
@@ -298,7 +314,7 @@ class Engine:
         """Begin the update in the hope that the loop will not clip, unless it lately did."""
         if not self.ahead or held.unit.update != HOST or self.updater is None or self.when != SPILL:
             return
-        if self._clipped and self._steps % _RETRY:
+        if self._steps < self._next_try:
             return
         assert self.optimizer is not None
         held.attempt = self.updater.attempt(held.unit, snapshot(self.optimizer), held.which, held.on_host)
@@ -369,16 +385,23 @@ class Engine:
         layout = unit.wide
         with self._quiet():
             if held.sum is None:
-                first = held.on_host()
-                held.sum = self.store.reserve(layout.nbytes, pinned=False)
-                views = layout.views(self.store.memory(held.sum))
-                torch._foreach_copy_([views[n] for n in which], first)
+                self._widen(held)
             self._send(held, grads)
             self.store.arrived(unit.buffer)
             views = layout.views(self.store.memory(held.sum))
             new = unit.grads.views(self.store.memory(unit.buffer))
             for n in which:
                 views[n].add_(new[n])
+
+    def _widen(self, held: Held) -> None:
+        """The gradients move out of their buffer, as wide as the homes."""
+        assert self.store is not None
+        layout = held.unit.wide
+        with self._quiet():
+            first = held.on_host()
+            held.sum = self.store.reserve(layout.nbytes, pinned=False)
+            views = layout.views(self.store.memory(held.sum))
+            torch._foreach_copy_([views[n] for n in held.which], first)
 
     def _end_backward(self) -> None:
         self._queued = False
@@ -433,6 +456,7 @@ class Engine:
         groups = snapshot(optimizer)
         if self.when != BACKWARD:
             held, self.held = self.held, {}
+            self._tried = self._right = 0
             self._prepare_room(held.values())
             for unit in self.units:
                 if unit.name in held:
@@ -443,10 +467,18 @@ class Engine:
                         f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
                         hint="step once after every backward, and clear gradients in between",
                     )
+            self._learn()
         self._aside = [group["params"] for group in optimizer.param_groups]
         placed = {id(m.home) for u in self.units for m in u.trained if u.needs_work}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in placed]
+
+    def _learn(self) -> None:
+        """Whether to begin updates ahead in the next step."""
+        self.were_ahead.append(0 < self._tried == self._right)
+        if self._tried:
+            self._pause = 0 if self._tried == self._right else min(max(1, 2 * self._pause), _LONGEST)
+            self._next_try = self._steps + self._pause
 
     def _spend(self, held: Held) -> None:
         """What held the gradient is the update's now; whoever still wants it is told so."""
@@ -530,8 +562,8 @@ class Engine:
             self._pass_through(held, order)
         else:
             is_right = self._is_right(held, order)
-            if held.attempt is not None:
-                self._clipped = not is_right
+            self._tried += held.attempt is not None
+            self._right += is_right
 
             def job() -> Any:
                 return self._on_host(held, order, is_right)
@@ -632,7 +664,7 @@ class Engine:
         """What the engine holds on the device: working weights, and homes and states that are updated there."""
         found = [u.flat for u in self.units if u.flat is not None]
         for unit in self.units:
-            if unit.update == DEVICE and not unit.is_streamed:
+            if unit.stays:
                 found += [m.home for m in unit.members]
                 if self.updater is not None:
                     states = self.updater.states(unit.trained)

@@ -71,6 +71,7 @@ class Harness:
         self.contexts: list[AbstractContextManager[object]] = []
         self._is_stepping = False
         self._outside = 0  # host memory that model states took beside the store
+        self.were_ahead: list[bool] = []  # step by step: updates begun before the loop could clip were those it asked for
         self._device = _device_of(model, plan)
         self._home = next(iter(plan.budget), "cpu")
         self._meter: Meter = CpuMeter(self._there) if self._device.type == "cpu" else CudaMeter(self._device)
@@ -142,6 +143,7 @@ class Harness:
             action.install(self)
         if self._placing is not None:
             self.engine = self._make_engine(self._placing)
+            self.were_ahead = self.engine.were_ahead
         kept = [t.untyped_storage() for t in (*self.model.parameters(), *self.model.buffers())]
         kept += self.engine.storages() if self.engine is not None else []
         resident = {s._cdata for s in kept}

@@ -43,7 +43,7 @@ class Streaming:
 
     def fetch(self, unit: Unit) -> None:
         """Take memory for the weights and start copying them."""
-        if unit.is_here or self._store is None:
+        if unit.is_here or unit.is_cast or self._store is None:
             return
         assert unit.flat is not None and unit.source is not None
         unit.resize(True)
@@ -52,7 +52,12 @@ class Streaming:
 
     def arrive(self, unit: Unit) -> None:
         """The weights are on the device when this stream goes on."""
-        if unit.is_streamed:
+        if unit.is_cast and not unit.is_here:
+            unit.resize(True)
+            assert unit.flat is not None
+            self._tell(unit.flat.untyped_storage())
+            unit.cast()
+        elif unit.is_streamed:
             self.fetch(unit)
             self._wait(unit)
 
@@ -89,7 +94,7 @@ class Streaming:
         following: list[Unit] = []
         for call in reversed(calls):
             found[call] = following
-            following = [u for u in self.used_by(call) if u.is_streamed] or following
+            following = [u for u in self.used_by(call) if u.is_streamed and not u.is_cast] or following
         return found
 
 

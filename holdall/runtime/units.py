@@ -125,6 +125,17 @@ class Unit:
         return self.placement.weights == STREAMED
 
     @property
+    def is_cast(self) -> bool:
+        """Whether the working weights are made from homes on the device whenever they are used."""
+        is_whole = bool(self.trained) and len(self.trained) == len(self.members)
+        return self.is_streamed and self.update == DEVICE and self.is_narrow and is_whole
+
+    @property
+    def stays(self) -> bool:
+        """Whether the homes lie on the device."""
+        return self.update == DEVICE and (self.is_cast or not self.is_streamed)
+
+    @property
     def needs_work(self) -> bool:
         """Whether modules are given something else than the homes."""
         return self.is_narrow or self.update != DEVICE or self.is_streamed
@@ -133,19 +144,18 @@ class Unit:
 
     def far_bytes(self, *, into_store: bool, share: bool) -> int:
         """Bytes that it will ask of the store when it is set up."""
-        stays = self.update == DEVICE and not self.is_streamed
-        in_store = not stays and (into_store or not self.is_narrow)
+        in_store = not self.stays and (into_store or not self.is_narrow)
         homes = Layout.of(like(m.home) for m in self.members).nbytes if in_store else 0
         buffer = self.grads.nbytes if self.update != DEVICE and self.trained else 0
         shared = share and buffer == self.layout.nbytes
-        source = self.layout.nbytes if self.is_streamed and self.is_narrow and not shared else 0
+        is_fetched = self.is_streamed and self.is_narrow and not self.is_cast
+        source = self.layout.nbytes if is_fetched and not shared else 0
         return homes + buffer + source
 
     def settle_homes(self, store: Keeper | None, *, into_store: bool) -> None:
         """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
-        stays = self.update == DEVICE and not self.is_streamed
-        at = self.device if stays else torch.device("cpu")
-        if stays or store is None or (self.is_narrow and not into_store):
+        at = self.device if self.stays else torch.device("cpu")
+        if self.stays or store is None or (self.is_narrow and not into_store):
             for m in self.members:
                 to = at if m.trained or not self.is_narrow else torch.device("cpu")  # nobody computes with a wide frozen one
                 if m.home.device != to:
@@ -173,7 +183,7 @@ class Unit:
         """Room on the host for gradients, and for weights that are fetched again and again."""
         if self.update != DEVICE and self.trained:
             self.buffer = store.reserve(self.grads.nbytes)
-        if self.is_streamed and self.source is None:
+        if self.is_streamed and not self.is_cast and self.source is None:
             shared = share and self.buffer is not None and self.buffer.nbytes == self.layout.nbytes
             self.source = self.buffer if shared else store.reserve(self.layout.nbytes)
             assert self.flat is not None and self.source is not None
@@ -213,7 +223,7 @@ class Unit:
             assert self.flat is not None
             for view, m in zip(self.layout.views(self.flat), self.members, strict=True):
                 copy_tensor(view, m.home.data)
-        if self.is_streamed and self.source is not self.homes:
+        if self.is_streamed and not self.is_cast and self.source is not self.homes:
             assert store is not None and self.source is not None
             for view, m in zip(self.layout.views(store.memory(self.source)), self.members, strict=True):
                 copy_tensor(view, m.home.data)
@@ -237,6 +247,12 @@ class Unit:
         assert self.flat is not None
         self.flat.untyped_storage().resize_(self.layout.nbytes if present else 0)
         self.is_here = present
+
+    def cast(self) -> None:
+        """Fill the working weights from homes on the device."""
+        assert self.flat is not None
+        with torch.no_grad():
+            torch._foreach_copy_(self.layout.views(self.flat), [m.home.detach() for m in self.members])
 
     def weights(self) -> list[torch.Tensor]:
         """The working weights of the trained members."""

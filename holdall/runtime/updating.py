@@ -165,7 +165,7 @@ class Updater:
     def on_device(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> None:
         members = [unit.trained[n] for n in order.which]
         states = self.states(members)
-        narrow = [m.work.detach() for m in members] if unit.is_narrow else None
+        narrow = [m.work.detach() for m in members] if unit.is_narrow and unit.is_here else None
         self.part(unit).update(
             [m.home.detach() for m in members],
             grads,
@@ -225,7 +225,10 @@ class Updater:
         """Begin the update as if gradients were not clipped, without touching what is there; None: not for this unit."""
         members = [unit.trained[n] for n in which]
         states = self.states(members)
-        if self.lane is None or not unit.is_narrow or unit.is_streamed or not all(states) or not self._is_plain_adam(groups):
+        is_whole = len(unit.trained) == len(unit.members)
+        if self.lane is None or not unit.is_narrow or not all(states) or not self._is_plain_adam(groups):
+            return None
+        if unit.is_streamed and not is_whole:
             return None
         if unit.name not in self._spares:
             self._spares[unit.name] = self._make_spare(unit)
@@ -268,11 +271,25 @@ class Updater:
             spare.new[n] = old
             state["step"].copy_(step)
             self.away.add(m.home.untyped_storage()._cdata)
+        if unit.is_streamed:
+            self._exchange(unit, attempt, spare)
+            return None
         if len(attempt.which) == len(unit.members):
             return self.back.pull(spare.tickets[1], unit.flat, after=order.after)
         for n in attempt.which:
             copy_tensor(unit.trained[n].work.data, spare.weights[n])
         return None
+
+    def _exchange(self, unit: Unit, attempt: Attempt, spare: Spare) -> None:
+        """The attempt's weights are those that will be fetched; what was fetched before is room for the next attempt."""
+        assert self.lane is not None and unit.source is not None
+        old, new = unit.source, spare.tickets[1]
+        for n, view in enumerate(unit.grads.views(self.lane.memory(old))):
+            if n not in attempt.which:  # not updated: as it was
+                copy_tensor(spare.weights[n], unit.trained[n].home.data)
+            spare.weights[n] = view
+        unit.buffer = new if unit.buffer is old else unit.buffer
+        unit.source, spare.tickets = new, (spare.tickets[0], old)
 
     def has_spare(self, unit: Unit) -> bool:
         return self._spares.get(unit.name) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdall.errors import InvalidInput
+from holdall.simulator.accumulate import accumulated
 from holdall.types import Action, Copy, Drop, Problem, Run, Schedule, Step, Wait
 from holdall.types.trace import TensorId
 
@@ -14,6 +15,8 @@ def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     schedule = Schedule(trace=problem.trace, home=problem.home)
     ordered = sorted(actions, key=lambda a: a.rank)
     _once_per_block(ordered)
+    if not any(action.name == "place" for action in ordered):  # which says itself where gradients are added up
+        schedule = accumulated(schedule, problem)
     for action in ordered:
         schedule = action.rewrite(schedule, problem)
     return schedule
@@ -52,7 +55,7 @@ def close(schedule: Schedule) -> list[Step]:
     touched: dict[tuple[TensorId, str], list[int]] = {}
     home = schedule.home
     tiers = {home}
-    for x, info in (*schedule.trace.tensors.items(), *schedule.added.items()):
+    for x, info in {**schedule.trace.tensors, **schedule.added}.items():
         if info.born < 0 and x not in schedule.start:
             begins[(x, home)] = [-1]
     for i, step in enumerate(steps):

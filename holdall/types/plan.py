@@ -34,6 +34,7 @@ class Problem:
     allow: frozenset[str] = frozenset({"keep", "recompute", "offload", "place", "head"})  # names of actions that may be used
     clips: bool = True  # the loop looks at gradients between backward and step
     accumulate: int = 1  # backwards per step
+    clipped: bool = True  # gradients are clipped in every step, so that an update begun ahead of that was in vain
     progress: Progress = silent
 
     @property

@@ -4,16 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _put(
-    codes: Any, base: Any, values: Any, rows: Any, groups: Any, LOW: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
-):
+def _put(codes, base, values, rows, groups, LOW: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Bits LOW to LOW + WIDTH of every code into their field, which begins at `base`."""
     PARTS: tl.constexpr = 8 // WIDTH
     BYTES: tl.constexpr = 32 * WIDTH
@@ -26,10 +22,10 @@ def _put(
 
 @triton.jit
 def _get(
-    codes: Any,
-    base: Any,
-    rows: Any,
-    groups: Any,
+    codes,
+    base,
+    rows,
+    groups,
     LOW: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -47,15 +43,15 @@ def _get(
 
 @triton.jit
 def encode_groups(
-    flat: Any,
-    codes: Any,
-    lows: Any,
-    steps: Any,
-    numel: Any,
-    groups: Any,
-    base2: Any,
-    base1: Any,
-    seed: Any,
+    flat,
+    codes,
+    lows,
+    steps,
+    numel,
+    groups,
+    base2,
+    base1,
+    seed,
     BITS: tl.constexpr,
     RANDOM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -102,14 +98,14 @@ def encode_groups(
 
 @triton.jit
 def decode_groups(
-    codes: Any,
-    lows: Any,
-    steps: Any,
-    out: Any,
-    numel: Any,
-    groups: Any,
-    base2: Any,
-    base1: Any,
+    codes,
+    lows,
+    steps,
+    out,
+    numel,
+    groups,
+    base2,
+    base1,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,

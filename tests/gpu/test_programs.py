@@ -1,0 +1,96 @@
+"""Recomputation op by op, nested and online on a real GPU: the same bits as plain training, inside the budget."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import holdall
+from holdall.testing.contracts import train
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+transformers = pytest.importorskip("transformers")
+
+PLANNERS = {
+    "auto": {},
+    "rockmate": {"menus": "cut"},
+    "rotor": {},
+    "checkmate": {"method": "lp"},
+    "dtr": {},
+    "coop": {},
+    "megtaichi": {},
+}
+
+
+@pytest.fixture(scope="module")
+def hardware():
+    return holdall.probe("cuda", quick=True)
+
+
+def llama(**options):
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, vocab_size=2048, use_cache=False
+    )
+    config._attn_implementation = options.pop("attention", "eager")
+    ids = torch.randint(0, 2048, (8, 512), device="cuda")
+    return transformers.LlamaForCausalLM(config).to("cuda", **options).train(), {"input_ids": ids, "labels": ids}
+
+
+def gpt2():
+    """With dropout, so that recomputed masks must be those of the forward."""
+    config = transformers.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=2048, n_positions=512, use_cache=False)
+    config._attn_implementation = "eager"
+    ids = torch.randint(0, 2048, (8, 512), device="cuda")
+    return transformers.GPT2LMHeadModel(config).to("cuda").train(), {"input_ids": ids, "labels": ids}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+def run(build, planner, options, hardware, share):
+    gc.collect()
+    torch.manual_seed(0)
+    model, batch = build()
+    reference = copy.deepcopy(model)
+    expected = train(reference, batch, sgd(reference), 2)
+    weights = {k: v.cpu() for k, v in reference.state_dict().items()}
+    del reference
+    gc.collect()
+    torch.cuda.empty_cache()
+    optimizer = sgd(model)
+    trace = holdall.trace(model, batch, optimizer=optimizer)
+    plain = holdall.plan(trace, planner="nop", hardware=hardware).predicted
+    held = sum(v for k, v in plain.peak_kinds.items() if k.value == "activation")
+    plan = holdall.plan(trace, planner=planner, budget=plain.peak["gpu"] - int(share * held), hardware=hardware, **options)
+    with holdall.apply(plan, model, optimizer) as harness:
+        losses = train(model, batch, optimizer, 2)
+    assert losses == expected
+    assert all(torch.equal(v.cpu(), weights[k]) for k, v in model.state_dict().items())
+    assert max(harness.step_peaks) <= plan.budget["gpu"]
+    assert harness.notes == []
+    return plan, harness
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_the_same_bits_in_less_memory(build, planner, hardware):
+    if planner == "checkmate":
+        pytest.importorskip("scipy")
+    plan, harness = run(build, planner, PLANNERS[planner], hardware, 0.4)
+    if planner in ("auto", "rockmate", "rotor", "checkmate"):
+        said, seen = plan.predicted.peak["gpu"], max(harness.step_peaks)
+        assert abs(said - seen) <= 0.03 * seen
+
+
+def test_flash_attention_is_run_again_to_the_same_bits(hardware):
+    """Its forward keeps a random state; its backward is told to add in one order."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            plan, _ = run(lambda: llama(attention="sdpa", dtype=torch.bfloat16), "rockmate", {"menus": "cut"}, hardware, 0.5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any(a.name == "reschedule" for a in plan.actions)
