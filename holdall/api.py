@@ -19,6 +19,7 @@ from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
 from holdall.runtime.harness import Harness
 from holdall.runtime.logits import chunk_head, head_of, rows_for
+from holdall.runtime.meter import device_context
 from holdall.runtime.probe import probe
 from holdall.tracing import model_signature, trace_step
 from holdall.types import Hardware, Outcome, Plan, Problem, Progress, Trace
@@ -222,18 +223,27 @@ def _probed(device: str) -> Hardware:
 def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Hardware:
     """The machine to plan for: given, read, named, or probed."""
     if isinstance(hardware, Hardware):
-        return hardware
+        return _as_it_is_now(hardware)
     if hardware is None:
         if device == "cuda" and not torch.cuda.is_available():
             raise InvalidInput(
                 "the trace is for a GPU, and this machine has none to probe",
                 hint='name the GPU to plan for: hardware="rtx-4090"',
             )
-        return _probed(device)
+        return _as_it_is_now(_probed(device))
     text = str(hardware)
     if isinstance(hardware, Path) or text.endswith(".json"):
-        return Hardware.load(hardware)
+        return _as_it_is_now(Hardware.load(hardware))
     return gpu(text)
+
+
+def _as_it_is_now(hardware: Hardware) -> Hardware:
+    """With what kernels have come to take on this process's GPU, if that is the one: they are loaded when first used."""
+    is_here = hardware.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
+    if not is_here or hardware.name != torch.cuda.get_device_name():
+        return hardware
+    now = device_context(torch.device("cuda", torch.cuda.current_device()))
+    return replace(hardware, context=max(hardware.context, now))
 
 
 def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:

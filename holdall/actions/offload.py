@@ -7,7 +7,7 @@ keeps for its replay, since those are then all it holds.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from holdall.errors import Unsupported
@@ -19,6 +19,7 @@ class Offload:
     block: str
     inputs: tuple[int, ...] = ()  # positions of inputs that nobody else needs
     lag: bool = False  # free the device's copy when the next block's forward is over, so that copying overlaps
+    until: str = ""  # free it when the forward of this block is over instead: where a copy takes longer than one block
     fetch: str = ""  # start fetching when the backward of this block begins; empty: when the tensors are needed
 
     name: ClassVar[str] = "offload"
@@ -39,9 +40,15 @@ class Offload:
 
     @staticmethod
     def samples(trace: Trace) -> list[Offload]:
-        """A block as on a CPU, and as where copies overlap."""
+        """A block as on a CPU, as where copies overlap, and as where they take the whole pass."""
         saving = [b for b in trace.blocks if b.saves and b.backward is not None]
-        return [Offload.of(trace, saving[0], overlap=False), Offload.of(trace, saving[min(1, len(saving) - 1)], overlap=True)]
+        slow = Offload.of(trace, saving[0], overlap=True)
+        slow = replace(slow, until=saving[-1].name, fetch=saving[-1].name) if len(saving) > 1 else slow
+        return [
+            Offload.of(trace, saving[0], overlap=False),
+            Offload.of(trace, saving[min(1, len(saving) - 1)], overlap=True),
+            slow,
+        ]
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
@@ -59,6 +66,7 @@ class Offload:
         wait = Wait(tensors=moved)
         schedule.insert(block.last, [out])
         after = trace.blocks[block.id + 1].last if self.lag and block.id + 1 < len(trace.blocks) else block.last
+        after = trace.block(self.until).last if self.lag and self.until else after
         schedule.insert(after, [wait])
         begins = trace.block(self.fetch).backward if self.fetch else None
         if begins is not None and begins < needed:
@@ -81,6 +89,7 @@ class Offload:
         policy.park = True
         policy.inputs = frozenset(self.inputs)
         policy.lag = self.lag
+        policy.until = self.until
         policy.fetch = self.fetch
 
 

@@ -13,11 +13,10 @@ from typing import Protocol
 
 from holdall.actions.reschedule import Reschedule, obstacle
 from holdall.planners._dag import Answer, Dag, replay
-from holdall.planners._finish import finish, over_budget
+from holdall.planners._finish import finish, outcome_of, over_budget
 from holdall.planners._menu import kind_of, program_for
 from holdall.planners._opgraph import OpGraph, op_graph
 from holdall.planners._stages import Limits, everything, squeeze
-from holdall.simulator import simulate
 from holdall.simulator.curve import memory_curve
 from holdall.types import Action, Plan, Planner, Problem
 from holdall.units import format_bytes, format_seconds
@@ -33,7 +32,7 @@ class Solver(Protocol):
 def plan_by_ops(planner: Planner, problem: Problem, solver: Solver, *, scope: str, nodes: int) -> Plan:
     """The plan of a solver. `scope`: "model", "blocks", or "auto" (the model if it has at most `nodes`)."""
     began = time.perf_counter()
-    plain = simulate(problem, [])
+    plain = outcome_of(problem, [])
     if not over_budget(problem, plain):
         return finish(planner, problem, [], why=["everything fits: nothing is run again"], began=began)
     graph = _whole(problem, scope, nodes)
@@ -41,7 +40,7 @@ def plan_by_ops(planner: Planner, problem: Problem, solver: Solver, *, scope: st
     best: tuple[list[Action], list[str]] = ([], [])
     least = plain.peak[problem.home]
     for actions, why in attempts:
-        outcome = simulate(problem, actions)
+        outcome = outcome_of(problem, actions)
         if outcome.peak[problem.home] < least:
             least, best = outcome.peak[problem.home], (actions, why)
         if not over_budget(problem, outcome):
@@ -93,7 +92,7 @@ def _room(problem: Problem, graph: OpGraph) -> int:
 
 
 def _excess(problem: Problem, actions: list[Action]) -> int:
-    return max(over_budget(problem, simulate(problem, actions)).values(), default=0)
+    return max(over_budget(problem, outcome_of(problem, actions)).values(), default=0)
 
 
 def _blocks(problem: Problem, solver: Solver) -> Iterator[tuple[list[Action], list[str]]]:

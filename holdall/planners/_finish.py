@@ -55,6 +55,11 @@ def allocator_of(problem: Problem) -> str | None:
     return "expandable" if problem.hardware.device == "cuda" else None
 
 
+def outcome_of(problem: Problem, actions: Sequence[Action]) -> Outcome:
+    """What `finish` will judge: the actions with those that the trace takes for granted, and the device's allocator."""
+    return simulate(problem, with_traced(problem, actions), allocator=allocator_of(problem))
+
+
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions with those that the trace takes for granted: its chunked head, and working copies in its precision."""
     names = {a.name for a in actions}

@@ -18,7 +18,8 @@ from typing import ClassVar
 from holdall.actions.place import Place
 from holdall.errors import Unsupported
 from holdall.planners._chain import best_choices
-from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
+from holdall.planners._finish import allocator_of, finish, outcome_of, over_budget
+from holdall.planners._hidden import HIDDEN, hidden_offloads, with_hidden
 from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
 from holdall.planners._segments import segmented
 from holdall.planners._states import Placements, Spread
@@ -99,20 +100,21 @@ class _Search:
 
     def is_placed(self, actions: Sequence[Action]) -> bool:
         """Whether the device's allocator finds a place for everything; elsewhere bytes are all that counts."""
-        allocator = allocator_of(self.problem)
-        if allocator is None:
+        if allocator_of(self.problem) is None:
             return True
-        whole = with_traced(self.problem, actions)
-        return not over_budget(self.problem, simulate(self.problem, whole, allocator=allocator))
+        return not over_budget(self.problem, outcome_of(self.problem, actions))
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""
         self._mixes(problem, (), "activations alone")
-        if not self.placements.is_possible:
-            return
-        for spread in self._spreads(problem):
-            place = self.placements.at(spread)
-            self._mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
+        if self.placements.is_possible:
+            for spread in self._spreads(problem):
+                place = self.placements.at(spread)
+                self._mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
+        fitting = [c for c in self.found if c.actions and not over_budget(problem, c.outcome)]
+        if fitting:
+            best = min(fitting, key=lambda c: c.outcome.seconds)
+            self._hide(problem, tuple(a for a in best.actions if isinstance(a, Place)))
 
     def _spreads(self, problem: Problem) -> list[Spread]:
         """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
@@ -185,6 +187,15 @@ class _Search:
             if not any("offload" in c.label for i in items for c in i.choices):
                 break
 
+    def _hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
+        """Mixes in which the first blocks leave during the whole forward, as many as the link carries, and fewer."""
+        items = self.menus.items(self.problem, around)
+        offloads = hidden_offloads(problem, self.menus, items)
+        for count in sorted({len(offloads), len(offloads) // 2} - {0}, reverse=True):
+            some = offloads[:count]
+            rest = with_hidden(self.menus, items, some)
+            self._by_program(problem, rest, (*some, *around), f"{count} blocks offloaded meanwhile")
+
     def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
         budget = problem.limit(problem.home)
@@ -195,7 +206,7 @@ class _Search:
             if answer is None:
                 break
             chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
-            actions = [a for block, name in chosen for a in actions_for(self.problem, block, name)]
+            actions = [a for block, name in chosen if name != HIDDEN for a in actions_for(self.problem, block, name)]
             candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
             excess = candidate.outcome.peak[problem.home] - budget
             if excess <= 0:

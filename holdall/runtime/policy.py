@@ -30,6 +30,7 @@ class Policy:
     park: bool = False
     inputs: frozenset[int] = frozenset()  # its own inputs, by position
     lag: bool = False  # let parked storages go when the next block is over
+    until: str = ""  # or when this one is
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
     compress: Compression | None = None  # with `park`, it is the codes that are parked
     runner: Callable[..., Any] | None = None  # runs the block in its own way: (module, forward, args, kwargs) -> output
@@ -52,14 +53,14 @@ class Blocks:
         self._stay = stay
         self._engine = engine
         self._open: Segment | None = None
-        self._leaving: list[Group] = []
+        self._leaving: dict[str, list[Group]] = {}  # by the block at whose end they are let go; "": the next
         self._awaited: dict[str, list[Group]] = {}  # block -> groups to fetch when its backward begins
         self._triggers = {p.fetch for p in policies.values() if p.fetch}
 
     def restart(self) -> None:
         """A new step: forget what an abandoned one left open."""
         self._open = None
-        self._leaving = []
+        self._leaving = {}
         self._awaited = {}
 
     def run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
@@ -99,11 +100,10 @@ class Blocks:
         else:
             out = forward(*args, **kwargs)
         if self._leaving:
-            arrived, self._leaving = self._leaving, []
-            for earlier in arrived:
+            for earlier in (*self._leaving.pop("", ()), *self._leaving.pop(name, ())):
                 earlier.let_go()
         if policy is not None and policy.park and policy.lag:
-            self._leaving = [group]
+            self._leaving.setdefault(policy.until, []).append(group)
         if name in self._triggers:
             self._fetch_at(name, out)
         return out

@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -146,6 +146,7 @@ def _measure(request: _Request) -> Hardware:
 
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
 _UPDATED = 1 << 26  # parameters
+_PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
 _BESIDE = 0.85  # of the host's rate is left while copies use its memory too
 
 
@@ -181,7 +182,7 @@ def _updates(clock: _Clock, threads: int) -> float:
             threads=threads,
         )
 
-    seconds = clock.seconds(update)
+    seconds = replace(clock, budget=max(clock.budget, _PATIENCE)).seconds(update)
     return count / seconds * _BESIDE
 
 
