@@ -14,12 +14,12 @@ from holdall.actions.evict import Evict
 from holdall.errors import HoldallError, Infeasible, Unsupported
 from holdall.planners._finish import finish, over_budget
 from holdall.simulator import simulate
+from holdall.simulator.allocators import Expandable
 from holdall.types import Plan, Planner, Problem, Schedule
 from holdall.units import format_bytes
 
 _STEPS = 12  # of the search for a budget that works
 _GRID = 16  # thresholds between what is there before a step and plain training's peak
-_RESERVED = 1.02  # what an expandable allocator takes per live byte
 
 MakeAction = Callable[[Evict, int], Evict]  # (rates and budget, bytes of the arena) -> the planner's own policy
 
@@ -131,7 +131,7 @@ def _before(problem: Problem) -> int:
 def _usable(problem: Problem, limit: int) -> int:
     """What the policy may fill: workspaces and the allocator's slack are not its own."""
     workspace = max((op.workspace for op in problem.trace.ops), default=0)
-    return int(limit / _RESERVED) - workspace if problem.hardware.device == "cuda" else limit - workspace
+    return (Expandable.usable(limit) if problem.hardware.device == "cuda" else limit) - workspace
 
 
 def least_for(given: int | None, arena: int, usual: int) -> int:

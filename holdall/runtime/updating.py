@@ -199,7 +199,7 @@ class Updater:
             is_first = not any(states)
             every = unit.host_weights(self.lane)
             narrow = [every[n] for n in order.which] if every else None
-            if all(states) and self._is_plain_adam(order.groups):
+            if all(states) and self._is_plain_adam(order.groups, members):
                 self._one_pass(unit, order, members, grads, states, scale, narrow)
             else:
                 values = [m.home.detach() for m in members]
@@ -209,8 +209,10 @@ class Updater:
             self.outside += sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
         return None if unit.is_streamed else self.refresh(unit, order)
 
-    def _is_plain_adam(self, groups: Groups) -> bool:
-        """Whether the fast host kernel does what the optimizer would: fused Adam or AdamW without extras."""
+    def _is_plain_adam(self, groups: Groups, members: Sequence[Member] = ()) -> bool:
+        """Whether the fast host kernel does what the optimizer would: fused Adam or AdamW of float32 without extras."""
+        if any(m.home.dtype != torch.float32 for m in members):
+            return False
         if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
             return False
         if not all(g.get("fused") and not g.get("amsgrad") and not g.get("differentiable") for g in groups):
@@ -226,7 +228,7 @@ class Updater:
         members = [unit.trained[n] for n in which]
         states = self.states(members)
         is_whole = len(unit.trained) == len(unit.members)
-        if self.lane is None or not unit.is_narrow or not all(states) or not self._is_plain_adam(groups):
+        if self.lane is None or not unit.is_narrow or not all(states) or not self._is_plain_adam(groups, members):
             return None
         if unit.is_streamed and not is_whole:
             return None

@@ -89,17 +89,23 @@ class Expandable(Ideal):
     """Segments that grow and shrink by pages: holes are given back, but for the pages that live tensors share with them."""
 
     SHARED = 0.02  # of what is live, in pages that are only partly in use
+    PAGES = 64 * MiB  # three pages, which is what counts where little is live
 
     def __init__(self, *, limit: Bytes | None = None) -> None:
-        super().__init__(MIN_BLOCK, limit=None if limit is None else int(limit / (1 + self.SHARED)))
+        super().__init__(MIN_BLOCK, limit=None if limit is None else self.usable(limit))
+
+    @classmethod
+    def usable(cls, limit: Bytes) -> Bytes:
+        """How much may be live under a limit on what is reserved."""
+        return max(0, int((limit - cls.PAGES) / (1 + cls.SHARED)))
 
     @property
     def reserved(self) -> Bytes:
-        return int(self.allocated * (1 + self.SHARED))
+        return int(self.allocated * (1 + self.SHARED)) + self.PAGES
 
     @property
     def peak_reserved(self) -> Bytes:
-        return int(self.peak_allocated * (1 + self.SHARED))
+        return int(self.peak_allocated * (1 + self.SHARED)) + self.PAGES
 
 
 class Block:

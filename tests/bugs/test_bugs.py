@@ -9,6 +9,7 @@ from torch import nn
 
 import holdall
 from holdall.actions.offload import Offload
+from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
@@ -231,3 +232,22 @@ def test_segments_of_blocks_whose_weights_come_and_go_are_not_planned():
     with pytest.raises(holdall.Infeasible) as refusal:  # it said Illegal
         holdall.plan(trace, budget=1, hardware=machine(), allow=("recompute", "place"))
     holdall.plan(trace, budget=refusal.value.smallest, hardware=machine(), allow=("recompute", "place"))
+
+
+def test_narrow_parameters_on_the_host_are_updated_by_their_own_optimizer(monkeypatch):
+    """The fast kernel is for float32; it was given bfloat16."""
+    monkeypatch.setattr("holdall.optim._host.is_exact", lambda: True)
+    torch.manual_seed(0)
+    model = Stack([nn.Linear(WIDTH, WIDTH) for _ in range(3)]).bfloat16()
+    reference, batch = copy.deepcopy(model), torch.randn(4, WIDTH).bfloat16()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
+    trace = holdall.trace(model, batch, optimizer=optimizers[0])
+    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="host", when="spill")])
+    with Harness(plan, model, optimizers[0], store=Far()):
+        for trained, optimizer in zip((model, reference), optimizers, strict=True):
+            for _ in range(3):
+                trained(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
