@@ -25,7 +25,7 @@ from peers import ADAMW, SHAPES, build_ids, build_model
 import holdall
 from holdall.api import environment
 from holdall.optim import _host
-from holdall.types import Hardware
+from holdall.types import Hardware, Plan
 
 MORE = ("max_norm", "steps_clipped", "steps_ahead", "predicted_if_not_clipped_s", "solve_s", "harness_host")
 
@@ -48,29 +48,14 @@ def main() -> None:
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--out", default="auto_on_gpu.csv")
     parser.add_argument("--trace", default="", help="also write the trace and the hardware into this folder")
+    parser.add_argument("--plans", default="", help="a folder with 24.json and so on, planned before: no tracing, no planning")
     options = parser.parse_args()
     began = started = time.perf_counter()
-    hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
-    print(
-        f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host, "
-        f"memory {hardware.bandwidth / 1e12:.2f} TB/s, link {hardware.tiers[1].read / 1e9:.1f}/"
-        f"{hardware.tiers[1].write / 1e9:.1f} x {hardware.duplex:.2f}, context {hardware.context / 2**20:.0f} MiB",
-        flush=True,
-    )
-    print(_host.backend(), flush=True)
-    began = time.perf_counter()
     model = build_model(options.shape, seq=options.seq, dtype=torch.float32, device="cpu").train()
     ids = build_ids(options.shape, batch=options.batch, seq=options.seq, device="cuda")
     batch = {"input_ids": ids, "labels": ids}
     print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    began = time.perf_counter()
-    head = int(options.head) if options.head.isdigit() else options.head
-    trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head=head)
-    print(f"traced in {time.perf_counter() - began:.1f} s; ops {sum(o.seconds for o in trace.ops):.3f} s", flush=True)
-    if options.trace:
-        trace.save(f"{options.trace}/trace.json")
-        hardware.save(f"{options.trace}/hardware.json")
+    trace, hardware = (None, None) if options.plans else look(model, batch, options)
     about = {
         "method": "ours",
         "precision": "bf16 weights, fp32 master",
@@ -99,13 +84,17 @@ def main() -> None:
             model = build_model(options.shape, seq=options.seq, dtype=torch.float32, device="cpu").train()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
         try:
-            plan = holdall.plan(
-                trace,
-                budget=f"{budget}GiB",
-                hardware=hardware,
-                planner=name or options.planner,
-                clips=not options.no_clip,
-                **extra,
+            plan = (
+                Plan.load(f"{options.plans}/{of.replace(':', '-')}.json")
+                if options.plans
+                else holdall.plan(
+                    trace,
+                    budget=f"{budget}GiB",
+                    hardware=hardware,
+                    planner=name or options.planner,
+                    clips=not options.no_clip,
+                    **extra,
+                )
             )
             row |= run(plan, model, optimizer, batch, options, max_norm)
         except holdall.HoldallError as error:
@@ -118,6 +107,28 @@ def main() -> None:
         model, optimizer = (None, None) if row["status"] == "ok" else (model, None)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def look(model, batch, options):
+    """The trace of a step, and the machine."""
+    began = time.perf_counter()
+    hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
+    print(
+        f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host, "
+        f"memory {hardware.bandwidth / 1e12:.2f} TB/s, link {hardware.tiers[1].read / 1e9:.1f}/"
+        f"{hardware.tiers[1].write / 1e9:.1f} x {hardware.duplex:.2f}, context {hardware.context / 2**20:.0f} MiB",
+        flush=True,
+    )
+    print(_host.backend(), flush=True)
+    began = time.perf_counter()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    head = int(options.head) if options.head.isdigit() else options.head
+    trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head=head)
+    print(f"traced in {time.perf_counter() - began:.1f} s; ops {sum(o.seconds for o in trace.ops):.3f} s", flush=True)
+    if options.trace:
+        trace.save(f"{options.trace}/trace.json")
+        hardware.save(f"{options.trace}/hardware.json")
+    return trace, hardware
 
 
 def write(path: str, row: Row) -> None:
