@@ -18,16 +18,16 @@ from typing import ClassVar
 from holdall.actions.place import Place
 from holdall.errors import Unsupported
 from holdall.planners._chain import best_choices
-from holdall.planners._finish import allocator_of, finish, outcome_of, over_budget
+from holdall.planners._finish import allocator_of, finish, over_budget
 from holdall.planners._hidden import HIDDEN, hidden_offloads, with_hidden
 from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
 from holdall.planners._segments import segmented
 from holdall.planners._states import Placements, Spread
 from holdall.simulator import simulate
+from holdall.simulator.allocators import Expandable
 from holdall.types import Action, Outcome, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
-_ROOM = (0.02, 0.05, 0.09, 0.13)  # shares left free, one after the other, until the allocator finds a place for everything
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
 
@@ -52,18 +52,14 @@ class Auto:
         began = time.perf_counter()
         search = _Search(problem, through=self.through, ahead=self.ahead)
         plain = search.attempt("keep everything", ())
-        if not over_budget(problem, plain.outcome) and search.is_placed(()):
+        if not over_budget(_usable(problem), plain.outcome):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
-        rooms = [*(_ROOM if problem.hardware.device == "cuda" else ()), 0.0]
-        while rooms:
-            less = _with_less(problem, rooms.pop(0))
-            search.run(less)
-            fitting = [c for c in search.found if not over_budget(less, c.outcome)]
-            best = min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)), default=None)
-            if best is not None and search.is_placed(best.actions):
-                best = search.begin_ahead(best)
-                return finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
-            rooms = rooms if best is not None else rooms[-1:]  # still less is no help
+        less = _usable(problem)
+        search.run(less)
+        fitting = [c for c in search.found if not over_budget(less, c.outcome)]
+        if fitting:
+            best = search.begin_ahead(min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions))))
+            return finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
         search.smaller()
         least = min(search.found, key=lambda c: c.outcome.peak[problem.home])
         return finish(self, problem, least.actions, why=_why(problem, plain, least, search.found), began=began)
@@ -97,12 +93,6 @@ class _Search:
         if actions not in self._known:
             self._known[actions] = simulate(self.problem, actions)
         return self._known[actions]
-
-    def is_placed(self, actions: Sequence[Action]) -> bool:
-        """Whether the device's allocator finds a place for everything; elsewhere bytes are all that counts."""
-        if allocator_of(self.problem) is None:
-            return True
-        return not over_budget(self.problem, outcome_of(self.problem, actions))
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""
@@ -232,10 +222,11 @@ def _describe(spread: Spread, count: int) -> str:
     return text if spread.through else f"{text}, none passing through"
 
 
-def _with_less(problem: Problem, room: float) -> Problem:
-    """The same problem with a share of the accelerator's memory left free for fragmentation."""
-    limit = int(problem.limit(problem.home) * (1 - room))
-    return replace(problem, budget={**problem.budget, problem.home: limit})
+def _usable(problem: Problem) -> Problem:
+    """The same problem without the memory that the device's allocator cannot use; elsewhere bytes are all that counts."""
+    if allocator_of(problem) is None:
+        return problem
+    return replace(problem, budget={**problem.budget, problem.home: Expandable.usable(problem.limit(problem.home))})
 
 
 def _why(problem: Problem, plain: _Candidate, best: _Candidate, found: list[_Candidate]) -> list[str]:
