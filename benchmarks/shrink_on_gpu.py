@@ -265,14 +265,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commit", default="", help="written into every row")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds after which no further row is begun")
     parser.add_argument("--methods", default="", help="only these, between commas")
+    parser.add_argument("--kind", default="both", choices=("both", "alone", "combined"))
     parser.add_argument("--out", default="shrink_on_gpu.csv")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     bench = Bench(options)
     chosen = [name.strip() for name in options.methods.split(",") if name.strip()] or list(METHODS)
     tiny = {24: 4, 16: 3, 12: 2.5, 8: 1.5}  # MiB
-    jobs: list[tuple[str, float | None]] = [(name, None) for name in METHODS if name in chosen]
-    for name, budgets in COMBINED.items():
+    jobs: list[tuple[str, float | None]] = [(name, None) for name in METHODS if name in chosen and options.kind != "combined"]
+    for name, budgets in COMBINED.items() if options.kind != "alone" else ():
         jobs += [(name, tiny[b] if options.tiny else b) for b in budgets if name in chosen]
     with open(options.out, "w", newline="") as file:
         writer = csv.DictWriter(file, [*FIELDS, *bench.about])
