@@ -31,7 +31,6 @@ from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper
 
 BACKWARD, SPILL, STEP = "backward", "spill", "step"
-_LONGEST = 64  # steps between two tries to be ahead, at most: twice as long after each that was in vain
 
 
 class Engine:
@@ -62,9 +61,7 @@ class Engine:
         self.when = when if optimizer is not None else STEP
         self.slots = slots
         self.ahead = ahead  # begin updates on the host before it is known whether gradients are clipped
-        self._pause = 0  # steps between two tries to be ahead: the last was in vain
-        self._next_try = 0
-        self._steps = 0
+        self._is_plain = False  # the last step used its gradients as they were, so the next one may begin its updates ahead
         self._tried = self._right = 0  # updates begun ahead in this step, and those of them that were asked for
         self.were_ahead: list[bool] = []  # step by step: what was begun ahead is what the loop asked for
         self.release = release  # the block call at whose forward the memory that updates pass through is given back
@@ -311,10 +308,10 @@ class Engine:
             self._send(held, grads)
 
     def _try_ahead(self, held: Held) -> None:
-        """Begin the update in the hope that the loop will not clip, unless it lately did."""
+        """Begin the update in the hope that the loop will not clip, where it did not in the step before."""
         if not self.ahead or held.unit.update != HOST or self.updater is None or self.when != SPILL:
             return
-        if self._steps < self._next_try:
+        if not self._is_plain:
             return
         assert self.optimizer is not None
         held.attempt = self.updater.attempt(held.unit, snapshot(self.optimizer), held.which, held.on_host)
@@ -452,11 +449,11 @@ class Engine:
         if any(a is not None for a in (*args[1:], *kwargs.values())):
             raise Unsupported("a closure would run the model inside the step", hint="run forward and backward before the step")
         self._swap(False)
-        self._steps += 1
         groups = snapshot(optimizer)
         if self.when != BACKWARD:
             held, self.held = self.held, {}
             self._tried = self._right = 0
+            self._is_plain = True
             self._prepare_room(held.values())
             for unit in self.units:
                 if unit.name in held:
@@ -467,18 +464,11 @@ class Engine:
                         f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
                         hint="step once after every backward, and clear gradients in between",
                     )
-            self._learn()
+            self.were_ahead.append(0 < self._tried == self._right)
         self._aside = [group["params"] for group in optimizer.param_groups]
         placed = {id(m.home) for u in self.units for m in u.trained if u.needs_work}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in placed]
-
-    def _learn(self) -> None:
-        """Whether to begin updates ahead in the next step."""
-        self.were_ahead.append(0 < self._tried == self._right)
-        if self._tried:
-            self._pause = 0 if self._tried == self._right else min(max(1, 2 * self._pause), _LONGEST)
-            self._next_try = self._steps + self._pause
 
     def _spend(self, held: Held) -> None:
         """What held the gradient is the update's now; whoever still wants it is told so."""
@@ -564,6 +554,8 @@ class Engine:
             is_right = self._is_right(held, order)
             self._tried += held.attempt is not None
             self._right += is_right
+            is_vain = held.attempt is not None and not is_right
+            self._is_plain &= not is_vain and held.sum is None and (scale is None or float(scale) == 1.0)
 
             def job() -> Any:
                 return self._on_host(held, order, is_right)

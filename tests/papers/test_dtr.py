@@ -11,6 +11,7 @@ from torch import nn
 
 import holdall
 from holdall.errors import Infeasible, OverBudget
+from holdall.runtime.eviction.evictor import Evictor
 from holdall.runtime.eviction.handle import Handle
 from holdall.runtime.eviction.pool import Pool
 from holdall.runtime.eviction.replay import Call, Free, play, uniform_chain
@@ -296,6 +297,29 @@ def test_a_real_model_runs_within_its_budget_to_the_same_bits(name, share):
     assert (ran.evictions, ran.reruns, ran.again) == (rehearsed.evictions, rehearsed.reruns, rehearsed.again)
     assert ran.evictions > 0
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+
+
+def test_where_the_devices_allocator_finds_no_place_more_is_evicted(monkeypatch):
+    """Bytes are free but scattered: the op is tried again after each storage that goes."""
+    plain, calls = Evictor._run, iter(range(10**6))
+
+    def scattered(evictor, call):
+        failures = 2 if next(calls) % 60 == 50 else 0
+
+        def attempt():
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise torch.OutOfMemoryError("no place")
+            return call()
+
+        return plain(evictor, attempt)
+
+    monkeypatch.setattr(Evictor, "_run", scattered)
+    model, batch, trace = world("gpt2")
+    budget = budget_at(trace, 0.7)
+    check_run(model, batch, holdall.plan(trace, planner="dtr", budget=budget, hardware=machine()), budget)
+    assert next(calls) > 60
 
 
 def test_a_step_that_takes_another_course_than_the_traced_one_stays_within_the_budget():

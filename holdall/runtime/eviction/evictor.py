@@ -182,7 +182,7 @@ class Evictor(TorchDispatchMode):
             real_args, real_kwargs = unflatten(real, spec)
             paused = time.perf_counter()
             with self._quiet() if sizes is None else nullcontext():
-                out = func(*real_args, **real_kwargs)
+                out = self._run(lambda: func(*real_args, **real_kwargs))
             self.seconds -= time.perf_counter() - paused
         except BaseException:
             pool.failed(inputs)
@@ -248,6 +248,15 @@ class Evictor(TorchDispatchMode):
 
         return map_tensors(out, handle)
 
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """Where the device finds no place for a result although bytes are free, more goes until it does."""
+        while True:
+            try:
+                return call()
+            except torch.OutOfMemoryError:
+                if not self.pool.give_way():
+                    raise
+
     def _device(self, real: list[Any]) -> torch.device:
         return next((t.device for t in real if isinstance(t, torch.Tensor) and t.device.type == "cuda"), torch.device("cpu"))
 
@@ -287,7 +296,7 @@ class Evictor(TorchDispatchMode):
             for old, _ in maker.changes:
                 instead[maker.inputs.index(old)] = old.bytes.clone()
                 self._see(instead[maker.inputs.index(old)], maker.label)
-        fresh = maker.payload.run(maker.inputs, instead)
+        fresh = self._run(lambda: maker.payload.run(maker.inputs, instead))
         for s, storage in zip(maker.outputs, fresh, strict=True):
             self._see(storage, maker.label)
             if wants(s, maker):

@@ -177,6 +177,13 @@ class Pool:
         if self.strict:
             self._refuse(sum(sizes), label)
 
+    def give_way(self) -> bool:
+        """Evict one more than the budget asks for: the device's allocator has holes where nothing fits. Whether one could go."""
+        chosen = self.room.choose(self)
+        if chosen is not None:
+            self.evict(chosen)
+        return chosen is not None
+
     def evict(self, s: Storage) -> None:
         self.counts.evictions += 1
         self._go(s)
