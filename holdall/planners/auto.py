@@ -10,33 +10,18 @@ that fits is not returned.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdall.actions.place import Place
-from holdall.errors import Unsupported
-from holdall.planners._chain import best_choices
-from holdall.planners._finish import allocator_of, finish, over_budget
-from holdall.planners._hidden import HIDDEN, hidden_offloads, with_hidden
-from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
-from holdall.planners._segments import segmented
+from holdall.planners._finish import finish, over_budget
+from holdall.planners._search import Candidate, Search, usable
 from holdall.planners._states import Placements, Spread
-from holdall.simulator import simulate
-from holdall.simulator.allocators import Expandable
 from holdall.types import Action, Outcome, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
-_TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    label: str
-    actions: tuple[Action, ...]
-    outcome: Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,59 +37,38 @@ class Auto:
         began = time.perf_counter()
         search = _Search(problem, through=self.through, ahead=self.ahead)
         plain = search.attempt("keep everything", ())
-        if not over_budget(_usable(problem), plain.outcome):
+        less = usable(problem)
+        if not over_budget(less, plain.outcome):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
-        less = _usable(problem)
         search.run(less)
-        fitting = [c for c in search.found if not over_budget(less, c.outcome)]
-        if fitting:
-            best = search.begin_ahead(min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions))))
+        best = search.fastest(less)
+        if best is not None:
+            best = search.begin_ahead(best)
             return finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
-        search.smaller()
+        search.segments(search.tightest())
         least = min(search.found, key=lambda c: c.outcome.peak[problem.home])
         return finish(self, problem, least.actions, why=_why(problem, plain, least, search.found), began=began)
 
 
-class _Search:
-    """Everything that was tried for one problem; nothing is simulated twice."""
+class _Search(Search):
+    """Placements of model states, and what activations do around each."""
 
     def __init__(self, problem: Problem, *, through: bool | None, ahead: bool) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self.through = problem.hardware.passing if through is None else through
         self._may_be_ahead = ahead
         self.placements = Placements(problem)
-        self.found: list[_Candidate] = []
-        self._known: dict[tuple[Action, ...], Outcome] = {}
-        self._menus: Menus | None = None
-
-    @property
-    def menus(self) -> Menus:
-        if self._menus is None:
-            self._menus = try_choices(self.problem)
-        return self._menus
-
-    def attempt(self, label: str, actions: Sequence[Action]) -> _Candidate:
-        made = _Candidate(label, tuple(actions), self._outcome(tuple(actions)))
-        if made not in self.found:
-            self.found.append(made)
-        return made
-
-    def _outcome(self, actions: tuple[Action, ...]) -> Outcome:
-        if actions not in self._known:
-            self._known[actions] = simulate(self.problem, actions)
-        return self._known[actions]
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""
-        self._mixes(problem, (), "activations alone")
+        self.mixes(problem, (), "activations alone")
         if self.placements.is_possible:
             for spread in self._spreads(problem):
                 place = self.placements.at(spread)
-                self._mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
-        fitting = [c for c in self.found if c.actions and not over_budget(problem, c.outcome)]
-        if fitting:
-            best = min(fitting, key=lambda c: c.outcome.seconds)
-            self._hide(problem, tuple(a for a in best.actions if isinstance(a, Place)))
+                self.mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
+        best = self.fastest(problem)
+        if best is not None:
+            self.hide(problem, tuple(a for a in best.actions if isinstance(a, Place)))
 
     def _spreads(self, problem: Problem) -> list[Spread]:
         """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
@@ -126,13 +90,13 @@ class _Search:
             found.append(Spread(levels[0][2], levels[0][1], through=False))
         return found
 
-    def begin_ahead(self, best: _Candidate) -> _Candidate:
+    def begin_ahead(self, best: Candidate) -> Candidate:
         """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
         is_narrow = self.problem.trace.about.get("precision") is not None
         if not self._may_be_ahead or self.placements.when != "spill" or not is_narrow:
             return best
         actions = [replace(a, ahead=True) if isinstance(a, Place) else a for a in best.actions]
-        tried = replace(best, actions=tuple(actions), outcome=self._outcome(tuple(actions)))
+        tried = replace(best, actions=tuple(actions), outcome=self.outcome(tuple(actions)))
         return best if tried == best or over_budget(self.problem, tried.outcome) else tried
 
     def _most_on_device(self, problem: Problem, streamed: int) -> int | None:
@@ -158,62 +122,14 @@ class _Search:
         """What a placement gives where activations take as little as blocks can."""
         place = self.placements.at(spread)
         for label in ("recompute", "recompute + offload"):
-            yield self._outcome((*self._uniform(label), place))
+            yield self.outcome((*self.uniform(label), place))
 
-    def _uniform(self, label: str) -> tuple[Action, ...]:
-        """The same for every block that can."""
-        blocks = [b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))]
-        return tuple(a for b in blocks for a in actions_for(self.problem, b, label))
-
-    def _mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
-        """The dynamic program's mixes of activations around a placement, and uniform ones."""
-        for name in ("recompute", "recompute + offload", "offload"):
-            actions = self._uniform(name)
-            if actions:
-                self.attempt(f"{name} all, {label}", (*actions, *around))
-        for without in ("", "offload"):
-            items = self.menus.items(self.problem, around, without=without)
-            self._by_program(problem, items, around, label)
-            if not any("offload" in c.label for i in items for c in i.choices):
-                break
-
-    def _hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
-        """Mixes in which the first blocks leave during the whole forward, as many as the link carries, and fewer."""
-        items = self.menus.items(self.problem, around)
-        offloads = hidden_offloads(problem, self.menus, items)
-        for count in sorted({len(offloads), len(offloads) // 2} - {0}, reverse=True):
-            some = offloads[:count]
-            rest = with_hidden(self.menus, items, some)
-            self._by_program(problem, rest, (*some, *around), f"{count} blocks offloaded meanwhile")
-
-    def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
-        """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
-        budget = problem.limit(problem.home)
-        allowed = budget
-        for n in range(_TRIES):
-            self.problem.progress("searching", n, _TRIES, label)
-            answer = best_choices(items, allowed, problem.hardware)
-            if answer is None:
-                break
-            chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
-            actions = [a for block, name in chosen if name != HIDDEN for a in actions_for(self.problem, block, name)]
-            candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
-            excess = candidate.outcome.peak[problem.home] - budget
-            if excess <= 0:
-                break
-            allowed -= excess
-
-    def smaller(self) -> None:
-        """Last resorts, for the smallest peak rather than the least time."""
-        if "recompute" not in self.problem.allow:
-            return
-        can = len(self.placements.streamable)
-        spreads = [Spread(0, can, through=False), Spread(0, 0, through=False)] if self.placements.is_possible else []
-        arounds: list[tuple[Action, ...]] = [(self.placements.at(spread),) for spread in spreads]
-        for n, actions in segmented(self.problem):
-            for around in arounds or [()]:
-                with suppress(Unsupported):  # a segment needs the weights of all its blocks at once: they cannot come and go
-                    self.attempt(f"segments of {n} blocks", (*actions, *around))
+    def tightest(self) -> list[tuple[Action, ...]]:
+        """Placements that take the least of the device."""
+        if not self.placements.is_possible:
+            return [()]
+        spreads = [Spread(0, len(self.placements.streamable), through=False), Spread(0, 0, through=False)]
+        return [(self.placements.at(spread),) for spread in spreads]
 
 
 def _describe(spread: Spread, count: int) -> str:
@@ -222,14 +138,7 @@ def _describe(spread: Spread, count: int) -> str:
     return text if spread.through else f"{text}, none passing through"
 
 
-def _usable(problem: Problem) -> Problem:
-    """The same problem without the memory that the device's allocator cannot use; elsewhere bytes are all that counts."""
-    if allocator_of(problem) is None:
-        return problem
-    return replace(problem, budget={**problem.budget, problem.home: Expandable.usable(problem.limit(problem.home))})
-
-
-def _why(problem: Problem, plain: _Candidate, best: _Candidate, found: list[_Candidate]) -> list[str]:
+def _why(problem: Problem, plain: Candidate, best: Candidate, found: list[Candidate]) -> list[str]:
     budget = problem.limit(problem.home)
     extra = best.outcome.seconds - plain.outcome.seconds
     reasons = [

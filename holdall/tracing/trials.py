@@ -1,9 +1,9 @@
 """What ops take on the GPU, measured on the GPU itself: seconds, and bytes that a kernel takes and gives back.
 
 Nothing at the level of ops shows hidden bytes, and some are large: attention's backward keeps fp32 sums, sorts and embedding
-gradients keep whole copies. And no table of rates knows what a copy between two layouts takes. So every kind of op of a step
-is run a few times alone, on tensors of the traced shapes, while clock and allocator watch; a step has a few hundred of them,
-and its layers repeat. The workspace of matrix products is left out: it is taken once and stays (`Hardware.resident`).
+gradients keep whole copies, the backward of a layer norm over many rows keeps partial sums. And no table of rates knows what a
+copy between two layouts takes. So every kind of op of a step is run a few times alone, on tensors of the traced shapes, while
+clock and allocator watch; a step has a few hundred of them, and its layers repeat. The workspace of matrix products is left out: it is taken once and stays (`Hardware.resident`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from holdall.units import GiB, MiB
 
-_KINDS = (
+_HIDING = (  # tried however small: what they take need not follow from what they are given
     "attention",
     "softmax",
     "embedding_dense_backward",
@@ -30,6 +30,7 @@ _KINDS = (
     "cumsum",
     "logsumexp",
 )
+_PRODUCTS = ("mm.", "mm_", "matmul", "linear")  # addmm, bmm, baddbmm among them
 _SMALL = MiB  # an op on less than this takes the time of a launch, which hides behind the ops before it
 _LARGE = 8 * GiB  # of tensors that are made to try an op
 _FLOOR = 3e-6  # seconds of a kernel that does next to nothing
@@ -60,25 +61,24 @@ class Trials:
             return _UNKNOWN
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         size = sum(t.untyped_storage().nbytes() for t in tensors)
-        hides = any(kind in str(func) for kind in _KINDS)
-        if size < _SMALL and not hides:
+        if size < _SMALL and not any(kind in str(func) for kind in _HIDING):
             return Trial(0, _FLOOR)
         if size > _LARGE:
             return _UNKNOWN
         key = (str(func), tuple(_question(x) for x in tree_iter((args, kwargs))))
         if key not in self._known:
-            self._known[key] = self._try(func, args, kwargs, hides)
+            self._known[key] = self._try(func, args, kwargs)
         return self._known[key]
 
-    def _try(self, func: Any, args: Any, kwargs: Any, hides: bool) -> Trial:
+    def _try(self, func: Any, args: Any, kwargs: Any) -> Trial:
         for on_host in (True, False):  # some attention kernels read their random seed through a host pointer, some do not
             try:
-                return self._measure(func, args, kwargs, hides, on_host)
+                return self._measure(func, args, kwargs, on_host)
             except (RuntimeError, torch.OutOfMemoryError, TypeError, ValueError):
                 continue
         return _UNKNOWN  # it does not run on such tensors, or not in what is free now
 
-    def _measure(self, func: Any, args: Any, kwargs: Any, hides: bool, on_host: bool) -> Trial:
+    def _measure(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Trial:
         assert self._device is not None
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
 
@@ -104,7 +104,8 @@ class Trials:
             ended.record()
             ended.synchronize()
         assert after >= before
-        return Trial(peak - after if hides else 0, max(_FLOOR, begun.elapsed_time(ended) / 1000 / _RUNS))
+        is_product = any(kind in str(func) for kind in _PRODUCTS) and "_grouped_mm" not in str(func)
+        return Trial(0 if is_product else peak - after, max(_FLOOR, begun.elapsed_time(ended) / 1000 / _RUNS))
 
 
 def _question(value: Any) -> Any:

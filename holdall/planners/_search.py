@@ -1,0 +1,123 @@
+"""The search that `auto` and its kin share: mixes of what can be done with activations around settled actions.
+
+Whatever is tried is simulated whole, once. A dynamic program over the chain of blocks proposes mixes for the memory that is
+left; uniform ones, the same for every block, are tried beside it; and blocks may leave meanwhile (`_hidden.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from holdall.errors import Unsupported
+from holdall.planners._chain import best_choices
+from holdall.planners._finish import allocator_of, over_budget
+from holdall.planners._hidden import HIDDEN, hidden_offloads, with_hidden
+from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
+from holdall.planners._segments import segmented
+from holdall.simulator import simulate
+from holdall.simulator.allocators import Expandable
+from holdall.types import Action, Outcome, Problem
+
+_TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
+UNIFORM = ("recompute", "recompute + offload", "offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    label: str
+    actions: tuple[Action, ...]
+    outcome: Outcome
+
+
+class Search:
+    """Everything that was tried for one problem; nothing is simulated twice."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.found: list[Candidate] = []
+        self._known: dict[tuple[Action, ...], Outcome] = {}
+        self._menus: Menus | None = None
+
+    @property
+    def menus(self) -> Menus:
+        if self._menus is None:
+            self._menus = try_choices(self.problem)
+        return self._menus
+
+    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate:
+        made = Candidate(label, tuple(actions), self.outcome(tuple(actions)))
+        if made not in self.found:
+            self.found.append(made)
+        return made
+
+    def outcome(self, actions: tuple[Action, ...]) -> Outcome:
+        if actions not in self._known:
+            self._known[actions] = simulate(self.problem, actions)
+        return self._known[actions]
+
+    def fastest(self, problem: Problem) -> Candidate | None:
+        """Of what was found, what takes the least time within the budget of `problem`."""
+        fitting = [c for c in self.found if not over_budget(problem, c.outcome)]
+        return min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)), default=None)
+
+    def uniform(self, label: str) -> tuple[Action, ...]:
+        """The same for every block that can."""
+        blocks = [b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))]
+        return tuple(a for b in blocks for a in actions_for(self.problem, b, label))
+
+    def mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
+        """The dynamic program's mixes of activations around a placement, and uniform ones."""
+        for name in UNIFORM:
+            actions = self.uniform(name)
+            if actions:
+                self.attempt(f"{name} all, {label}", (*actions, *around))
+        for without in ("", "offload"):
+            items = self.menus.items(self.problem, around, without=without)
+            self._by_program(problem, items, around, label)
+            if not any("offload" in c.label for i in items for c in i.choices):
+                break
+
+    def hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
+        """Mixes in which the first blocks leave during the whole forward, as many as the link carries, and fewer."""
+        items = self.menus.items(self.problem, around)
+        offloads = hidden_offloads(problem, self.menus, items)
+        for count in sorted({len(offloads), len(offloads) // 2} - {0}, reverse=True):
+            some = offloads[:count]
+            rest = with_hidden(self.menus, items, some)
+            self._by_program(problem, rest, (*some, *around), f"{count} blocks offloaded meanwhile")
+
+    def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
+        """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
+        budget = problem.limit(problem.home)
+        allowed = budget
+        for n in range(_TRIES):
+            self.problem.progress("searching", n, _TRIES, label)
+            answer = best_choices(items, allowed, problem.hardware)
+            if answer is None:
+                break
+            chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
+            actions = [a for block, name in chosen if name != HIDDEN for a in actions_for(self.problem, block, name)]
+            candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
+            excess = candidate.outcome.peak[problem.home] - budget
+            if excess <= 0:
+                break
+            allowed -= excess
+
+    def segments(self, arounds: Iterable[tuple[Action, ...]]) -> None:
+        """Last resorts, for the smallest peak rather than the least time: rows of blocks that are run again together."""
+        if "recompute" not in self.problem.allow:
+            return
+        every = list(arounds)
+        for n, actions in segmented(self.problem):
+            for around in every:
+                with suppress(Unsupported):  # a segment needs the weights of all its blocks at once: they cannot come and go
+                    self.attempt(f"segments of {n} blocks", (*actions, *around))
+
+
+def usable(problem: Problem) -> Problem:
+    """The same problem without the memory that the device's allocator cannot use; elsewhere bytes are all that counts."""
+    if allocator_of(problem) is None:
+        return problem
+    return replace(problem, budget={**problem.budget, problem.home: Expandable.usable(problem.limit(problem.home))})
