@@ -18,10 +18,12 @@ from holdall.errors import HoldallError, InvalidInput, TraceMismatch, Unsupporte
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
 from holdall.runtime.harness import Harness
+from holdall.runtime.lengths import Buckets
 from holdall.runtime.logits import chunk_head, head_of, rows_for
 from holdall.runtime.meter import device_context
 from holdall.runtime.probe import probe
-from holdall.tracing import model_signature, trace_step
+from holdall.runtime.repeat import Tighten
+from holdall.tracing import check_model, model_signature, trace_step
 from holdall.types import Hardware, Outcome, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
 from holdall.units import GiB, parse_bytes
@@ -83,9 +85,30 @@ def plan(
     planner.
     """
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
-    machine = resolve_hardware(hardware, str(read.about.get("device", "cpu")))
-    problem = Problem(
-        trace=cost_trace(read, machine),
+    problem = make_problem(
+        read, budget=budget, hardware=hardware, allow=allow, clips=clips, accumulate=accumulate, progress=progress
+    )
+    chosen = build_member("planners", planner, options, f"planner {planner}")
+    return chosen(problem)  # type: ignore[no-any-return]
+
+
+PROBLEM = ("budget", "hardware", "allow", "clips", "accumulate", "progress")
+
+
+def make_problem(
+    trace: Trace,
+    *,
+    budget: Budget = "auto",
+    hardware: Hardware | str | Path | None = None,
+    allow: Iterable[str] | None = None,
+    clips: bool = True,
+    accumulate: int = 1,
+    progress: Progress = silent,
+) -> Problem:
+    """What a planner is given; see `plan`."""
+    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
+    return Problem(
+        trace=cost_trace(trace, machine),
         hardware=machine,
         budget=resolve_budget(budget, machine),
         allow=_resolve_allow(allow),
@@ -93,8 +116,6 @@ def plan(
         accumulate=accumulate,
         progress=progress,
     )
-    chosen = build_member("planners", planner, options, f"planner {planner}")
-    return chosen(problem)  # type: ignore[no-any-return]
 
 
 def apply(
@@ -104,13 +125,18 @@ def apply(
     *,
     enforce: bool = True,
     fallback: Plan | None = None,
+    buckets: Buckets | None = None,
+    tighten: Tighten | None = None,
+    record: str | Path | None = None,
 ) -> Harness:
     """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
 
     `enforce`: stop the run at the op that would pass the budget. `fallback`: a plan to step back to if this one is measured
-    slower than it.
+    slower than it. `buckets`: plans for steps of other sizes. `tighten`: gives a tighter plan, under which a step that ran out
+    of memory is repeated. `record`: a folder for what was in memory when it ran out. `fit` makes these.
     """
     read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    check_model(model)
     _check_belongs(read, model, optimizer)
 
     def make_store(plan: Plan) -> Any:
@@ -125,6 +151,9 @@ def apply(
         make_report=make_report,
         make_store=make_store,
         fallback=fallback,
+        buckets=buckets,
+        tighten=tighten,
+        record=record,
     )
 
 
@@ -144,28 +173,37 @@ def fit(
     clips: bool = True,
     accumulate: int = 1,
     enforce: bool = True,
+    lengths: str | Iterable[Any] | None = None,
+    repeat: bool = True,
+    record: str | Path | None = None,
     progress: Progress = silent,
     **options: Any,
 ) -> Harness:
     """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off.
 
-    A model on the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business.
+    A model on the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business. `lengths`:
+    batches of other sizes to expect, as lengths, as pairs (rows, length) or as batches; "auto": plans are made when they are
+    met. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder for what was in memory.
     """
+    from holdall.asking.sizes import Sizes
+
     on = device if device is not None else _device_of_batch(batch)
-    traced = trace(model, batch, optimizer=optimizer, loss=loss, device=on, precision=precision, head=head)
-    made = plan(
-        traced,
-        budget=budget,
-        planner=planner,
-        hardware=hardware,
-        allow=allow,
-        clips=clips,
-        accumulate=accumulate,
-        progress=progress,
-        **options,
+    asked = {"budget": budget, "hardware": hardware, "allow": allow, "accumulate": accumulate}
+    sizes = Sizes(
+        model,
+        batch,
+        tracing={"optimizer": optimizer, "loss": loss, "device": on, "precision": precision, "head": head},
+        planning={**asked, "planner": planner, "clips": clips, "progress": progress, **options},
     )
-    fallback = _fallback_for(made, traced, hardware=hardware, allow=allow, budget=budget, accumulate=accumulate)
-    return apply(made, model, optimizer, enforce=enforce, fallback=fallback)
+    tighten = sizes.tighten if repeat else None
+    if lengths is not None:
+        made, buckets = sizes.buckets(lengths)
+        return apply(made, model, optimizer, enforce=enforce, buckets=buckets, tighten=tighten, record=record)
+    made, traced = sizes.sample()
+    fallback = _fallback_for(made, traced, **asked)
+    if fallback is not None:
+        sizes.know(fallback, traced)
+    return apply(made, model, optimizer, enforce=enforce, fallback=fallback, tighten=tighten, record=record)
 
 
 def _fallback_for(made: Plan, traced: Trace, **given: Any) -> Plan | None:

@@ -20,6 +20,11 @@ SAMPLED = (
     "unit/test_head.py::",
     "unit/test_real_allocator.py::",
 )
+RARE = (  # one in six of these
+    "contracts/test_compatibility.py::test_a_pair",
+    "contracts/test_compatibility.py::test_a_triple",
+    "contracts/test_compatibility.py::test_fit",
+)
 LONG = (
     "unit/test_compare_peers.py::test_compare_puts_peers_beside_planners",
     "unit/test_compare_peers.py::test_the_benchmark_writes_every_row",
@@ -50,5 +55,7 @@ def pytest_collection_modifyitems(config, items):
 def is_long(item):
     if any(name in item.nodeid for name in LONG):
         return True
-    alike = hasattr(item, "callspec") and any(name in item.nodeid for name in SAMPLED)
-    return alike and zlib.crc32(item.nodeid.encode()) % 3 != 0
+    if not hasattr(item, "callspec"):
+        return False
+    every = 6 if any(name in item.nodeid for name in RARE) else 3 if any(name in item.nodeid for name in SAMPLED) else 1
+    return zlib.crc32(item.nodeid.encode()) % every != 0

@@ -20,6 +20,7 @@ ALLOWED = {
     "simulator": BASE | {"cost"},
     "reporting": BASE,
     "catalog": BASE,
+    "compatibility": BASE,
     "models": BASE | {"torch"},
     "tracing": BASE | {"cost", "ops", "optim", "torch"},
     "tiers": BASE | {"torch"},

@@ -192,7 +192,7 @@ class _Rewrite:
         after = blocks[streaming[at + 1]] if at + 1 < len(streaming) else (later[-1] if later else block)
         begins = after.backward if after.backward is not None else block.backward
         if begins < block.backward:
-            self.schedule.insert(begins, [fetch])
+            self.schedule.insert(begins, [fetch], first=True)  # before what is run again there
             self.schedule.insert(block.backward, [wait], first=True)
         else:
             self.schedule.insert(block.backward, [fetch, wait], first=True)

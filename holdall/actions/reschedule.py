@@ -213,10 +213,14 @@ class _Rewrite:
         )
 
     def _hold_tangents(self) -> None:
-        """Autograd hands the gradient of the block's result over for the whole of its backward."""
+        """Autograd hands the gradient of the block's result over for the whole of its backward, and takes those of its
+        parameters when that is over."""
         mine = {op.id for op in self.ops}
         last = self.ops[-1].id
         for op in self.ops[self.count :]:
             for x in op.reads:
                 if _is_gradient_from_elsewhere(self.trace, x, mine):
+                    self.schedule.hold(x, (last, 0))
+            for x in op.writes:
+                if self.trace.tensors[x].kind is Kind.GRAD:
                     self.schedule.hold(x, (last, 0))

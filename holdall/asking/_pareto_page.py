@@ -21,7 +21,8 @@ _OWN = """
   border-radius: 7px; box-shadow: 0 4px 16px rgb(0 0 0 / .16); z-index: 2; }
 .point:hover b, .point:focus b { display: block; }
 .point.right b { left: auto; right: -6px; transform: none; }
-.chart { margin-top: 12px; }
+.chart { margin-top: 24px; }
+.ticks .top { position: absolute; right: 10px; top: -22px; font-size: 12px; }
 .pareto { border-left: 1px solid var(--soft); cursor: default; }
 .done { white-space: normal; min-width: 220px; }
 """
@@ -55,7 +56,7 @@ def _chart(points: Sequence[Point]) -> str:
         f'<p class="soft">time per step in {tick} against the budget in {name}; '
         "a grey point is no faster than one with less memory</p>"
         f'<div class="chart" role="img" aria-label="step time against budget"><div class="row">'
-        f'<div class="gutter ticks">{rows}</div><div class="field memory pareto">{rules}'
+        f'<div class="gutter ticks">{rows}<small class="top">{tick}</small></div><div class="field memory pareto">{rules}'
         '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">'
         f'<polyline class="curve" points="{line}"/></svg>{dots}</div></div>'
         f'<div class="row axis"><div class="gutter">{name}</div><div class="times">{columns}</div></div></div>'

@@ -8,7 +8,8 @@ first step    simulated, with the optimizer's state appearing at its first updat
               from the start and the first step is counted as any other
 steady step   the plan's own prediction
 longest       another trace, simulated under the same actions
-evaluation    another trace, simulated, beside the states that stay; weights that are streamed count as the two largest units
+evaluation    another trace, simulated, beside the states that stay; weights that are streamed count as the two largest units,
+              and as all of them where the budget has room: then they stay from one forward to the next
 save, resume  sums of traced sizes: `holdall.training` writes weights, then states, each file by way of host memory, and reads
               states back one tensor at a time. A bound
 
@@ -27,6 +28,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.planners._finish import allocator_of
 from holdall.simulator import lower, simulate
 from holdall.types import Action, Kind, Outcome, Phase, Plan, Problem, Trace
+from holdall.units import ALIGN
 
 SUMMED, SIMULATED, BOUND = "summed", "simulated", "at most"
 
@@ -206,25 +208,27 @@ def _evaluation(there: _There, traced: Trace | None) -> PhasePeak:
     outcome = _simulated(replace(problem, trace=_without_states(costed)), ())
     resident = sum(t.nbytes for t in costed.tensors.values() if t.born < 0 and t.kind in (Kind.PARAM, Kind.BUFFER))
     own = _device_bytes(problem, outcome) - resident
-    stays = there.on(home, Kind.INPUT) + _streamed_room(there)
+    sizes = _streamed_sizes(there)
+    least = there.on(home, Kind.INPUT) + sum(sizes[:2]) + own
+    device = max(least, min(problem.limit(home), least + sum(sizes[2:])))  # the rest is lent to them, up to the budget
     how = SIMULATED if traced is not None and not there.places else BOUND
     note = "the loss alone; outputs that are collected come on top" if traced is not None else "with dropout, as in training"
     host = there.on(there.far)
-    return there.peak("evaluation", how, device=stays + own, host=host, pinned=max(0, host - there.unpinned), note=note)
+    if len(sizes) > 2:
+        note += "; streamed weights stay while there is room"
+    return there.peak("evaluation", how, device=device, host=host, pinned=max(0, host - there.unpinned), note=note)
 
 
 def _without_states(trace: Trace) -> Trace:
     return replace(trace, tensors={x: t for x, t in trace.tensors.items() if t.kind is not Kind.STATE})
 
 
-def _streamed_room(there: _There) -> int:
-    """Bytes for the two largest of the units whose weights come and go."""
+def _streamed_sizes(there: _There) -> list[int]:
+    """Bytes of the units whose weights come and go, largest first: two are there at once, more where there is room."""
     rows = {row[0] for a in there.actions if a.name == "place" for row in getattr(a, "units", ()) if row[1] == "streamed"}
     tensors = there.problem.trace.tensors
-    sizes = sorted(
-        (sum(tensors[x].nbytes for x in u.weights) for u in there.problem.trace.units if u.name in rows), reverse=True
-    )
-    return sum(sizes[:2])
+    units = [u for u in there.problem.trace.units if u.name in rows]
+    return sorted((sum(-(-tensors[x].nbytes // ALIGN) * ALIGN for x in u.weights) for u in units), reverse=True)
 
 
 def _save(there: _There) -> PhasePeak:

@@ -140,5 +140,5 @@ def _extra(name: str, packages: tuple[str, ...]) -> Finding:
             missing.append(package)
     if not missing:
         return Finding(what=f"extra {name}", found=", ".join(versions))
-    advice = f'for {_NEEDED_FOR[name]}: pip install -c constraints.txt -e ".[{name}]"'
+    advice = f'for {_NEEDED_FOR[name]}: pip install "holdall[{name}]"'
     return Finding(what=f"extra {name}", found=f"{', '.join(missing)} not installed", ok=False, advice=advice)

@@ -22,6 +22,7 @@ _OPTIONAL = {
     "torchao": "float8 and low-bit states",
     "bitsandbytes": "paged 8-bit optimizers",
     "peft": "LoRA",
+    "lightning": "its Trainer and Fabric",
     "datasets": "data",
 }
 

@@ -75,6 +75,6 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        hint = 'pip install -c constraints.txt -e ".[viz]"'
+        hint = 'pip install "holdall[viz]"'
         raise MissingExtra("`--plot` needs the package `matplotlib`", hint=hint) from error
     return Figure

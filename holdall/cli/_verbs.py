@@ -26,6 +26,7 @@ VERBS = {
     "probe": "Measure this machine.",
     "doctor": "Check this machine, and say what to change.",
     "planners": "The planners and their options.",
+    "compatible": "What works with what, and whether exactly.",
     "systems": "The published systems, and where each lives here.",
 }
 """Verb -> its line in `holdall --help`, in the order in which people meet them. `holdall/cli/VERB.py` defines `VERB`."""

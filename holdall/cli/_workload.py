@@ -19,7 +19,7 @@ from holdall.types import Trace
 from holdall.units import format_bytes
 
 OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
-MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}  # working copies of this width, float32 parameters
+MIXED = {"bf16-mixed": "bf16"}  # working copies of this width, float32 parameters
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
 
 

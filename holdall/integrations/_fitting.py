@@ -33,13 +33,12 @@ log = logging.getLogger("holdall")
 _MARGIN = 16 * MiB  # or a hundredth of the budget: logged values, norms of gradients, the loss that a progress bar shows
 
 
-def need(module: str, *, what: str, package: str, install: str = "") -> Any:
+def need(module: str, *, what: str, package: str, extra: str) -> Any:
     """An optional package, or the line that says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
-        hint = f"pip install -c constraints.txt {install or package}"
-        raise MissingExtra(f"{what} needs the package `{package}`", hint=hint) from error
+        raise MissingExtra(f"{what} needs the package `{package}`", hint=f'pip install "holdall[{extra}]"') from error
 
 
 def loss_of_any_output(model: torch.nn.Module, batch: Any) -> torch.Tensor:

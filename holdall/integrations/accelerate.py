@@ -15,7 +15,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.integrations._fitting import Fitting, Wish, need
 from holdall.tracing.step import Loss
 
-_accelerate = need("accelerate", what="holdall.integrations.accelerate", package="accelerate")
+_accelerate = need("accelerate", what="holdall.integrations.accelerate", package="accelerate", extra="hf")
 
 
 def fit(

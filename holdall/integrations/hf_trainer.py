@@ -16,7 +16,7 @@ from holdall.reporting import Report
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss
 
-_transformers = need("transformers", what="HoldallCallback", package="transformers", install='"transformers>=5.0" accelerate')
+_transformers = need("transformers", what="HoldallCallback", package="transformers", extra="hf")
 
 
 class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-defined]

@@ -25,10 +25,10 @@ from holdall.tracing.step import Loss
 def _find_lightning() -> Any:
     """Either of its two names."""
     try:
-        return need("lightning.pytorch", what="holdall.integrations.lightning", package="lightning")
+        return need("lightning.pytorch", what="holdall.integrations.lightning", package="lightning", extra="lightning")
     except MissingExtra as missing:
         try:
-            return need("pytorch_lightning", what="", package="")
+            return need("pytorch_lightning", what="", package="", extra="")
         except MissingExtra:
             raise missing from None
 

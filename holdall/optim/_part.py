@@ -32,6 +32,8 @@ def clone_optimizer(
     """
     clone = copy.copy(optimizer)
     clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+    for name in ("grad_scale", "found_inf"):  # a GradScaler's, for one step: the engine has seen to them
+        clone.__dict__.pop(name, None)
     for name, value in list(clone.__dict__.items()):
         if name.endswith("_hooks") and isinstance(value, OrderedDict):
             clone.__dict__[name] = OrderedDict()

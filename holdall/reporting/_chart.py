@@ -6,6 +6,9 @@ HTML laid over it by percentages, so that they keep their size on a narrow scree
     peak label
     memory by kind, budget, measured total      one time axis
     compute / copy out / copy in / waiting      for all of it
+
+A measured step that took much longer or shorter than predicted is drawn over the length of the predicted one, and the legend
+says so: what is compared here are the heights.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from holdall.reporting._page import legend_item, percent, voice
+from holdall.reporting._page import legend_item, marked, percent, voice
 from holdall.reporting.text import KIND_LABELS
 from holdall.types import Kind, Moment, Outcome, Phase, Span
 from holdall.units import GiB, KiB, MiB, format_bytes, format_seconds
@@ -28,9 +31,10 @@ if TYPE_CHECKING:
     from holdall.reporting.report import Report
 
 LIMIT = 1500  # points of one line and rectangles of one lane: beyond it a page grows heavy and shows no more
-LANES = ("compute", "copy out", "copy in", "waiting")  # these first, in this order; others follow as they appear
+LANES = ("compute", "recompute", "copy out", "copy in", "waiting")  # these first, in this order; others follow as they appear
 
 _WIDE, _HIGH = 1000, 300  # units of the drawing; it is stretched to the window
+_APART = 0.2  # beyond this difference in length two steps on one axis can no longer be compared by eye
 _REST = "rest"  # bytes of a total that no kind accounts for
 
 Series = dict[str, list[int]]  # class of the colour -> bytes at each moment, bottom of the stack first
@@ -44,6 +48,7 @@ class _Chart:
     until: float  # where the outcome of the stack ends
     line: list[Moment]  # drawn over it: the measured total; empty: not measured, or already the stack
     line_until: float
+    line_seconds: float  # how long the line really took, where it is stretched or squeezed to the stack's length; else 0
     lanes: dict[str, list[Span]]
     series: Series
 
@@ -81,11 +86,16 @@ def draw_timeline(report: Report) -> str:
 def _chart(shown: Outcome | None, seen: Outcome | None, busy: Outcome | None) -> _Chart:
     moments = thin_moments(shown.timeline) if shown else []
     line = thin_moments(seen.timeline) if seen else []
+    until, line_until = _until(shown, moments), _until(seen, line)
+    apart = bool(until and line_until) and abs(line_until - until) > _APART * until
+    if apart:
+        line = [replace(m, at=m.at * until / line_until) for m in line]
     return _Chart(
         moments=moments,
-        until=_until(shown, moments),
+        until=until,
         line=line,
-        line_until=_until(seen, line),
+        line_until=until if apart else line_until,
+        line_seconds=line_until if apart else 0.0,
         lanes=_lanes(busy) if busy else {},
         series=_series(moments),
     )
@@ -144,7 +154,9 @@ def _series_label(style: str) -> str:
 def _legend(chart: _Chart) -> str:
     items = [legend_item(style, _series_label(style)) for style in chart.series]
     if chart.line:
-        items.append(legend_item("line", "measured total"))
+        length = format_seconds(chart.line_seconds)
+        over = f" ({length}, drawn over the length of the predicted step)" if chart.line_seconds else ""
+        items.append(legend_item("line", f"measured total{over}"))
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
@@ -169,7 +181,7 @@ def _memory(report: Report, chart: _Chart) -> str:
     spot = f'style="left:{percent(across)};bottom:{percent(peak.total / top)}"'
     return (
         f'<div class="row"><div class="gutter unit">{name}</div><div class="flags"><p class="flag {side}" '
-        f'style="margin-{side}:{percent(margin)}"><b>peak {format_bytes(peak.total)}</b> {escape(peak.where)}</p></div></div>'
+        f'style="margin-{side}:{percent(margin)}"><b>peak {format_bytes(peak.total)}</b> {marked(peak.where)}</p></div></div>'
         f'<div class="row"><div class="gutter ticks">{marks}</div><div class="field memory">{rules}'
         f'<svg viewBox="0 0 {_WIDE} {_HIGH}" preserveAspectRatio="none" role="img" aria-label="bytes by kind">'
         f'{_paths(chart, top)}</svg>{limit}<i class="stem {side}" {spot}></i><i class="dot" {spot}></i></div></div>'
@@ -211,7 +223,9 @@ def _phases(chart: _Chart) -> str:
         return ""
     bounds = pairwise([*(at / chart.end for at in starts.values()), chart.until / chart.end])
     drawn = "".join(
-        f'<span style="left:{percent(left)};width:{percent(right - left)}">{phase}</span>'
+        f'<span class="end" style="left:{percent(left)}">{phase}</span>'  # no room to its right
+        if left > 0.92
+        else f'<span style="left:{percent(left)};width:{percent(right - left)}">{phase}</span>'
         for phase, (left, right) in zip(starts, bounds, strict=True)
     )
     return f'<div class="row phases"><div class="gutter"></div><div class="field">{drawn}</div></div>'
@@ -261,6 +275,7 @@ def _tooltip_data(chart: _Chart) -> str:
     """What the script reads, as JSON. A name could close the script element: as escapes its angle brackets are only text."""
     data = {
         "end": chart.end,
+        "until": chart.until,
         "at": [m.at for m in chart.moments],
         "where": [m.where for m in chart.moments],
         "total": [m.total for m in chart.moments],

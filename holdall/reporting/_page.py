@@ -6,6 +6,9 @@ cursor and its tooltip, and writes names as text, never as markup.
 
 from __future__ import annotations
 
+import re
+from html import escape
+
 from holdall.types import Kind, Outcome
 
 
@@ -17,6 +20,16 @@ def legend_item(style: str, label: str) -> str:
 def voice(outcome: Outcome) -> str:
     """How a figure came to be known, in one word."""
     return "measured" if outcome.source == "measured" else "predicted"
+
+
+def marked(text: str) -> str:
+    """Text as markup: what stands in backticks becomes code, everything is escaped."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def shortened(name: str, limit: int = 46) -> str:
+    """A long name without its middle: neighbours differ at their ends."""
+    return name if len(name) <= limit else f"{name[: limit // 3]}…{name[-(limit - limit // 3 - 1) :]}"
 
 
 def percent(share: float) -> str:
@@ -102,7 +115,7 @@ dd { overflow-wrap: anywhere; }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; background: var(--c); }
 .swatch.line { height: 0; width: 16px; border-top: 2px solid var(--ink); border-radius: 0; vertical-align: 4px;
   background: none; }
-.chart { position: relative; outline-offset: 6px; border-radius: 4px; touch-action: pan-y; --gutter: 72px; }
+.chart { position: relative; outline-offset: 6px; border-radius: 4px; touch-action: pan-y; --gutter: 86px; }
 .row { display: flex; }
 .gutter { flex: 0 0 var(--gutter); position: relative; padding-right: 10px; text-align: right; font-size: 12px;
   color: var(--soft); }
@@ -122,7 +135,7 @@ dd { overflow-wrap: anywhere; }
 .stem.right { margin-left: -1px; }
 .dot { position: absolute; width: 9px; height: 9px; margin: 0 0 -4.5px -4.5px; border-radius: 50%; background: var(--ink);
   border: 2px solid var(--card); }
-.budget { position: absolute; left: 0; right: 0; border-top: 1.5px dashed var(--bad); }
+.budget { z-index: 1; position: absolute; left: 0; right: 0; border-top: 1.5px dashed var(--bad); }
 .budget.far { border: 0; top: 22px; }
 .budget span { position: absolute; right: 6px; bottom: 2px; font-size: 12px; color: var(--bad); background: var(--card);
   padding: 0 5px;
@@ -133,13 +146,15 @@ dd { overflow-wrap: anywhere; }
   overflow: hidden;
   border-left: 1px solid var(--soft); white-space: nowrap; text-overflow: ellipsis; }
 .phases span:last-child { overflow: visible; }
+.phases span.end { transform: translateX(-100%); padding: 0 5px 0 0; border-left: 0; border-right: 1px solid var(--soft); }
 .lane { margin-top: 6px; align-items: center; cursor: crosshair; }
 .lane .gutter { line-height: 1.15; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; color: var(--ink); }
 .lane .gutter small { display: block; color: var(--soft); font-size: 11px; }
 .lane .field { height: 24px; border-radius: 4px; overflow: hidden;
   background: color-mix(in srgb, var(--soft) 9%, transparent); }
 .shade0 { fill: var(--c); } .shade1 { fill: var(--c); opacity: .82; }
-.l-compute { --c: var(--compute); } .l-copy-out { --c: var(--offload); } .l-copy-in { --c: var(--fetch); }
+.l-compute { --c: var(--compute); } .l-recompute { --c: var(--recompute); }
+.l-copy-out { --c: var(--offload); } .l-copy-in { --c: var(--fetch); }
 .l-waiting { --c: var(--bad); } .l-other { --c: var(--other); }
 .axis { margin-top: 4px; }
 .times { height: 20px; }
@@ -152,7 +167,8 @@ dd { overflow-wrap: anywhere; }
   font-size: 13px; background: var(--card); border: 1px solid var(--line); border-radius: 9px;
   box-shadow: 0 6px 24px rgb(0 0 0 / .18); }
 .tip p { display: flex; justify-content: space-between; gap: 18px; font-variant-numeric: tabular-nums; }
-.tip p span:first-child { flex: none; max-width: 45%; color: var(--soft); overflow-wrap: anywhere; }
+.tip p > span:first-child { flex: none; max-width: 190px; color: var(--soft); white-space: nowrap; overflow: hidden;
+  text-overflow: ellipsis; }
 .tip p span:last-child { text-align: right; overflow-wrap: anywhere; }
 .tip .where { display: block; font-weight: 600; margin-bottom: 4px; overflow-wrap: anywhere; }
 .tip hr { border: 0; border-top: 1px solid var(--line); margin: 6px 0; }
@@ -182,10 +198,11 @@ td.share + td { padding-left: 14px; }
 .why li { margin-top: 5px; }
 .environment { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px 24px;
   margin-top: 8px; }
+.environment .two { grid-column: span 2; } .environment .all { grid-column: 1 / -1; }
 @media (max-width: 620px) {
   main { padding: 22px 12px 40px; } section { padding: 16px 14px; } h1 { font-size: 24px; }
-  .chart { --gutter: 66px; } .gutter { padding-right: 8px; } .memory { height: 240px; }
-  .phases span { padding-left: 3px; font-size: 11px; }
+  .chart { --gutter: 80px; } .gutter { padding-right: 8px; } .memory { height: 240px; }
+  .phases span { font-size: 11px; }
   .times span:nth-child(even) { display: none; } .name { max-width: 190px; } }
 @media print { .tall { max-height: none; } body { background: none; } }
 """
@@ -197,8 +214,8 @@ SCRIPT = """
   if (!chart) return;
   const data = JSON.parse(document.getElementById("data").textContent);
   const field = chart.querySelector(".field"), cursor = chart.querySelector(".cursor"), tip = chart.querySelector(".tip");
-  const size = n => n >= 0.1 * 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB"
-    : n >= 0.1 * 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : (n / 1024).toFixed(1) + " KiB";
+  const size = n => n >= 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB"
+    : n >= 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : n >= 1024 ? (n / 1024).toFixed(1) + " KiB" : n + " B";
   const time = s => s >= 1 ? s.toFixed(3) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(2) + " ms" : (s * 1e6).toFixed(1) + " us";
   const before = (xs, t, key) => {  // index of the last that has begun by t
     let low = 0, high = xs.length;
@@ -220,8 +237,8 @@ SCRIPT = """
   };
   function fill(t) {
     tip.replaceChildren();
-    const i = before(data.at, t, x => x);
-    if (i >= 0 && data.where[i]) tip.append(element("span", data.where[i], "where"));
+    const i = t > data.until ? -1 : before(data.at, t, x => x);  // the longer of the two outcomes goes on alone
+    if (i >= 0 && data.where[i]) tip.append(element("span", data.where[i].replaceAll("`", ""), "where"));
     line("at", time(t));
     if (i >= 0) {
       line("total", size(data.total[i]));
@@ -232,7 +249,7 @@ SCRIPT = """
     const lanes = data.lanes.map(lane => [lane.name, lane.spans.filter(([start, end]) => start <= t && t <= end)]);
     if (lanes.some(([, spans]) => spans.length)) tip.append(element("hr"));
     for (const [name, spans] of lanes) {
-      for (const [start, end, what] of spans.slice(0, 3)) line(name, what + ", " + time(end - start));
+      for (const [start, end, what] of spans.slice(0, 3)) line(name, what.replaceAll("`", "") + ", " + time(end - start));
     }
   }
   function show(t, y) {

@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from holdall.reporting._chart import LIMIT, draw_timeline, thin_moments, thin_spans
-from holdall.reporting._page import PAGE, SCRIPT, STYLE, legend_item, percent, voice
+from holdall.reporting._page import PAGE, SCRIPT, STYLE, legend_item, marked, percent, shortened, voice
 from holdall.reporting.text import KIND_LABELS, format_error
 from holdall.units import format_bytes, format_seconds
 
@@ -61,20 +61,30 @@ def _headline(report: Report, title: str) -> str:
 def _cards(report: Report) -> str:
     cards = [_card(row, ran=report.measured is not None) for row in report.rows()]
     if report.latest.traffic:
-        moved = "".join(f"<p>{escape(link)} <b>{format_bytes(size)}</b></p>" for link, size in report.latest.traffic.items())
+        moved = "".join(
+            f"<p>{_link(report, link)} <b>{format_bytes(size)}</b></p>" for link, size in report.latest.traffic.items()
+        )
         cards.append(f'<div class="card"><h3>moved per step</h3>{moved}</div>')
     columns = math.ceil(len(cards) / math.ceil(len(cards) / 5))  # as few rows as five to a row allow, and those even
     return f'<section class="cards" style="--columns:{columns}" aria-label="predicted and measured">{"".join(cards)}</section>'
 
 
+def _link(report: Report, link: str) -> str:
+    """`gpu->cpu` as people say it."""
+    return escape(" to ".join(report.tier_label(tier) for tier in link.split("->")))
+
+
 def _card(row: Row, *, ran: bool) -> str:
     chip, error = "", row.error
     if error is not None:
-        chip = f'<span class="chip {"good" if abs(error) <= 0.05 else "plain"}">{format_error(error)}</span>'
-    big, below = (row.seen, f"<p>predicted <b>{row.said}</b></p>") if ran else (row.said, "<p>predicted</p>")
-    meter, best = "", row.measured if ran else row.predicted
+        level = "good" if abs(error) <= 0.05 else "plain"
+        chip = f'<span class="chip {level}" title="predicted against measured">{format_error(error)}</span>'
+    seen = ran and row.measured is not None
+    said = f"<p>predicted <b>{row.said}</b></p>" if row.predicted is not None else "<p>not predicted</p>"
+    big, below = (row.seen, said) if seen else (row.said, f"<p>predicted{', not measured' * ran}</p>")
+    meter, best = "", row.measured if seen else row.predicted
     if row.limit and best is not None:
-        mark = f'<i class="mark" style="left:{percent(row.predicted / row.limit)}"></i>' if ran and row.predicted else ""
+        mark = f'<i class="mark" style="left:{percent(row.predicted / row.limit)}"></i>' if seen and row.predicted else ""
         state = " over" if best > row.limit else ""
         meter = f'<div class="meter{state}"><i style="width:{percent(best / row.limit)}"></i>{mark}</div>'
         below += f"<p>budget <b>{format_bytes(row.limit)}</b></p>"
@@ -82,7 +92,7 @@ def _card(row: Row, *, ran: bool) -> str:
 
 
 def _notes(notes: Sequence[str]) -> str:
-    return f'<section class="notes"><ul>{"".join(f"<li>{escape(n)}</li>" for n in notes)}</ul></section>' if notes else ""
+    return f'<section class="notes"><ul>{"".join(f"<li>{marked(n)}</li>" for n in notes)}</ul></section>' if notes else ""
 
 
 def _at_peak(report: Report) -> str:
@@ -95,7 +105,7 @@ def _at_peak(report: Report) -> str:
     legend = "".join(legend_item(f"k-{k.value}", f"{KIND_LABELS[k]} <b>{format_bytes(n)}</b>") for k, n in kinds if n > 0)
     most = max((h.nbytes for h in outcome.at_peak), default=0) or 1
     rows = "".join(
-        f'<tr><td class="name"><code title="{escape(h.name)}">{escape(h.name)}</code></td>'
+        f'<tr><td class="name"><code title="{escape(h.name)}">{escape(shortened(h.name))}</code></td>'
         f'<td><span class="swatch k-{h.kind.value}"></span>{KIND_LABELS[h.kind]}</td>'
         f'<td class="num">{format_bytes(h.nbytes)}</td><td class="num soft">{h.nbytes / total:.1%}</td>'
         f'<td class="share"><i class="k-{h.kind.value}" style="width:{percent(h.nbytes / most)}"></i></td></tr>'
@@ -104,7 +114,7 @@ def _at_peak(report: Report) -> str:
     left = len(outcome.at_peak) - HOLDERS
     more = f'<p class="soft">and {left} smaller tensors</p>' if left > 0 else ""
     table = _table(("tensor", "kind", "#bytes", "#of the peak", ""), rows) + more if rows else ""
-    where = f'<p class="soft">{escape(outcome.peak_where)}, {voice(outcome)}</p>' if outcome.peak_where else ""
+    where = f'<p class="soft">{marked(outcome.peak_where)}, {voice(outcome)}</p>' if outcome.peak_where else ""
     stack = f'<div class="stack">{bar}</div><ul class="legend">{legend}</ul>' if bar else ""
     return f"<section><h2>What sits at the peak</h2>{where}{stack}{table}</section>"
 
@@ -134,7 +144,7 @@ def _block_row(block: BlockRow) -> str:
     added = f"+{format_seconds(block.extra_seconds)}" if block.extra_seconds > 0 else ""
     style = _decision_class(block)
     return (
-        f'<tr><td class="name"><code title="{escape(block.module)}">{escape(block.module)}</code></td>'
+        f'<tr><td class="name"><code title="{escape(block.module)}">{escape(shortened(block.module))}</code></td>'
         f'<td><span class="pill {style}">{escape(block.decision)}</span></td>'
         f'<td class="num">{format_bytes(block.nbytes_held)}</td><td class="num soft">{format_bytes(block.nbytes_plain)}</td>'
         f'<td class="share"><i class="ghost"></i><i class="{style}" style="width:{held}"></i></td>'
@@ -148,15 +158,24 @@ def _decision_class(block: BlockRow) -> str:
 
 
 def _reasons(why: Sequence[str]) -> str:
-    listed = "".join(f"<li>{escape(reason)}</li>" for reason in why)
+    listed = "".join(f"<li>{marked(reason)}</li>" for reason in why)
     return f'<section><h2>Why this plan</h2><ol class="why">{listed}</ol></section>' if why else ""
 
 
 def _environment(report: Report) -> str:
     facts = {"plan for trace": report.plan.trace, "decided in": format_seconds(report.plan.solve_seconds)}
     facts.update({str(key): _plain(value) for key, value in report.environment.items()})
-    listed = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(fact)}</dd></div>" for key, fact in facts.items() if fact)
+    listed = "".join(
+        f'<div class="{_width(fact)}"><dt>{escape(key)}</dt><dd>{escape(fact)}</dd></div>'
+        for key, fact in facts.items()
+        if fact
+    )
     return f'<section><h2>Environment</h2><dl class="environment">{listed}</dl></section>'
+
+
+def _width(fact: str) -> str:
+    """How many columns a fact is given: a long one in a narrow column would be a tower."""
+    return "all" if len(fact) > 60 else "two" if len(fact) > 20 else "one"
 
 
 def _plain(value: Any) -> str:

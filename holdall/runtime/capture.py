@@ -7,7 +7,8 @@ as in a trace, so that op number n here is op number n of the block there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,7 +117,8 @@ def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwa
             raise Unsupported("the block has no backward", hint="keep it")
         with torch.no_grad():
             tangents = [torch.ones_like(out[i]) for i in wanted]
-        grads = torch.autograd.grad([out[i] for i in wanted], [tensors[i] for i in trained], tangents, allow_unused=True)
+        with without_autocast():  # which loops leave before they call backward
+            grads = torch.autograd.grad([out[i] for i in wanted], [tensors[i] for i in trained], tangents, allow_unused=True)
         per_input: list[Any] = [None] * len(tensors)
         for i, g in zip(trained, grads, strict=True):
             per_input[i] = g
@@ -162,6 +164,13 @@ class _no_autocast_cache:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         torch.set_autocast_cache_enabled(self._was)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """For ops that are captured: casts are among them already."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 class _Builder:

@@ -25,6 +25,7 @@ from holdall.optim._part import Groups, is_separable, snapshot
 from holdall.runtime.gradients import Gradient
 from holdall.runtime.guard import Guard
 from holdall.runtime.held import Held
+from holdall.runtime.lending import Lender
 from holdall.runtime.streaming import Streaming
 from holdall.runtime.units import DEVICE, HOST, THROUGH, Placement, Unit, find_members
 from holdall.runtime.updating import Order, Updater
@@ -68,6 +69,7 @@ class Engine:
         self._quiet = quiet
         self._undo: list[Callable[[], object]] = []
         self._is_swapped = False
+        self._entered: torch.nn.Module | None = None  # by which an evaluation came that the model itself was not called for
         self._queued = False  # a callback at the end of this backward
         self._leaving: list[Held] = []
         self.away: set[int] = set()  # storages in another tier, which whoever counts the device's memory leaves out
@@ -89,17 +91,18 @@ class Engine:
             for unit in self.units:
                 unit.put_back(store, in_store=False)
             raise
-        self.away |= {m.home.untyped_storage()._cdata for u in self.units if not u.stays for m in u.members}
+        self.away |= {m.home.untyped_storage()._cdata for u in self.units for m in u.members if not u.keeps(m)}
         self._move_buffers()
         self.held: dict[str, Held] = {}
         self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}
         self._pending: dict[str, Any] = {}  # unit -> future or event of its update
         self.streaming = Streaming(model, self.units, calls, store=store, device=device, tell=tell)
+        self.lender: Lender | None = None  # of memory to weights, in evaluations; the harness knows what there is
         self._norms: torch.Tensor | None = None  # pinned
         self._homes: set[int] = set()  # storages of homes whose update is under way
         self._aside: list[list[torch.Tensor]] = []
         self._guard = Guard(self.settle_home)
-        self._install()
+        self._install(calls)
 
     # setting up and taking down
 
@@ -139,7 +142,7 @@ class Engine:
 
                     self._undo.append(undo)
 
-    def _install(self) -> None:
+    def _install(self, calls: Sequence[str]) -> None:
         for unit in self.units:
             for m in unit.trained:
                 if m.is_swapped:
@@ -151,6 +154,9 @@ class Engine:
             add(self.optimizer.register_step_post_hook(self._after_step).remove)
             add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
             add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
+        for module in _holders(self.model, calls):
+            add(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True).remove)
+            add(module.register_forward_hook(self._exit, always_call=True).remove)
         add(self.model.register_state_dict_pre_hook(lambda *_: self._rest()).remove)
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self._rest()).remove)
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
@@ -214,6 +220,8 @@ class Engine:
                 for m in unit.trained:
                     if m.is_swapped:
                         m.work.grad = None
+        if self.lender is not None:
+            self.lender.begin(args, kwargs)
         self._restore_weights()
         self._swap(True)
         move = tree_map_only(torch.Tensor, self._here, (args, kwargs))
@@ -236,11 +244,28 @@ class Engine:
     def _here(self, t: torch.Tensor) -> torch.Tensor:
         return t if t.device.type == self.device.type else t.to(self.device, non_blocking=True)
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, failed: bool = False) -> None:
         """Without a backward to come, the homes return at once."""
-        if not torch.is_grad_enabled():
-            self.streaming.release_all()
-            self._swap(False)
+        if torch.is_grad_enabled() and not failed:
+            return
+        kept: list[Unit] = []
+        if self.lender is not None and not failed:
+            self.lender.end()
+            kept = self.lender.lent
+        self.streaming.release_all(kept)
+        self._swap(False)
+
+    def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A module that holds blocks is called by itself, as by PEFT's `generate`: that is an evaluation, too."""
+        if torch.is_grad_enabled() or self._is_swapped:
+            return None
+        self._entered = module
+        return self.begin(args, kwargs)
+
+    def _exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        if self._entered is module:
+            self._entered = None
+            self.end_forward(failed=output is None)
 
     def need(self, call: str) -> None:
         """The forward of this block call begins: its weights must be there, the next one's may set out."""
@@ -249,6 +274,8 @@ class Engine:
         if not self._is_swapped:
             self._guard.lower()
             self._swap(True)
+        if self.lender is not None:
+            self.lender.look()
         for unit in self.streaming.used_by(call):
             self._make_new(unit)
             self.streaming.arrive(unit)
@@ -265,7 +292,10 @@ class Engine:
     def leave(self, call: str) -> None:
         """The forward of this block call is over: streamed weights that nobody needs before backward go."""
         for unit in self.streaming.used_by(call):
-            self.streaming.release(unit)
+            if self.lender is not None:
+                self.lender.leave(unit)
+            else:
+                self.streaming.release(unit)
 
     # gradients
 
@@ -385,6 +415,7 @@ class Engine:
                 self._widen(held)
             self._send(held, grads)
             self.store.arrived(unit.buffer)
+            assert held.sum is not None
             views = layout.views(self.store.memory(held.sum))
             new = unit.grads.views(self.store.memory(unit.buffer))
             for n in which:
@@ -449,8 +480,10 @@ class Engine:
         if any(a is not None for a in (*args[1:], *kwargs.values())):
             raise Unsupported("a closure would run the model inside the step", hint="run forward and backward before the step")
         self._swap(False)
+        self.streaming.release_all()  # weights that an evaluation kept will be old
         groups = snapshot(optimizer)
-        if self.when != BACKWARD:
+        is_skipped = self._unscale(optimizer)
+        if self.when != BACKWARD and not is_skipped:
             held, self.held = self.held, {}
             self._tried = self._right = 0
             self._is_plain = True
@@ -469,6 +502,28 @@ class Engine:
         placed = {id(m.home) for u in self.units for m in u.trained if u.needs_work}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in placed]
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """What a GradScaler leaves to fused optimizers: its scale, and whether a gradient is not finite; true: do nothing."""
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if scale is not None and self.when == BACKWARD:
+            raise Unsupported(
+                "gradients were used up in backward, before their scale was taken out of them",
+                hint="plan with `clips=True` where the loop has a GradScaler",
+            )
+        if found is not None and found.item():
+            return True
+        if scale is None:
+            return False
+        inverse = scale.reciprocal() if torch.frexp(scale).mantissa == 0.5 else None  # of a power of two: exact
+        for held in self.held.values():
+            for n in held.which:
+                grad = held.unit.trained[n].home.grad
+                if isinstance(grad, Gradient) and inverse is not None:
+                    grad.times(inverse)
+                elif isinstance(grad, Gradient):
+                    grad.value().div_(scale)
+        return False
 
     def _spend(self, held: Held) -> None:
         """What held the gradient is the update's now; whoever still wants it is told so."""
@@ -657,7 +712,7 @@ class Engine:
         found = [u.flat for u in self.units if u.flat is not None]
         for unit in self.units:
             if unit.stays:
-                found += [m.home for m in unit.members]
+                found += [m.home for m in unit.members if unit.keeps(m)]
                 if self.updater is not None:
                     states = self.updater.states(unit.trained)
                     found += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
@@ -678,6 +733,13 @@ class Engine:
             else 0
         )
         return homes + (self.updater.outside if self.updater is not None else 0)
+
+
+def _holders(model: torch.nn.Module, calls: Iterable[str]) -> list[torch.nn.Module]:
+    """The modules between the model and its blocks."""
+    modules = dict(model.named_modules())
+    paths = {".".join(parts[:n]) for parts in (c.partition("#")[0].split(".") for c in calls) for n in range(1, len(parts))}
+    return [modules[path] for path in sorted(paths) if path in modules]
 
 
 def _is_cleared(grad: torch.Tensor | None) -> bool:

@@ -1,8 +1,9 @@
 """What a parameter's `.grad` is while its gradient lies in another tier, or in another width.
 
-A training loop does two things with gradients between backward and step: it asks for their norms and multiplies them, to clip.
-Both can be answered without the gradient: norms are taken on the device as gradients leave, and a factor is written down and
-applied by the update. Everything else brings the gradient home first, as the plain tensor it stands for.
+A training loop does two things with gradients between backward and step: it asks for their norms and multiplies them, to clip
+or to take the scale of a loss out again. Both can be answered without the gradient: norms are taken on the device as gradients
+leave, and a factor is written down and applied by the update. Everything else brings the gradient home first, as the plain
+tensor it stands for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ aten = torch.ops.aten
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar)
 _FACTORS = (aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar)
 _CLEARS = (aten.zero_.default, aten._foreach_zero_.default)
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _ALIASES = (aten.detach.default, aten.alias.default)
 
 
@@ -102,6 +104,15 @@ class Gradient(torch.Tensor):
             return None if isinstance(first, (list, tuple)) else first
         if func in _ALIASES:
             return first
+        if func is _UNSCALE and _are_finite(first):
+            rest = [g for g in _listed(first) if not isinstance(g, Gradient)]
+            if rest:
+                func(rest, *args[1:], **kwargs)
+            if args[2].item() != 1:
+                for g in _listed(first):
+                    if isinstance(g, Gradient):
+                        g.times(args[2])
+            return None
         plain_args, plain_kwargs = tree_map_only(Gradient, Gradient.value, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         is_in_place = isinstance(first, Gradient) and out is first.here
@@ -114,6 +125,13 @@ def _listed(value: Any) -> list[Any]:
 
 def _is_untouched(g: Any) -> bool:
     return isinstance(g, Gradient) and g.factor is None and g.here is None and not g.spent
+
+
+def _are_finite(grads: Any) -> bool:
+    """Whether that follows from the norms of those that are elsewhere, so that a GradScaler need not see them."""
+    away = [g for g in grads if isinstance(g, Gradient)]
+    norms = [g.source.norm(g.place) if _is_untouched(g) else None for g in away]
+    return all(n is not None and bool(n.isfinite()) for n in norms)
 
 
 def _is_factor(value: Any) -> bool:

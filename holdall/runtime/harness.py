@@ -8,39 +8,37 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from holdall.errors import Unsupported
+from holdall.runtime.backwards import watch_backward
+from holdall.runtime.choosing import Choosing
 from holdall.runtime.engine import Engine
+from holdall.runtime.leaving import leave_with, put_method
 from holdall.runtime.ledger import Ledger
-from holdall.runtime.meter import CpuMeter, CudaMeter, Meter
+from holdall.runtime.lending import Gauge, Lender
+from holdall.runtime.lengths import Buckets
+from holdall.runtime.meter import CpuMeter, CudaMeter, Meter, device_context
+from holdall.runtime.notes import Notes
 from holdall.runtime.parking import Bank
+from holdall.runtime.placing import Placing, device_of
 from holdall.runtime.policy import Blocks, Policy
+from holdall.runtime.recorder import Recorder
+from holdall.runtime.repeat import Repeat, Tighten
 from holdall.runtime.step_back import StepBack
-from holdall.runtime.units import Placement
-from holdall.runtime.watch import Watch
+from holdall.runtime.watch import Watch, refuse_compiled
 from holdall.types import Moment, Outcome, Plan
 
+__all__ = ["Harness", "Placing"]
+
 log = logging.getLogger("holdall")
-
-
-class Notes:
-    """What the user should know: said once, kept for the report. Knows no harness, so that no cycle holds the model."""
-
-    def __init__(self, kept: list[str]) -> None:
-        self._kept = kept
-
-    def __call__(self, message: str) -> None:
-        if message not in self._kept:
-            self._kept.append(message)
-            log.warning("holdall: %s", message)
 
 
 class Harness:
@@ -57,8 +55,11 @@ class Harness:
         make_report: Callable[[Harness], Any] | None = None,
         make_store: Callable[[Plan], Any] | None = None,
         fallback: Plan | None = None,
+        buckets: Buckets | None = None,
+        tighten: Tighten | None = None,
+        record: str | Path | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan = self.regular = plan  # the one that is on; the one for steps of the sample's size
         self.model = model
         self.optimizer = optimizer
         self.store = store
@@ -72,7 +73,7 @@ class Harness:
         self._is_stepping = False
         self._outside = 0  # host memory that model states took beside the store
         self.were_ahead: list[bool] = []  # step by step: updates begun before the loop could clip were those it asked for
-        self._device = _device_of(model, plan)
+        self._device = device_of(model, plan)
         self._home = next(iter(plan.budget), "cpu")
         self._meter: Meter = CpuMeter(self._there) if self._device.type == "cpu" else CudaMeter(self._device)
         self._enforce = enforce
@@ -80,13 +81,21 @@ class Harness:
         self._make_store = make_store
         self._next: Plan | None = None  # a plan to change to before the next step
         self._since = 0  # steps that were made under earlier plans
+        self._made_under: list[Plan] = []  # of every step
+        recorder = Recorder(record)
+        self._repeat = Repeat(self, tighten, recorder) if tighten is not None or record is not None else None
+        self._sizes = buckets is not None
+        self._choosing = Choosing(self, buckets, self._repeat) if self._repeat is not None or self._sizes else None
+        self._stop_recording = recorder.start(self._device)
+        self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
         self._step_back = StepBack(plan, fallback) if fallback is not None else None
         try:
             self._install()
         except BaseException:  # nothing half done
             self._meter.stop()
-            for undo in reversed(self._undo):
-                undo()
+            self._stop_recording()
+            self._stay()
+            self._peel()
             if self.store is not None:
                 self.store.close()
             raise
@@ -96,12 +105,15 @@ class Harness:
         """Go on under another plan from the next step on. What is trained stays; only where things live changes."""
         if self._make_store is None:
             raise Unsupported("this harness cannot change its plan", hint="use `holdall.apply`")
+        if self._sizes:
+            raise Unsupported("this harness chooses its plans by the size of the batch", hint="leave `lengths` out")
         self._next = plan
 
     def _change(self, plan: Plan) -> None:
         assert self._make_store is not None
         self._take_off()
-        self.plan, self.store = plan, self._make_store(plan)
+        self.plan = self.regular = plan
+        self.store = self._make_store(plan)
         self._policies, self._placing, self.contexts = {}, None, []
         self._since = len(self._meter.peaks())
         self._install()
@@ -144,29 +156,52 @@ class Harness:
         if self._placing is not None:
             self.engine = self._make_engine(self._placing)
             self.were_ahead = self.engine.were_ahead
+        self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
+        self._stay = leave_with(self, self._meter, self._stop_recording)
+        if self._meter.ledger is not None and self.engine is not None:
+            self._meter.ledger.elsewhere = self.engine.away
+        if self.engine is not None and self._home in self.plan.budget:
+            self.engine.lender = Lender(self.engine.streaming, self._gauge())
+        self._put_on()
+
+    def _put_on(self) -> None:
+        """What the actions have said, on the modules."""
         kept = [t.untyped_storage() for t in (*self.model.parameters(), *self.model.buffers())]
         kept += self.engine.storages() if self.engine is not None else []
         resident = {s._cdata for s in kept}
-        self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
-        if self._meter.ledger is not None and self.engine is not None:
-            self._meter.ledger.elsewhere = self.engine.away
         for context in self.contexts:
             context.__enter__()
             self._undo.append(partial(context.__exit__, None, None, None))
         self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__, self.engine)
-        self._watch = Watch(self.plan, Notes(self.notes))
+        self._watch = Watch(self.plan, Notes(self.notes), any_size=self._sizes)
         buffers = dict(self.model.named_buffers())
         modules = dict(self.model.named_modules())
         names = [name for name, _ in self.plan.about.get("blocks", ())] or list(self._policies)
         for path in dict.fromkeys(name.partition("#")[0] for name in (*names, *self._policies)):
             if path in modules:
                 self._wrap(path, modules[path], buffers)
+        self._root = self.model.forward
+        if self._choosing is not None:
+            self._undo.append(put_method(self.model, "forward", self._choosing.forward))
+            self._undo.append(put_method(self.model, "_call_impl", partial(self._choosing.call, self.model._call_impl)))
+        if self._repeat is not None:
+            self._undo.append(watch_backward(self._repeat))
         handle = self.model.register_forward_pre_hook(self._begin_step, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
         if self.engine is not None:
-            self._undo.append(self.model.register_forward_hook(self._end_forward).remove)
+            self._undo.append(self.model.register_forward_hook(self._end_forward, always_call=True).remove)
         if self.optimizer is not None:
             self._undo.append(self.optimizer.register_step_post_hook(self._end_step).remove)
+
+    def _gauge(self) -> Gauge:
+        outside = device_context(self._device) if self._device.type == "cuda" else 0
+        return Gauge(
+            self.plan.budget[self._home],
+            ledger=self._meter.ledger,
+            device=self._device,
+            outside=outside,
+            busy=lambda: self._is_stepping,
+        )
 
     def _make_engine(self, placing: Placing) -> Engine:
         return Engine(
@@ -205,42 +240,87 @@ class Harness:
 
     def _wrap(self, path: str, module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
         forward = module.forward
-        had_own = "forward" in module.__dict__
 
         def planned(*args: Any, **kwargs: Any) -> Any:
+            refuse_compiled(path, module)
             name = self._watch.called(path, args, kwargs)
             return self._blocks.run(name, module, forward, buffers, args, kwargs)
 
-        module.forward = planned  # type: ignore[method-assign]
+        self._undo.append(put_method(module, "forward", planned))
 
-        def undo() -> None:
-            if had_own:
-                module.forward = forward  # type: ignore[method-assign]
-            else:
-                del module.forward
+    # plans that leave model states where they are
 
-        self._undo.append(undo)
+    def adopt(self, plan: Plan) -> None:
+        """Go on at once under a plan with the same placement: nothing moves, nothing is counted anew."""
+        if self.contexts and self.engine is not None:
+            self.engine.settle()
+        self._peel()
+        placing, self._placing = self._placing, None
+        self.plan, self._policies, self.contexts = plan, {}, []
+        for action in sorted(plan.actions, key=lambda a: a.rank):
+            action.install(self)
+        if self.store is None and self._make_store is not None:
+            self.store = self._make_store(plan)
+        if self._placing != placing:
+            raise Unsupported(
+                "the plan for this step places model states in another way than the one before",
+                hint="give `lengths=` up front, so that all plans are made for one placement",
+            )
+        self._put_on()
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """The model without its plan, for whoever traces it; model states stay where they are."""
+        if self.engine is not None:
+            self.engine._rest()
+        self._peel()
+        try:
+            yield
+        finally:
+            self.adopt(self.plan)
+
+    def run_root(self, args: Any, kwargs: Any) -> Any:
+        """The model's forward under the present plan."""
+        return self._root(*args, **kwargs)
+
+    def abandon(self) -> None:
+        """A step broke off: forget what it left open."""
+        self._blocks.restart()
+        self._watch.again()
+        if self.engine is not None:
+            self.engine.streaming.release_all()
+        if self._meter.ledger is not None:
+            self._meter.ledger.restart()  # the op that passed the budget would not have got its memory
 
     def close(self) -> None:
         """Take everything off the model again."""
         if self._closed:
             return
         self._closed = True
-        if self.optimizer is None:
-            self._finish_step()
-        self._take_off()
+        try:
+            if self.optimizer is None:
+                self._finish_step()
+        finally:
+            self._stop_recording()
+            self._take_off()
+
+    def _peel(self) -> None:
+        """Every undo, also if one of them fails."""
+        with ExitStack() as stack:
+            for undo in self._undo:
+                stack.callback(undo)
+            self._undo.clear()
 
     def _take_off(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
         engine, self.engine = self.engine, None
         try:
+            self._peel()
             if engine is not None:
                 self._outside = engine.outside
                 engine.settle()
         finally:
             self._meter.stop()  # what follows is not the loop's
+            self._stay()
             try:
                 if engine is not None:
                     engine.close()
@@ -257,10 +337,13 @@ class Harness:
 
     # steps
 
-    def _begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:  # noqa: ARG002
+    def _begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        refuse_compiled("", module)
         if self._next is not None and not self._is_stepping:
             plan, self._next = self._next, None
             self._change(plan)
+        if self._choosing is not None and torch.is_grad_enabled():
+            self._choosing.choose(args, kwargs)  # as a rule it was before the hooks
         if self.engine is not None:
             args, kwargs = self.engine.begin(args, kwargs)
         if torch.is_grad_enabled():  # else: evaluation
@@ -280,7 +363,7 @@ class Harness:
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         assert self.engine is not None
-        self.engine.end_forward()
+        self.engine.end_forward(failed=output is None)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._finish_step()
@@ -289,6 +372,7 @@ class Harness:
         if self._is_stepping:
             self._is_stepping = False
             self._meter.end()
+            self._made_under.append(self.plan)
             self._watch.end()
             if self._step_back is not None:
                 self._step_back.after_step(self, Notes(self.notes))
@@ -298,11 +382,25 @@ class Harness:
     @property
     def step_seconds(self) -> list[float]:
         """Of every step under the present plan."""
-        return self._meter.seconds()[self._since :]
+        return self._own(self._meter.seconds())
 
     @property
     def step_peaks(self) -> list[int]:
-        return self._meter.peaks()[self._since :]
+        return self._own(self._meter.peaks())
+
+    def _own(self, of_steps: list[Any]) -> list[Any]:
+        under = zip(of_steps[self._since :], self._made_under[self._since :], strict=False)
+        return [value for value, plan in under if plan is self.plan]
+
+    @property
+    def all_peaks(self) -> list[int]:
+        """Of every step, whichever plan it was made under."""
+        return list(self._meter.peaks())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._device
 
     @property
     def ledger(self) -> Ledger | None:
@@ -330,27 +428,3 @@ class Harness:
         if self._make_report is None:
             raise Unsupported("this harness was made without a report", hint="use `holdall.apply`")
         return self._make_report(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placing:
-    """What an action says about model states as a whole; see `Engine`."""
-
-    units: tuple[Placement, ...]
-    when: str
-    dtype: torch.dtype | None = None
-    slots: int = 2
-    share: bool = True
-    ahead: bool = False
-    release: str = ""
-
-
-def _device_of(model: torch.nn.Module, plan: Plan) -> torch.device:
-    """Where the model computes: where it lies, or where the plan brings it."""
-    first = next(model.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
-    if device.type == "meta":
-        raise Unsupported("the model has no weights (it lies on the meta device)", hint="build it on a real device")
-    if device.type == "cpu" and plan.about.get("device") == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

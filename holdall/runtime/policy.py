@@ -71,8 +71,9 @@ class Blocks:
         engine.need(name)
         out = self._run(name, module, forward, buffers, args, kwargs)
         engine.leave(name)
-        if engine.streaming.is_needed and torch.is_grad_enabled():
-            _at_backward(out, lambda: engine.streaming.backward_begins(name))
+        is_asked = engine.streaming.is_needed and torch.is_grad_enabled()
+        if is_asked and _at_backward(out, lambda: engine.streaming.backward_begins(name)):
+            engine.streaming.expect_backward(name)
         return out
 
     def _run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
@@ -125,8 +126,8 @@ class Blocks:
         _at_backward(out, fetch)
 
 
-def _at_backward(out: Any, call: Callable[[], None]) -> None:
-    """Call once, when the backward of whoever made `out` begins."""
+def _at_backward(out: Any, call: Callable[[], None]) -> bool:
+    """Call once, when the backward of whoever made `out` begins; whether there will be one."""
     done = False
 
     def begins(_: object) -> None:
@@ -135,6 +136,7 @@ def _at_backward(out: Any, call: Callable[[], None]) -> None:
             done = True
             call()
 
-    for t in tree_iter(out):
-        if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-            t.grad_fn.register_prehook(begins)
+    nodes = [t.grad_fn for t in tree_iter(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    for node in nodes:
+        node.register_prehook(begins)
+    return bool(nodes)

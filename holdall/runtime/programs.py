@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
-from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, tensors_of
+from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, tensors_of, without_autocast
 from holdall.runtime.replaying import Segment
 from holdall.types.program import Effect, fault
 from holdall.types.trace import digest_of
@@ -171,8 +171,9 @@ class _Call:
         self.inputs = None
         for slot in program.kept_inputs:
             self.kept[slot] = values[slot]
-        for turn in program.forward:
-            self._run(turn, values)
+        with without_autocast():
+            for turn in program.forward:
+                self._run(turn, values)
         for slot in program.saved:
             self.kept[slot] = values[slot]
         own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: what is run again gets copies of them
@@ -193,8 +194,9 @@ class _Call:
         self.kept = {}
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = t
-        for turn in program.backward:
-            self._run(turn, values)
+        with without_autocast():
+            for turn in program.backward:
+                self._run(turn, values)
         found: list[torch.Tensor | None] = []
         for ref, trained in zip(graph.gradients, self.is_trained, strict=True):
             if trained:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Streaming:
         self._device = device
         self._tell = tell  # a storage has changed its size
         self._copies: dict[str, Any] = {}  # unit -> event of the copy that brings its weights
+        self._returning: set[str] = set()  # units that backward will ask for again
         self._users = _find_users(model, units)
         self.after = self._neighbours(calls)  # block call -> streamed units of the next call that has any
         self._before = self._neighbours(calls[::-1])
@@ -69,9 +70,23 @@ class Streaming:
             unit.resize(False)
             self._tell(unit.flat.untyped_storage())
 
-    def release_all(self) -> None:
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Those whose weights come and go."""
+        return self._streamed
+
+    def here(self) -> list[Unit]:
+        """Those that take memory of the device now."""
+        return [u for u in self._streamed if u.is_here]
+
+    def release_all(self, but: Collection[Unit] = ()) -> None:
         for unit in self._streamed:
-            self.release(unit)
+            if unit not in but:
+                self.release(unit)
+
+    def expect_backward(self, call: str) -> None:
+        """The backward will come to this block call; to those that nothing trained comes before, it does not."""
+        self._returning |= {unit.name for unit in self.used_by(call)}
 
     def backward_begins(self, call: str) -> None:
         """The backward of this block call begins: its weights are there, those of the call before it may set out."""
@@ -82,7 +97,8 @@ class Streaming:
         for unit in users:
             self.arrive(unit)
         for earlier in self._before.get(call, ()):
-            self.fetch(earlier)
+            if earlier.name in self._returning:
+                self.fetch(earlier)
 
     def _wait(self, unit: Unit) -> None:
         event = self._copies.pop(unit.name, None)

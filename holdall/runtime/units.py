@@ -140,6 +140,10 @@ class Unit:
         """Whether modules are given something else than the homes."""
         return self.is_narrow or self.update != DEVICE or self.is_streamed
 
+    def keeps(self, member: Member) -> bool:
+        """Whether a member's home is on the device; nobody computes with a wide frozen one."""
+        return self.stays and (member.trained or not self.is_narrow)
+
     # setting up and taking down
 
     def far_bytes(self, *, into_store: bool, share: bool) -> int:
@@ -154,10 +158,9 @@ class Unit:
 
     def settle_homes(self, store: Keeper | None, *, into_store: bool) -> None:
         """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
-        at = self.device if self.stays else torch.device("cpu")
         if self.stays or store is None or (self.is_narrow and not into_store):
             for m in self.members:
-                to = at if m.trained or not self.is_narrow else torch.device("cpu")  # nobody computes with a wide frozen one
+                to = self.device if self.keeps(m) else torch.device("cpu")
                 if m.home.device != to:
                     m.home.data = m.home.data.to(to)
             return

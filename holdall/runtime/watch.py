@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from holdall.errors import Unsupported
 from holdall.types import Plan
 
 
 class Watch:
-    def __init__(self, plan: Plan, note: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, note: Callable[[str], None], *, any_size: bool = False) -> None:
         self._note = note
+        self._any_size = any_size  # the plan is for batches up to its own
         self._expected = [(name, shapes) for name, shapes in plan.about.get("blocks", ())]
         self._batch = plan.about.get("batch")
         self._counts: dict[str, int] = {}
@@ -24,7 +26,7 @@ class Watch:
         """A step begins."""
         self.again()
         shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if self._batch is not None and shapes and sorted(shapes) != sorted(self._batch):
+        if not self._any_size and self._batch is not None and shapes and sorted(shapes) != sorted(self._batch):
             self._note(f"the loop left the trace: a batch of {shapes} where {self._batch} was planned")
 
     def again(self) -> None:
@@ -43,7 +45,7 @@ class Watch:
             expected, shapes = self._expected[self._next]
             if name != expected:
                 self._note(f"the loop left the trace: `{name}` ran where `{expected}` was planned")
-            else:
+            elif not self._any_size:
                 seen = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
                 if seen != [list(s) for s in shapes]:
                     self._note(f"the loop left the trace: `{name}` got {seen} where {shapes} was planned")
@@ -56,3 +58,13 @@ class Watch:
             self._note(
                 f"the loop left the trace: {self._next} of {len(self._expected)} blocks ran in the last forward of a step"
             )
+
+
+def refuse_compiled(path: str, module: torch.nn.Module) -> None:
+    """A plan that is on cannot be compiled into kernels. Whoever puts it on looks before; this is for what comes after."""
+    if module._compiled_call_impl is not None:
+        where = f"`{path}`" if path else "the model"
+        raise Unsupported(
+            f"{where} was compiled by torch.compile while a plan is on it",
+            hint="leave it uncompiled until the harness is closed: under a plan it runs op by op",
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdall.errors import InvalidInput
+from holdall.simulator.accumulate import accumulated
 from holdall.types import Action, Copy, Drop, Problem, Run, Schedule, Step, Wait
 from holdall.types.trace import TensorId
 
@@ -14,6 +15,8 @@ def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     schedule = Schedule(trace=problem.trace, home=problem.home)
     ordered = sorted(actions, key=lambda a: a.rank)
     _once_per_block(ordered)
+    if not any(action.name == "place" for action in ordered):  # which says itself where gradients are added up
+        schedule = accumulated(schedule, problem)
     for action in ordered:
         schedule = action.rewrite(schedule, problem)
     return schedule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,10 +32,12 @@ def trace_step(
 ) -> Trace:
     """One training step of `model` on `batch`; see `holdall.trace`."""
     _check_inputs(model, batch, optimizer)
+    check_model(model)
     target = _target_device(model, device)
     run = loss or default_loss
     notes: list[str] = []
     source = "fake"
+    drawn = random.getstate()  # torch draws from it when its compiler is first loaded
     try:
         recorded = record_fake_step(model, batch, optimizer, run, target, precision=precision)
     except UnknownValue as error:
@@ -45,6 +48,8 @@ def trace_step(
         if not _can_run(model, target):
             raise _rejected(error) from error
         recorded, source = _watch(model, batch, optimizer, run, target, precision, _first_line(error), notes), "eager"
+    finally:
+        random.setstate(drawn)
     return Trace(
         ops=recorded.ops,
         tensors=recorded.tensors,
@@ -58,7 +63,7 @@ def trace_step(
             "device": target.type,
             "source": source,
             "optimizer": type(optimizer).__name__ if optimizer is not None else None,
-            "batch": [list(t.shape) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)],
+            "batch": [list(shape) for shape in recorded.called] or None,
             "precision": str(precision).removeprefix("torch.") if precision is not None else None,
             "timed": torch.cuda.get_device_name(target) if recorded.timed else None,
             "torch": torch.__version__,
@@ -133,6 +138,22 @@ def _target_device(model: torch.nn.Module, device: str | torch.device | None) ->
     if first is None or first.device.type == "meta":
         return torch.device("cpu")
     return first.device
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse models that decide themselves what is run again or kept: a trace would not be what they do."""
+    for path, module in model.named_modules():
+        where = f"`{path}`" if path else "the model"
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise Unsupported(
+                f"{where} is compiled by torch.compile, whose kernels save other tensors than a plan can see",
+                hint="give the model as it was before `compile`: under a plan it runs op by op",
+            )
+        if module.training and getattr(module, "gradient_checkpointing", False) is True:
+            raise Unsupported(
+                f"gradient checkpointing is on in {where}, so its layers are run again in any case",
+                hint="call `model.gradient_checkpointing_disable()` first: the plan says what is recomputed",
+            )
 
 
 def _check_inputs(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> None:

@@ -34,6 +34,11 @@ def find_whole(calls: Sequence[Call]) -> Block | None:
     return _block(calls[0], -1, None) if len(calls) == 1 and not calls[0].path else None
 
 
+def find_shapes(calls: Sequence[Call]) -> tuple[tuple[int, ...], ...]:
+    """Of the tensors that the model's own first call was given: a loss may hand it less than the whole batch."""
+    return calls[0].shapes if calls and not calls[0].path else ()
+
+
 def _block(call: Call, number: int, same_as: int | None) -> Block:
     return Block(
         id=number,

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holdall.optim._part import clone_optimizer
-from holdall.tracing.blocks import find_blocks
+from holdall.tracing.blocks import find_blocks, find_shapes
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_optimizer
@@ -69,7 +69,10 @@ def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.
         updating = Updating(optimizer=clone, values={n: f for n, f in fakes.items() if id(f) in own}, narrow={}, sliced=False)
     with mode:
         units = find_units(list(parameters), blocks, ops, tensors, updating)
-    return Recorded(ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, asked=tuple(recorder.asked))
+    called = find_shapes(recorder.calls)
+    return Recorded(
+        ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, asked=tuple(recorder.asked), called=called
+    )
 
 
 def _alias(recorder: Recorder, parameters: dict[str, torch.nn.Parameter], fakes: dict[str, torch.nn.Parameter]) -> None:

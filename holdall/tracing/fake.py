@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from holdall.optim._part import clone_optimizer
-from holdall.tracing.blocks import find_blocks, find_whole
+from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
@@ -89,7 +89,15 @@ def record_fake_step(
     timed = recorder.trials.is_timed
     whole = find_whole(recorder.calls)
     return Recorded(
-        ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, whole=whole, asked=tuple(recorder.asked), timed=timed
+        ops=ops,
+        tensors=tensors,
+        saves=saves,
+        blocks=blocks,
+        units=units,
+        whole=whole,
+        asked=tuple(recorder.asked),
+        called=find_shapes(recorder.calls),
+        timed=timed,
     )
 
 

@@ -64,6 +64,7 @@ class Recorded:
     units: tuple[Unit, ...]
     whole: Block | None = None
     asked: tuple[int, ...] = ()  # forward ops before which a value was asked for
+    called: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that the model's own first call was given
     timed: bool = False  # ops carry seconds measured on the device
 
 

@@ -3,7 +3,8 @@
 Nothing at the level of ops shows hidden bytes, and some are large: attention's backward keeps fp32 sums, sorts and embedding
 gradients keep whole copies, the backward of a layer norm over many rows keeps partial sums. And no table of rates knows what a
 copy between two layouts takes. So every kind of op of a step is run a few times alone, on tensors of the traced shapes, while
-clock and allocator watch; a step has a few hundred of them, and its layers repeat. The workspace of matrix products is left out: it is taken once and stays (`Hardware.resident`).
+clock and allocator watch; a step has a few hundred of them, and its layers repeat. The workspace of matrix products is left
+out: it is taken once and stays (`Hardware.resident`).
 """
 
 from __future__ import annotations

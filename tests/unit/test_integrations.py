@@ -412,9 +412,10 @@ def test_lightning_is_left_alone_when_training_raises_and_refuses_what_it_cannot
 
 
 @pytest.mark.parametrize(
-    ("module", "package"), [("hf_trainer", "transformers"), ("accelerate", "accelerate"), ("lightning", "lightning")]
+    ("module", "package", "extra"),
+    [("hf_trainer", "transformers", "hf"), ("accelerate", "accelerate", "hf"), ("lightning", "lightning", "lightning")],
 )
-def test_a_missing_package_is_answered_with_its_install_command(module, package, monkeypatch):
+def test_a_missing_package_is_answered_with_its_install_command(module, package, extra, monkeypatch):
     for name in ("transformers", "accelerate", "lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"holdall.integrations.{module}", raising=False)
@@ -422,7 +423,7 @@ def test_a_missing_package_is_answered_with_its_install_command(module, package,
     with pytest.raises(MissingExtra) as caught:
         getattr(holdall.integrations, module)
     assert "\n" not in caught.value.fact and package in caught.value.fact
-    assert caught.value.hint.startswith("pip install") and package in caught.value.hint
+    assert caught.value.hint == f'pip install "holdall[{extra}]"'
 
 
 def test_lines_of_the_log_go_above_a_progress_bar(monkeypatch):

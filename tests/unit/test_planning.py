@@ -88,7 +88,7 @@ def test_auto_finds_the_fastest_mix_that_fits(seed, overlap):
 
 
 def test_blocks_leave_meanwhile_where_the_link_is_slow():
-    """A copy takes as long as several blocks: offloading the first of them is free, where the next block alone cannot hide it."""
+    """A copy takes as long as several blocks: offloading the first is free, where the next block alone cannot hide it."""
     found = []
     for seed in range(12):
         trace = random_chain(random.Random(seed))

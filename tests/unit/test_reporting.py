@@ -296,7 +296,7 @@ def test_the_page_shows_every_part_of_a_full_report():
     for part in (
         "toy", "fits: 23.7 GiB of 24.0 GiB GPU", "-0.4%", "identical to the unplanned model", "the first step was left out",
         "Memory over the step", "peak 23.0 GiB", "budget 24.0 GiB", "measured total", "copy out", "What sits at the peak",
-        "logits", "Block by block", "keep + forget", "two blocks forget", "2.11.0", "backward of `layers.3` (mm #3)",
+        "logits", "Block by block", "keep + forget", "two blocks forget", "2.11.0", "backward of layers.3 (mm #3)",
     ):  # fmt: skip
         assert part in page.text, part
     assert {"k-param", "k-activation", "l-compute", "l-waiting", "measured", "budget", "dot"} <= page.classes()

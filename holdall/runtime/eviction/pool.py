@@ -178,7 +178,7 @@ class Pool:
             self._refuse(sum(sizes), label)
 
     def give_way(self) -> bool:
-        """Evict one more than the budget asks for: the device's allocator has holes where nothing fits. Whether one could go."""
+        """Evict one more than the budget asks for, where the allocator has holes that nothing fits. Whether one could go."""
         chosen = self.room.choose(self)
         if chosen is not None:
             self.evict(chosen)

@@ -1,0 +1,209 @@
+"""Plans for one model at other sizes of its batch, and tighter ones: what `holdall.fit` gives the harness to choose from.
+
+All plans of a run place the model states alike, since moving them between two steps would take longer than the step. The
+largest size that is known is planned first, so that the placement is made for it; the others are planned around that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from holdall import api
+from holdall.actions.in_backward import InBackward
+from holdall.errors import Infeasible, InvalidInput, Unsupported
+from holdall.planners._around import plan_around
+from holdall.runtime.lengths import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
+from holdall.tracing.step import default_loss
+from holdall.types import Action, Plan, Trace
+
+Lengths = str | Iterable[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traced:
+    """One step at one size."""
+
+    trace: Trace
+    shapes: Shapes  # of what the model was called with
+
+    @property
+    def size(self) -> int:
+        return sum(t.nbytes for t in self.trace.tensors.values())
+
+
+class Sizes:
+    """`tracing`: what `holdall.trace` is to be given besides model and batch. `planning`: the same of `holdall.plan`."""
+
+    def __init__(self, model: torch.nn.Module, batch: Any, *, tracing: Mapping[str, Any], planning: Mapping[str, Any]) -> None:
+        self._model = model
+        self._batch = batch
+        self._tracing = dict(tracing)
+        self._planning = dict(planning)
+        self._call = Call(model)
+        self._traces: dict[int, tuple[Plan, Trace]] = {}  # by plan; the plan itself, so that its id stays its own
+
+    def sample(self) -> tuple[Plan, Trace]:
+        """The plan for the sample alone."""
+        traced = self._trace(self._batch)
+        return self.know(api.plan(traced.trace, **self._planning), traced.trace), traced.trace
+
+    def know(self, plan: Plan, trace: Trace) -> Plan:
+        """The plan was made for this trace."""
+        self._traces[id(plan)] = plan, trace
+        return plan
+
+    def buckets(self, lengths: Lengths) -> tuple[Plan, Buckets]:
+        """(the sample's plan, all there are): one for each size of `lengths`; "auto": the others when they are met."""
+        sample = self._trace(self._batch)
+        if sample.trace.about.get("source") == "eager":
+            raise Unsupported(
+                "the step can only be watched as it runs: a plan for another size would take that size's memory first",
+                hint="plan for the longest batch there is, without `lengths`",
+            )
+        axes = self._axes(needed=lengths == "auto" and self._tracing.get("loss") is not None)
+        others = [self._trace(batch) for batch in self._batches(lengths, axes)]
+        ordered = sorted([sample, *others], key=lambda t: -t.size)
+        first = self._freely(ordered[0])
+        found = {id(ordered[0]): first}
+        for traced in ordered[1:]:
+            found[id(traced)] = self._around(traced, first.plan)
+        mine = found[id(sample)]
+        unique = {tuple(sorted(b.shapes.items())): b for b in (*found.values(), mine)}
+        return mine.plan, Buckets(unique.values(), self._call, partial(self._meet, axes, first.plan))
+
+    def tighten(self, plan: Plan) -> Plan | None:
+        """The plan with the smallest peak for the same step and placement; None: this is it."""
+        known = self._traces.get(id(plan))
+        if known is None:
+            return None
+        home = next(iter(plan.budget))
+        made = plan_around(self._problem(known[1]), _settled(plan), smallest=True)
+        return made if made.predicted.peak[home] < plan.predicted.peak[home] else None
+
+    # sizes
+
+    def _axes(self, *, needed: bool) -> Axes | None:
+        try:
+            return find_axes(self._batch)
+        except Unsupported:
+            if needed:  # with a loss of the loop's own, a batch can only be made from the sample
+                raise
+            return None
+
+    def _batches(self, lengths: Lengths, axes: Axes | None) -> list[Any]:
+        if lengths == "auto":
+            return []
+        if isinstance(lengths, (str, Mapping, torch.Tensor)) or not isinstance(lengths, Iterable):
+            raise InvalidInput(
+                f"`lengths` is {lengths if isinstance(lengths, str) else type(lengths).__name__!r}",
+                hint='use "auto", lengths such as [512, 2048], pairs (rows, length), or batches of the sizes to expect',
+            )
+        return [self._batch_of(item, axes) for item in lengths]
+
+    def _batch_of(self, item: Any, axes: Axes | None) -> Any:
+        pair = isinstance(item, tuple) and len(item) == 2 and all(isinstance(n, int) for n in item)
+        if not pair and not isinstance(item, int):
+            if not any(isinstance(t, torch.Tensor) for t in tree_leaves(item)):
+                raise InvalidInput(f"`lengths` has {item!r}, which is no size and no batch", hint="use lengths or batches")
+            return item
+        rows, length = item if pair else (None, item)
+        if min(rows or 1, length) < 1:
+            raise InvalidInput(f"`lengths` has {item!r}", hint="lengths and rows are 1 or more")
+        return resize(self._batch, axes or find_axes(self._batch), rows=rows, length=length)
+
+    def _meet(self, axes: Axes | None, first: Plan, args: Any, kwargs: Any) -> Bucket:
+        """A bucket for a call that none covers: its size rounded up, or, if that does not go, its own."""
+        shapes = self._call.shapes(args, kwargs)
+        makers: list[Callable[[], Bucket]] = [
+            partial(self._bucket_at, shapes, first, size, args, kwargs) for size in met((args, kwargs), axes)
+        ]
+        try:
+            return first_that_goes(makers)
+        except Infeasible as error:
+            if not _settled(first):
+                raise
+            hint = "give this length up front (`lengths=`), so that model states are placed for it"
+            raise Infeasible(error.fact, hint=hint, smallest=error.smallest) from error
+
+    def _bucket_at(
+        self, shapes: Shapes, first: Plan, size: tuple[Axes, int, int | None] | None, args: Any, kwargs: Any
+    ) -> Bucket:
+        if self._tracing.get("loss") is None:
+            call = (args, kwargs) if size is None else resize((args, kwargs), size[0], rows=size[1], length=size[2])
+            traced = self._trace(call, loss=_loss_of_call)
+        else:
+            if size is None:
+                raise Unsupported(
+                    f"a batch of {list(shapes.values())} was met, and how to make one from the sample cannot be known",
+                    hint="give batches of the sizes to expect: lengths=[batch, ...]",
+                )
+            traced = self._trace(resize(self._batch, find_axes(self._batch), rows=size[1], length=size[2]))
+        made = self._around(traced, first)
+        if not made.covers(shapes):
+            raise Unsupported(
+                f"a batch of {list(shapes.values())} was met; made from the sample it would be {list(made.shapes.values())}",
+                hint="give batches of the sizes to expect: lengths=[batch, ...]",
+            )
+        return made
+
+    # plans
+
+    def _trace(self, batch: Any, **other: Any) -> _Traced:
+        shapes: Shapes = {}
+
+        def see(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            for name, shape in self._call.shapes(args, kwargs).items():
+                before = shapes.get(name, shape)
+                shapes[name] = tuple(map(max, before, shape)) if len(before) == len(shape) else shape  # called more than once
+
+        handle = self._model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+        try:
+            traced = api.trace(self._model, batch, **{**self._tracing, **other})
+        finally:
+            handle.remove()
+        return _Traced(trace=traced, shapes=shapes)
+
+    def _freely(self, traced: _Traced) -> Bucket:
+        return self._bucket(traced, lambda: api.plan(traced.trace, **self._planning))
+
+    def _around(self, traced: _Traced, first: Plan) -> Bucket:
+        """A plan with the same placement of states as the first."""
+        settled = _settled(first)
+        if self._planning.get("planner", "auto") == "auto":
+            return self._bucket(traced, lambda: plan_around(self._problem(traced.trace), settled))
+        made = self._freely(traced)
+        if _settled(made.plan) != settled:
+            raise Unsupported(
+                f"for a batch of {list(traced.shapes.values())} `{first.planner}` would place model states in another way",
+                hint='use planner="auto", which plans around one placement',
+            )
+        return made
+
+    def _bucket(self, traced: _Traced, make: Callable[[], Plan]) -> Bucket:
+        try:
+            return Bucket(shapes=traced.shapes, plan=self.know(make(), traced.trace))
+        except Infeasible as error:
+            batch = ", ".join(str(list(shape)) for shape in traced.shapes.values())
+            fact = f"for a batch of {batch}: {error.fact}"
+            raise Infeasible(fact, hint=error.hint, smallest=error.smallest) from error
+
+    def _problem(self, trace: Trace) -> Any:
+        given = {k: v for k, v in self._planning.items() if k in api.PROBLEM}
+        return api.make_problem(trace, **given)
+
+
+def _settled(plan: Plan) -> tuple[Action, ...]:
+    """What must stay as it is between steps: where states live and when they are updated."""
+    kept = [a for a in plan.actions if a.name in ("place", "in_backward")]
+    return tuple(replace(a, late=()) if isinstance(a, InBackward) else a for a in kept)
+
+
+def _loss_of_call(model: torch.nn.Module, call: Any) -> torch.Tensor:
+    args, kwargs = call
+    return default_loss(lambda: model(*args, **kwargs), ())  # type: ignore[arg-type]

@@ -1,0 +1,55 @@
+"""`holdall compatible`: what works with what, from the declaration that the tests run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from holdall.cli import _options as given
+from holdall.cli._console import add_row, cell, facts, grid, say, show, show_json
+from holdall.compatibility import CLOSE, EXACT, FEATURES, NAMES, REFUSED, SIGNS, page, pairs, verdict
+
+_STYLES = {EXACT: "green", CLOSE: "yellow", REFUSED: "red"}
+
+
+def compatible(
+    features: Annotated[
+        list[str] | None, typer.Argument(metavar="[FEATURE]...", help="Two or more, such as offload lora.", show_default=False)
+    ] = None,
+    *,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/compatibility.md.")] = False,
+    json: given.Json = False,
+) -> None:
+    """Say whether features of plan, model, loop and precision work together, and whether exactly.
+
+    Example: holdall compatible offload lora bf16
+    """
+    if markdown:
+        say(page().rstrip("\n"))
+    elif features:
+        _one(features, json)
+    elif json:
+        show_json([{"features": list(pair), **asdict(verdict(*pair))} for pair in pairs()])
+    else:
+        _all()
+
+
+def _one(features: list[str], json: bool) -> None:
+    said = verdict(*features)
+    if json:
+        show_json({"features": features, **asdict(said)})
+        return
+    show(facts({" + ".join(features): said.level, "why": said.why, "hint": said.hint}))
+
+
+def _all() -> None:
+    """Rows by name, columns by number, so that it fits eighty columns."""
+    table = grid("", "", *(str(n + 1) for n in range(len(NAMES))), left=2)
+    for n, name in enumerate(NAMES):
+        levels = [verdict(name, other).level for other in NAMES]
+        add_row(table, n + 1, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
+    show(table)
+    say("\n= exact   ~ close: approximate gradients   x refused before the first step\n")
+    show(facts({f.name: f.what for f in FEATURES}))

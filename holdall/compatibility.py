@@ -1,0 +1,182 @@
+"""What works with what: every feature of a plan, a model, a loop and a precision, and for every pair of them what to expect.
+
+Said once, here. `holdall compatible` and docs/compatibility.md show it, and tests/contracts/test_compatibility.py runs every
+pair against plain training: where it says exact, losses and weights are the same bits and the peak is the predicted one; where
+it says refused, `trace`, `plan` or `apply` raises before the first step.
+
+A pair that is not named is exact. What holds of more than two features follows from their pairs: the worst of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+from holdall.errors import unknown_name
+
+EXACT, CLOSE, REFUSED = "exact", "close", "refused"
+LEVELS = (EXACT, CLOSE, REFUSED)  # from best to worst
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    name: str
+    group: str  # who decides about it: plan, model, loop or precision
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What to expect of features together."""
+
+    level: str = EXACT
+    why: str = ""  # where it is not exact; elsewhere, what to know
+    hint: str = ""  # of a refusal: what to do instead
+    is_bound: bool = False  # the peak may stay below its prediction
+    extra: int = 0  # bytes of the loop's own that come on top of the predicted peak
+
+
+FEATURES = (
+    Feature(name="recompute", group="plan", what="blocks are run again in backward"),
+    Feature(name="offload", group="plan", what="what blocks hold for backward waits in the next tier"),
+    Feature(name="place", group="plan", what="weights are streamed, states and updates are on the host"),
+    Feature(name="reschedule", group="plan", what="a block is run op by op, in an order of its own"),
+    Feature(name="compress", group="plan", what="what a block holds for backward waits as codes of 8 bits"),
+    Feature(name="in_backward", group="plan", what="parameters are updated as their gradients come (clips=False)"),
+    Feature(name="lora", group="model", what="a PEFT model with LoRA adapters"),
+    Feature(name="tied", group="model", what="the head is the embedding"),
+    Feature(name="moe", group="model", what="a mixture of experts (Mixtral)"),
+    Feature(name="frozen", group="model", what="embedding and first layer are not trained"),
+    Feature(name="compiled", group="model", what="torch.compile of single blocks"),
+    Feature(name="compiled_model", group="model", what="torch.compile of the whole model"),
+    Feature(name="checkpointing", group="model", what="gradient_checkpointing_enable() was called"),
+    Feature(name="accumulate", group="loop", what="several backwards per step (accumulate=2)"),
+    Feature(name="clip", group="loop", what="clip_grad_norm_ over all parameters"),
+    Feature(name="evaluate", group="loop", what="evaluation without gradients between steps"),
+    Feature(name="bf16", group="precision", what='computed in bfloat16, float32 parameters (precision="bf16")'),
+    Feature(name="autocast", group="precision", what="forward under torch.autocast, traced with the loop's own loss="),
+    Feature(name="scaler", group="precision", what="the loss is scaled by a torch.amp.GradScaler"),
+)
+NAMES = tuple(feature.name for feature in FEATURES)
+
+_COMPILED = Verdict(
+    level=REFUSED,
+    why="compiled kernels save other tensors than a plan can see",
+    hint="give the model as it was before `compile`: under a plan it runs op by op",
+)
+
+ALONE = {
+    "compress": Verdict(
+        level=CLOSE,
+        why="gradients are approximate: at 8 bits, losses of the first steps are within 0.1 % of plain training's",
+    ),
+    "compiled": _COMPILED,
+    "compiled_model": _COMPILED,
+    "checkpointing": Verdict(
+        level=REFUSED,
+        why="the model runs its layers again in any case, and leaves a plan nothing to decide",
+        hint="call `model.gradient_checkpointing_disable()`: the plan says what is recomputed",
+    ),
+    "scaler": Verdict(why="the scaler's own three numbers come on top of the predicted peak", extra=12),
+    "bf16": Verdict(why="exact: as copies in bfloat16 beside float32 parameters train without a plan"),
+}
+"""What holds of a feature whatever it is put together with."""
+
+_LOOKS = "the loop looks at gradients before the step, and in backward they are used up"
+
+PAIRS = {
+    ("in_backward", "accumulate"): Verdict(
+        level=REFUSED,
+        why="gradients of several backwards add up, and in backward they are used up by the first",
+        hint="make the batch one backward, or let gradients be held",
+    ),
+    ("in_backward", "clip"): Verdict(level=REFUSED, why=_LOOKS, hint="plan without it, or do not clip by the global norm"),
+    ("in_backward", "scaler"): Verdict(level=REFUSED, why=_LOOKS, hint="plan without it, or compute in bfloat16, unscaled"),
+    ("reschedule", "moe"): Verdict(
+        level=REFUSED,
+        why="torch cannot run grouped matrix products on fake tensors in float32",
+        hint="keep, recompute or offload such blocks whole; in bfloat16 they can be run op by op",
+    ),
+    ("recompute", "reschedule"): Verdict(why="on different blocks; one block is refused"),
+    ("recompute", "compress"): Verdict(level=CLOSE, why="on different blocks; one block is refused"),
+    ("offload", "reschedule"): Verdict(why="on different blocks; one block is refused"),
+    ("offload", "compress"): Verdict(level=CLOSE, why="on different blocks; codes that are to wait elsewhere: `swap`"),
+    ("reschedule", "compress"): Verdict(level=CLOSE, why="on different blocks; one block is refused"),
+    ("place", "in_backward"): Verdict(why='as `place` with when="backward"; both actions in one plan are refused'),
+    ("in_backward", "bf16"): Verdict(why='as `place` with when="backward"'),
+    ("accumulate", "bf16"): Verdict(why="sums of gradients are counted as if there from the start", is_bound=True),
+}
+"""Pairs that need a word; all others follow from what holds of each alone."""
+
+
+def feature(name: str) -> Feature:
+    """The feature of a name; others are refused with the closest."""
+    if name not in NAMES:
+        raise unknown_name("feature", name, NAMES)
+    return FEATURES[NAMES.index(name)]
+
+
+def verdict(*names: str) -> Verdict:
+    """What to expect of these features together: the worst of each alone and of all their pairs."""
+    for name in names:
+        feature(name)
+    pairs = [PAIRS.get((a, b)) or PAIRS.get((b, a)) for a, b in combinations(dict.fromkeys(names), 2)]
+    found = [v for v in (*(ALONE.get(n) for n in dict.fromkeys(names)), *pairs) if v is not None]
+    level = max((v.level for v in found), key=LEVELS.index, default=EXACT)
+    said = [v for v in found if v.level == level] if level == REFUSED else found
+    return Verdict(
+        level=level,
+        why="; ".join(dict.fromkeys(v.why for v in said if v.why)),
+        hint="; ".join(dict.fromkeys(v.hint for v in said if v.hint)),
+        is_bound=any(v.is_bound for v in found),
+        extra=sum(v.extra for v in found),
+    )
+
+
+def pairs(names: Iterable[str] = NAMES) -> tuple[tuple[str, str], ...]:
+    """Every two of the features."""
+    return tuple(combinations(names, 2))
+
+
+def page() -> str:
+    """docs/compatibility.md."""
+    lines = [
+        "# What works with what",
+        "",
+        "Made from `holdall/compatibility.py` by `holdall compatible --markdown`; every pair is run by",
+        "`tests/contracts/test_compatibility.py`.",
+        "",
+        "- **=** exact: losses and weights are plain training's to the bit, the peak is the predicted one.",
+        "- **~** close: works, with approximate gradients.",
+        "- **x** refused before the first step, in one line with a hint.",
+        "",
+        "| feature | decided by | what it is |",
+        "|---|---|---|",
+        *(f"| `{f.name}` | {f.group} | {f.what} |" for f in FEATURES),
+        "",
+        f"| | {' | '.join(f'`{name}`' for name in NAMES)} |",
+        "|---" * (len(NAMES) + 1) + "|",
+        *(f"| `{a}` | {' | '.join(_sign(a, b) for b in NAMES)} |" for a in NAMES),
+        "",
+        "## In words",
+        "",
+        *(_line(f"`{name}`", ALONE[name]) for name in NAMES if name in ALONE),
+        *(_line(f"`{a}` with `{b}`", said) for (a, b), said in PAIRS.items()),
+        "",
+        "More than two features together are as good as the worst of their pairs.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+SIGNS = {EXACT: "=", CLOSE: "~", REFUSED: "x"}
+
+
+def _sign(a: str, b: str) -> str:
+    return SIGNS[verdict(a, b).level]
+
+
+def _line(who: str, said: Verdict) -> str:
+    level = f"{said.level}: " if said.level != EXACT else ""
+    hint = f" ({said.hint})" if said.hint else ""
+    return f"- {who}: {level}{said.why}{hint}."

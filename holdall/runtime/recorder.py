@@ -1,0 +1,215 @@
+"""The flight recorder: what there was in memory when it ran out, in one paragraph and, where a folder was given, in files.
+
+    oom-N/report.txt       the paragraph
+    oom-N/oom.json         the same as data: by role, by block, and what the plan expected at its peak
+    oom-N/plan.json        the plan that was on
+    oom-N/snapshot.pickle  on a GPU: torch's own dump, for https://docs.pytorch.org/memory_viz
+
+Bytes by role and by block are measured: storages that are on the device at that moment. What is not a weight, a gradient, a
+state or a buffer is activations and temporaries, and their names are known only from the plan's own expectation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdall.units import format_bytes
+
+_LARGEST = 8  # storages and blocks that are named
+_ENTRIES = 100_000  # of the allocator's history
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """When it ran out, and what was done about it."""
+
+    phase: str  # forward or backward
+    batch: list[list[int]]  # shapes of the model's inputs
+    outcome: str
+
+
+class Recorder:
+    """Writes down what ran out. Without a folder only the paragraph is made."""
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder = Path(folder) if folder is not None else None
+
+    def start(self, device: torch.device) -> Callable[[], None]:
+        """Let the allocator keep its history, if it is to be dumped; returns what ends that."""
+        is_on = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
+        if self._folder is None or device.type != "cuda" or is_on():
+            return lambda: None
+        torch.cuda.memory._record_memory_history(max_entries=_ENTRIES, stacks="python")
+        return lambda: torch.cuda.memory._record_memory_history(enabled=None)
+
+    def add_to(self, error: BaseException, harness: Any, moment: Moment) -> None:
+        """Say it with the error, which ends the run."""
+        paragraph = self.write(error, harness, moment)
+        if hasattr(error, "add_note"):
+            error.add_note(paragraph)
+        else:  # Python 3.10
+            error.__notes__ = [*getattr(error, "__notes__", []), paragraph]
+
+    def write(self, error: BaseException, harness: Any, moment: Moment) -> str:
+        """The paragraph; the files too, where there is a folder."""
+        found = describe(error, harness, moment)
+        paragraph = _paragraph(found)
+        if self._folder is not None:
+            try:
+                paragraph += f" Written to `{self._write_files(found, paragraph, harness)}`."
+            except OSError as wrong:  # a full disk must not hide the error itself
+                paragraph += f" It could not be written to `{self._folder}`: {wrong}."
+        return paragraph
+
+    def _write_files(self, found: dict[str, Any], paragraph: str, harness: Any) -> Path:
+        assert self._folder is not None
+        number = 0
+        while (self._folder / f"oom-{number}").exists():
+            number += 1
+        folder = self._folder / f"oom-{number}"
+        folder.mkdir(parents=True)
+        (folder / "report.txt").write_text(paragraph + "\n")
+        (folder / "oom.json").write_text(json.dumps(found, indent=1))
+        harness.plan.save(folder / "plan.json")
+        if harness.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(folder / "snapshot.pickle"))
+        return folder
+
+
+def describe(error: BaseException, harness: Any, moment: Moment) -> dict[str, Any]:
+    """What was live, measured, and what the plan expected."""
+    sizes = _sizes(harness)
+    roles: dict[str, int] = {}
+    blocks: dict[str, dict[str, int]] = {}
+    paths = {name.partition("#")[0] for name, _ in harness.plan.about.get("blocks", ())}
+    for role, name, nbytes in sizes:
+        roles[role] = roles.get(role, 0) + nbytes
+        own = blocks.setdefault(_block_of(name, paths), {})
+        own[role] = own.get(role, 0) + nbytes
+    live, reserved = _live(harness)
+    roles["activations and temporaries"] = max(0, live - sum(roles.values()))
+    predicted = harness.plan.predicted
+    largest = sorted(blocks.items(), key=lambda item: -sum(item[1].values()))[:_LARGEST]
+    home = next(iter(harness.plan.budget), "cpu")
+    found = {
+        "phase": moment.phase,
+        "step": len(harness.all_peaks),
+        "error": str(error).splitlines()[0] if str(error) else type(error).__name__,
+        "outcome": moment.outcome,
+        "plan": harness.plan.summary(),
+        "budget": harness.plan.budget.get(home),
+        "expected_peak": predicted.peak.get(home),
+        "live": live,
+        "reserved": reserved,
+        "roles": roles,
+        "blocks": [{"block": name, **own} for name, own in largest],
+        "largest": [
+            {"name": name, "role": role, "bytes": n} for role, name, n in sorted(sizes, key=lambda s: -s[2])[:_LARGEST]
+        ],
+        "expected_at_peak": [{"name": h.name, "kind": h.kind.value, "bytes": h.nbytes} for h in predicted.at_peak[:_LARGEST]],
+        "expected_where": predicted.peak_where,
+        "batch": moment.batch,
+        "planned_batch": harness.plan.about.get("batch"),
+        "actions": sorted(harness.plan.count()),
+        "torch": torch.__version__,
+    }
+    return {**found, "advice": _advice(found)}
+
+
+def _sizes(harness: Any) -> list[tuple[str, str, int]]:
+    """(role, name, bytes) of every storage on the device that is not the step's own."""
+    seen: set[int] = set()
+    away = harness.engine.away if harness.engine is not None else set()
+    found = []
+    for role, name, t in _named(harness):
+        storage = t.untyped_storage()
+        if t.device.type != harness.device.type or storage._cdata in seen or storage._cdata in away:
+            continue
+        seen.add(storage._cdata)
+        found.append((role, name, storage.nbytes()))
+    return found
+
+
+def _named(harness: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    names = {id(p): name for name, p in harness.model.named_parameters()}
+    for name, p in harness.model.named_parameters():
+        yield "weights", name, p
+        if p.grad is not None and type(p.grad) is torch.Tensor:
+            yield "gradients", f"{name}.grad", p.grad
+    for name, b in harness.model.named_buffers():
+        yield "buffers", name, b
+    if harness.optimizer is not None:
+        for p, states in harness.optimizer.state.items():
+            for key, value in states.items():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer states", f"{names.get(id(p), 'parameter')}.{key}", value
+    if harness.engine is not None:
+        for held in harness.engine.held.values():
+            for t in held.here:
+                yield "gradients", held.unit.name, t
+        for unit in harness.engine.units:
+            if unit.flat is not None:
+                yield "weights", unit.name, unit.flat
+
+
+def _block_of(name: str, paths: set[str]) -> str:
+    """The block that a parameter lies in; its module, where that is outside of every block."""
+    path = name
+    while path:
+        if path in paths:
+            return path
+        path = path.rpartition(".")[0]
+    return name.partition(".")[0]
+
+
+def _live(harness: Any) -> tuple[int, int | None]:
+    """Bytes in use, and what the allocator has of the device; None: nothing reserves."""
+    if harness.ledger is not None:
+        return harness.ledger.live, None
+    if harness.device.type == "cuda":
+        return torch.cuda.memory_allocated(harness.device), torch.cuda.memory_reserved(harness.device)
+    return 0, None
+
+
+def _paragraph(found: dict[str, Any]) -> str:
+    roles = ", ".join(f"{role} {format_bytes(n)}" for role, n in sorted(found["roles"].items(), key=lambda r: -r[1]) if n)
+    blocks = ", ".join(
+        f"`{b['block']}` {format_bytes(sum(v for v in b.values() if isinstance(v, int)))}" for b in found["blocks"][:3]
+    )
+    expected = ", ".join(f"{h['name']} {format_bytes(h['bytes'])}" for h in found["expected_at_peak"][:3])
+    budget = f" of {format_bytes(found['budget'])}" if found["budget"] is not None else ""
+    parts = [
+        f"holdall: out of memory in {found['phase']} of step {found['step']}.",
+        f"In use: {format_bytes(found['live'])}{budget}: {roles}.",
+        f"Most of what stays: {blocks}." if blocks else "",
+        f"The plan ({found['plan']}) expected its peak at {found['expected_where'] or 'no op'}, with {expected or 'nothing'}.",
+        f"{found['outcome']}." if found["outcome"] else "",
+        found["advice"],
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _advice(found: dict[str, Any]) -> str:
+    """What to try, the most telling first."""
+    batch, planned = found["batch"], found["planned_batch"]
+    advice = []
+    if batch and planned and sorted(batch) != sorted(planned):
+        advice.append(f'the batch was {batch} and the plan is for {planned}: use `holdall.fit(..., lengths="auto")`')
+    reserved, live = found["reserved"], found["live"]
+    if reserved is not None and reserved - live > 0.1 * reserved:
+        advice.append(f"{format_bytes(reserved - live)} were reserved but free, in pieces: plan for a budget of a tenth less")
+    roles = found["roles"]
+    states = sum(roles.get(role, 0) for role in ("weights", "gradients", "optimizer states"))
+    if "place" not in found["actions"] and states > roles["activations and temporaries"]:
+        advice.append("weights, gradients and states take most of it: allow `place`, which moves them off the device")
+    elif not {"recompute", "offload", "reschedule"} & set(found["actions"]):
+        advice.append("activations take most of it, and nothing is recomputed or offloaded: allow `recompute` and `offload`")
+    if not advice:
+        advice.append("use a smaller batch or a larger budget, or plan for a budget of a tenth less, to leave room")
+    return "Advice: " + "; ".join(advice) + "."

@@ -1,0 +1,55 @@
+"""Gradient accumulation: the last backward of a step, beside the gradients of those before it.
+
+A trace has one backward per step, whose gradients become the parameters' own. Where there are several, the first one's stay,
+each later one is added to them when it is complete and then let go. The last backward is thus the one that takes most, and
+the step that is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from holdall.types import Kind, Phase, Problem, Schedule
+from holdall.types.trace import OpId, TensorId, Trace
+
+
+def accumulated(schedule: Schedule, problem: Problem) -> Schedule:
+    """The same schedule with the sums of earlier gradients there from the start, and updates that read them."""
+    trace = problem.trace
+    grads = [x for x, t in trace.tensors.items() if t.kind is Kind.GRAD and t.born >= 0]
+    if problem.accumulate < 2 or not grads:
+        return schedule
+    schedule = schedule.copy()
+    steps = [op.id for op in trace.ops if op.site.phase is Phase.STEP]
+    end = (steps[0] if steps else len(trace.ops)) - 1
+    over = _node_ends(trace, end)
+    sums: dict[TensorId, TensorId] = {}
+    for x in grads:
+        held = schedule.held(x)
+        sums[x] = schedule.add(trace.tensors[x], name=f"{trace.tensors[x].name} so far", born=-1)
+        schedule.holds[sums[x]] = held
+        made = max((k for k in trace.uses(x) if k <= end), default=trace.tensors[x].born)
+        schedule.holds[x] = [(over.get(made, made), 0)]
+    for op in steps:
+        run = schedule.run(op)
+        if sums.keys() & {*run.reads, *run.mutates}:
+            schedule.runs[op] = replace(run, reads=_swapped(run.reads, sums), mutates=_swapped(run.mutates, sums))
+    return schedule
+
+
+def _swapped(tensors: Iterable[TensorId], sums: dict[TensorId, TensorId]) -> tuple[TensorId, ...]:
+    return tuple(sums.get(x, x) for x in tensors)
+
+
+def _node_ends(trace: Trace, end: OpId) -> dict[OpId, OpId]:
+    """Op of backward -> the last op of its node of the graph, which hands a gradient over when it is over.
+
+    A node lets go of what it had saved when it is over: so what it asked for before and let go after tells its end.
+    """
+    ends: dict[OpId, OpId] = {}
+    for save in trace.saves:
+        if save.unpacked is not None and save.released is not None:
+            for op in range(save.unpacked + 1, min(save.released, end) + 1):
+                ends[op] = max(ends.get(op, 0), save.released)
+    return ends
