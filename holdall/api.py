@@ -17,7 +17,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, TraceMismatch, Unsupported, unknown_name
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
-from holdall.runtime.harness import Harness
+from holdall.runtime.harness import Harness, refuse_planned
 from holdall.runtime.lengths import Buckets
 from holdall.runtime.logits import chunk_head, head_of, rows_for
 from holdall.runtime.meter import device_context
@@ -137,6 +137,7 @@ def apply(
     """
     read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     check_model(model)
+    refuse_planned(model)
     _check_belongs(read, model, optimizer)
 
     def make_store(plan: Plan) -> Any:
@@ -187,6 +188,7 @@ def fit(
     """
     from holdall.asking.sizes import Sizes
 
+    refuse_planned(model)
     on = device if device is not None else _device_of_batch(batch)
     asked = {"budget": budget, "hardware": hardware, "allow": allow, "accumulate": accumulate}
     sizes = Sizes(

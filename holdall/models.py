@@ -214,7 +214,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        hint = 'pip install -c constraints.txt -e ".[hf]"'
+        hint = 'pip install "holdall[hf]"'
         raise MissingExtra("models by name or folder need the package `transformers`", hint=hint) from error
     return transformers
 

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdall import api
 from holdall.actions.in_backward import InBackward
@@ -38,25 +39,38 @@ class _Traced:
 
 
 class Sizes:
-    """`tracing`: what `holdall.trace` is to be given besides model and batch. `planning`: the same of `holdall.plan`."""
+    """`tracing`: what `holdall.trace` is to be given besides model and batch. `planning`: the same of `holdall.plan`.
+    `adjust`: what becomes of every plan before it is used."""
 
-    def __init__(self, model: torch.nn.Module, batch: Any, *, tracing: Mapping[str, Any], planning: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        *,
+        tracing: Mapping[str, Any],
+        planning: Mapping[str, Any],
+        adjust: Callable[[Plan, Trace], Plan] = lambda plan, _: plan,
+    ) -> None:
         self._model = model
-        self._batch = batch
+        self._batch: Any = batch
+        self._came_from: dict[int, torch.device] = {}
         self._tracing = dict(tracing)
         self._planning = dict(planning)
+        self._adjust = adjust
         self._call = Call(model)
         self._traces: dict[int, tuple[Plan, Trace]] = {}  # by plan; the plan itself, so that its id stays its own
 
     def sample(self) -> tuple[Plan, Trace]:
         """The plan for the sample alone."""
         traced = self._trace(self._batch)
+        self._batch = None  # it would take its memory as long as the harness does
         return self.know(api.plan(traced.trace, **self._planning), traced.trace), traced.trace
 
     def know(self, plan: Plan, trace: Trace) -> Plan:
-        """The plan was made for this trace."""
-        self._traces[id(plan)] = plan, trace
-        return plan
+        """The plan was made for this trace; as it will be used."""
+        made = self._adjust(plan, trace)
+        self._traces[id(made)] = made, trace
+        return made
 
     def buckets(self, lengths: Lengths) -> tuple[Plan, Buckets]:
         """(the sample's plan, all there are): one for each size of `lengths`; "auto": the others when they are met."""
@@ -74,6 +88,7 @@ class Sizes:
         for traced in ordered[1:]:
             found[id(traced)] = self._around(traced, first.plan)
         mine = found[id(sample)]
+        self._put_aside()
         unique = {tuple(sorted(b.shapes.items())): b for b in (*found.values(), mine)}
         return mine.plan, Buckets(unique.values(), self._call, partial(self._meet, axes, first.plan))
 
@@ -83,8 +98,22 @@ class Sizes:
         if known is None:
             return None
         home = next(iter(plan.budget))
-        made = plan_around(self._problem(known[1]), _settled(plan), smallest=True)
+        made = self._adjust(plan_around(self._problem(known[1]), _settled(plan), smallest=True), known[1])
         return made if made.predicted.peak[home] < plan.predicted.peak[home] else None
+
+    def _put_aside(self) -> None:
+        """The sample is needed again only where the loop has a loss of its own; it waits in the host's memory."""
+        if self._tracing.get("loss") is None:
+            self._batch = None
+            return
+
+        def copied(t: torch.Tensor) -> torch.Tensor:
+            copy = t.detach().to("cpu", copy=True)
+            self._came_from[id(copy)] = t.device
+            return copy
+
+        with _disable_current_modes():  # nobody's step: not counted
+            self._batch = tree_map_only(torch.Tensor, copied, self._batch)
 
     # sizes
 
@@ -143,7 +172,8 @@ class Sizes:
                     f"a batch of {list(shapes.values())} was met, and how to make one from the sample cannot be known",
                     hint="give batches of the sizes to expect: lengths=[batch, ...]",
                 )
-            traced = self._trace(resize(self._batch, find_axes(self._batch), rows=size[1], length=size[2]))
+            sample = tree_map_only(torch.Tensor, lambda t: t.to(self._came_from[id(t)]), self._batch)
+            traced = self._trace(resize(sample, find_axes(sample), rows=size[1], length=size[2]))
         made = self._around(traced, first)
         if not made.covers(shapes):
             raise Unsupported(

@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall import api
+from holdall.asking.sizes import Sizes
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, MissingExtra
 from holdall.reporting import Report
@@ -155,19 +156,36 @@ class Fitting:
 def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, accumulate: int) -> Harness:
     """`holdall.fit`, with some of the budget left to what a trainer keeps beside the step."""
     options = dict(wish.options)
-    tracing = {name: options.pop(name) for name in ("device", "precision", "head") if name in options}
-    enforce = options.pop("enforce", True)
-    tracing.setdefault("device", api._device_of_batch(batch))
-    traced = api.trace(model, batch, optimizer=optimizer, loss=wish.loss, **tracing)
-    machine = api.resolve_hardware(options.pop("hardware", None), str(traced.about.get("device", "cpu")))
+    tracing: dict[str, Any] = {name: options.pop(name) for name in ("device", "precision", "head") if name in options}
+    applying: dict[str, Any] = {name: options.pop(name) for name in ("enforce", "record") if name in options}
+    lengths, repeat = options.pop("lengths", None), options.pop("repeat", True)
+    tracing["device"] = tracing.get("device") or api._device_of_batch(batch) or _device_of(model)
+    machine = api.resolve_hardware(options.pop("hardware", None), torch.device(tracing["device"]).type)
     # a trainer reads the batches of a step together, and a loop's variable holds the one before
     batches = accumulate * sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
-    room = _Room(
-        budget=api.resolve_budget(wish.budget, machine), traced=traced, machine=machine, accumulate=accumulate, batches=batches
+    room = _Room(budget=api.resolve_budget(wish.budget, machine), machine=machine, accumulate=accumulate, batches=batches)
+    asked = {"budget": room.left, "hardware": machine, "accumulate": accumulate, "allow": options.pop("allow", None)}
+    sizes = Sizes(
+        model,
+        batch,
+        tracing={"optimizer": optimizer, "loss": wish.loss, **tracing},
+        planning={**asked, "planner": wish.planner, **options},
+        adjust=room.as_measured,
     )
-    made = room.plan(planner=wish.planner, **options)
-    fallback = room.fallback(made, allow=options.get("allow"))
-    return api.apply(made, model, optimizer, enforce=enforce, fallback=fallback)
+    applying["tighten"] = sizes.tighten if repeat else None
+    with room.explaining():
+        if lengths is not None:
+            made, buckets = sizes.buckets(lengths)
+            return api.apply(made, model, optimizer, buckets=buckets, **applying)
+        made, traced = sizes.sample()
+    fallback = api._fallback_for(made, traced, **asked)
+    fallback = sizes.know(fallback, traced) if fallback is not None else None
+    return api.apply(made, model, optimizer, fallback=fallback, **applying)
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +193,6 @@ class _Room:
     """Plans for what a trainer leaves of the budget; enforced is the whole budget, predicted is what will be measured."""
 
     budget: dict[str, int]
-    traced: Trace
     machine: Hardware
     accumulate: int
     batches: int  # bytes of those that are not the step's own
@@ -185,51 +202,27 @@ class _Room:
         return self.machine.home.name
 
     @property
-    def margin(self) -> int:
-        return min(_MARGIN, self.budget[self.home] // 100)
+    def left(self) -> dict[str, int]:
+        """The budget to plan for."""
+        margin = min(_MARGIN, self.budget[self.home] // 100)
+        return {**self.budget, self.home: max(1, self.budget[self.home] - margin - self.batches)}
 
-    def plan(self, **options: Any) -> Plan:
-        made = self._plan(self.batches, options)
-        sums = self._sums(made)
-        if made.predicted.peak[self.home] + sums + self.batches + self.margin > self.budget[self.home]:
-            made = self._plan(self.batches + sums, options)
-        return self._as_measured(made)
-
-    def fallback(self, made: Plan, *, allow: Any) -> Plan | None:
-        found = api._fallback_for(
-            made,
-            self.traced,
-            hardware=self.machine,
-            allow=allow,
-            budget=self._without(self.batches),
-            accumulate=self.accumulate,
-        )
-        return self._as_measured(found) if found is not None else None
-
-    def _plan(self, taken: int, options: Mapping[str, Any]) -> Plan:
-        given = {"hardware": self.machine, "accumulate": self.accumulate, **options}
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What does not fit is said in terms of the whole budget."""
         try:
-            return api.plan(self.traced, budget=self._without(taken), **given)
+            yield
         except Infeasible as error:
             if error.smallest is None:
                 raise
-            least = error.smallest + taken
+            least = error.smallest + self.batches
             smallest = min(least + _MARGIN, least * 100 // 99 + 2)  # with the margin of that budget
             fact = f"{error.fact}; the trainer keeps {format_bytes(smallest - error.smallest)} beside that"
             raise Infeasible(fact, hint=f"use a budget of at least {smallest} bytes", smallest=smallest) from error
 
-    def _without(self, taken: int) -> dict[str, int]:
-        return {**self.budget, self.home: max(1, self.budget[self.home] - self.margin - taken)}
-
-    def _sums(self, made: Plan) -> int:
-        """Gradients that earlier backwards of a step leave beside the next forward; a plan that places states counts them."""
-        if self.accumulate == 1 or any(action.name == "place" for action in made.actions):
-            return 0
-        return sum(self.traced.tensors[g].nbytes for unit in self.traced.units for g in unit.grads)
-
-    def _as_measured(self, made: Plan) -> Plan:
-        peak = made.predicted.peak[self.home] + self._sums(made) + self.batches
-        update = sum(op.seconds for op in cost_trace(self.traced, self.machine).ops if op.site.phase is Phase.STEP)
+    def as_measured(self, made: Plan, traced: Trace) -> Plan:
+        peak = made.predicted.peak[self.home] + self.batches
+        update = sum(op.seconds for op in cost_trace(traced, self.machine).ops if op.site.phase is Phase.STEP)
         again = max(0.0, made.predicted.seconds - update)  # a backward more, and no update
         seconds = made.predicted.seconds + (self.accumulate - 1) * again
         predicted = replace(made.predicted, peak={**made.predicted.peak, self.home: peak}, seconds=seconds)

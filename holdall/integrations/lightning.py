@@ -160,6 +160,7 @@ def _through_call(module: Any, name: str) -> Callable[[], object]:
             with _attribute(module, "forward", forward):  # a step may call the module itself
                 return step(*args, **kwargs)
 
+        as_forward.is_detour = True  # type: ignore[attr-defined]
         with _attribute(module, "forward", as_forward):
             return module(*args, **kwargs)
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.runtime.before import RandomNumbers
 from holdall.runtime.lengths import Bucket, Buckets
+from holdall.runtime.methods import put_method
 from holdall.runtime.repeat import Repeat
 from holdall.types import Plan
 
@@ -24,12 +25,52 @@ class Choosing:
         self._harness = harness
         self._buckets = buckets
         self._repeat = repeat
+        self._is_inside = False
+        self._root: Callable[..., Any] | None = None  # the model's own forward, while ours is in its place
+        self._undo: Callable[[], None] | None = None
+        if repeat is not None:
+            repeat.run, repeat.adopt = self.run_root, self.adopt
 
     def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of the model: the plan is chosen before its hooks, of which some are the plan's own."""
-        if torch.is_grad_enabled():
-            self.choose(args, kwargs)
-        return call(*args, **kwargs)
+        """A call of the model: the plan is chosen before its hooks, of which some are the plan's own.
+
+        Its forward is replaced for this call alone, whatever it is by now. A forward that says `is_detour` calls the model
+        again itself: that call is the step's.
+        """
+        if not torch.is_grad_enabled() or self._is_inside:
+            return call(*args, **kwargs)
+        self.choose(args, kwargs)
+        if self._repeat is None or getattr(self._harness.model.forward, "is_detour", False):
+            return call(*args, **kwargs)
+        self._put_on()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._take_off()
+
+    def _put_on(self) -> None:
+        self._root = self._harness.model.forward
+        self._undo = put_method(self._harness.model, "forward", self._forward)
+
+    def _take_off(self) -> None:
+        undo, self._undo, self._root = self._undo, None, None
+        if undo is not None:
+            undo()
+
+    def run_root(self, args: Any, kwargs: Any) -> Any:
+        """The model's forward under the present plan."""
+        root = self._root if self._root is not None else self._harness.model.forward
+        return root(*args, **kwargs)
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on under another plan, also in the middle of a call: a plan for the whole model is its forward."""
+        is_on = self._undo is not None
+        self._take_off()
+        try:
+            self._harness.adopt(plan)
+        finally:
+            if is_on:
+                self._put_on()
 
     def choose(self, args: Any, kwargs: Any) -> None:
         """The plan for a step of this size."""
@@ -54,8 +95,10 @@ class Choosing:
         self._harness.note()(f"a batch larger than those planned for was met: made a plan for {made}")
         return made
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; the one it had when this call began may have been replaced since."""
-        if self._repeat is not None:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._repeat is not None
+        self._is_inside = True  # a model that calls itself does so in one step
+        try:
             return self._repeat.forward(args, kwargs)
-        return self._harness.run_root(args, kwargs)
+        finally:
+            self._is_inside = False

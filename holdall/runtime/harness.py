@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -21,11 +22,12 @@ from holdall.errors import Unsupported
 from holdall.runtime.backwards import watch_backward
 from holdall.runtime.choosing import Choosing
 from holdall.runtime.engine import Engine
-from holdall.runtime.leaving import leave_with, put_method
+from holdall.runtime.leaving import leave_with
 from holdall.runtime.ledger import Ledger
 from holdall.runtime.lending import Gauge, Lender
 from holdall.runtime.lengths import Buckets
 from holdall.runtime.meter import CpuMeter, CudaMeter, Meter, device_context
+from holdall.runtime.methods import put_method
 from holdall.runtime.notes import Notes
 from holdall.runtime.parking import Bank
 from holdall.runtime.placing import Placing, device_of
@@ -39,6 +41,16 @@ from holdall.types import Moment, Outcome, Plan
 __all__ = ["Harness", "Placing"]
 
 log = logging.getLogger("holdall")
+_planned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that a harness is on
+
+
+def refuse_planned(model: torch.nn.Module) -> None:
+    """A second plan on a model would wrap what the first has wrapped."""
+    if model in _planned:
+        raise Unsupported(
+            f"this {type(model).__name__} is under a plan already",
+            hint="call `close()` on its harness first, or use the harness in a `with` block",
+        )
 
 
 class Harness:
@@ -99,6 +111,7 @@ class Harness:
             if self.store is not None:
                 self.store.close()
             raise
+        _planned.add(model)
         log.info("holdall: %s", plan.summary())
 
     def switch(self, plan: Plan) -> None:
@@ -180,9 +193,7 @@ class Harness:
         for path in dict.fromkeys(name.partition("#")[0] for name in (*names, *self._policies)):
             if path in modules:
                 self._wrap(path, modules[path], buffers)
-        self._root = self.model.forward
         if self._choosing is not None:
-            self._undo.append(put_method(self.model, "forward", self._choosing.forward))
             self._undo.append(put_method(self.model, "_call_impl", partial(self._choosing.call, self.model._call_impl)))
         if self._repeat is not None:
             self._undo.append(watch_backward(self._repeat))
@@ -279,10 +290,6 @@ class Harness:
         finally:
             self.adopt(self.plan)
 
-    def run_root(self, args: Any, kwargs: Any) -> Any:
-        """The model's forward under the present plan."""
-        return self._root(*args, **kwargs)
-
     def abandon(self) -> None:
         """A step broke off: forget what it left open."""
         self._blocks.restart()
@@ -302,6 +309,7 @@ class Harness:
                 self._finish_step()
         finally:
             self._stop_recording()
+            _planned.discard(self.model)
             self._take_off()
 
     def _peel(self) -> None:

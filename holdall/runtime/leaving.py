@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from holdall.runtime.backwards import unwatch_backward
 from holdall.runtime.ledger import Ledger
 from holdall.runtime.meter import Meter
-
-
-def put_method(module: torch.nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Another method for one module alone; returns what takes it away."""
-    before = module.__dict__.get(name)
-    module.__dict__[name] = method
-
-    def undo() -> None:
-        if before is not None:
-            module.__dict__[name] = before
-        else:
-            del module.__dict__[name]
-
-    return undo
 
 
 def leave_with(owner: object, meter: Meter, stop_recording: Callable[[], None]) -> Callable[[], object]:

@@ -55,6 +55,8 @@ class Repeat:
 
     def __init__(self, harness: Any, tighten: Tighten | None, recorder: Recorder) -> None:
         self._harness = harness
+        self.run: Callable[[Any, Any], Any] = lambda args, kwargs: harness.model.forward(*args, **kwargs)
+        self.adopt: Callable[[Plan], None] = harness.adopt
         self._tighten = tighten
         self._recorder = recorder
         self._buffers = Buffers(harness.model, harness._quiet)
@@ -81,13 +83,12 @@ class Repeat:
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """The model's forward, made again if it runs out of memory."""
-        run = self._harness.run_root
         if self._is_inside or not torch.is_grad_enabled():
-            return run(args, kwargs)
+            return self.run(args, kwargs)
         self._latest = None
         step = self._before(args, kwargs)
         try:
-            out = run(args, kwargs)
+            out = self.run(args, kwargs)
         except OUT_OF_MEMORY as error:
             tighter = self._decide(error, step, "forward", self._lost(step))
             _forget(error)
@@ -99,7 +100,7 @@ class Repeat:
         try:
             with self._inside():
                 args, kwargs = self._begin(step)
-                out = run(args, kwargs)
+                out = self.run(args, kwargs)
         except OUT_OF_MEMORY as error:
             self._recorder.add_to(error, self._harness, _moment("forward", step, _AGAIN))
             raise
@@ -173,7 +174,7 @@ class Repeat:
                 for device, enabled, dtype in step.autocast:
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
                 args, kwargs = self._begin(step)
-                leaves = _outputs(self._harness.run_root(args, kwargs))
+                leaves = _outputs(self.run(args, kwargs))
                 stack.close()
                 again = [leaves[n] for n in seeds.outputs]
                 del leaves
@@ -214,7 +215,7 @@ class Repeat:
         self._harness.abandon()
         step.buffers.put_back()
         step.numbers.put_back()
-        self._harness.adopt(tighter)
+        self.adopt(tighter)
         if self._harness.device.type == "cuda":
             torch.cuda.empty_cache()
 

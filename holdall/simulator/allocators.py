@@ -89,7 +89,8 @@ class Expandable(Ideal):
     """Segments that grow and shrink by pages: holes are given back, but for the pages that live tensors share with them."""
 
     SHARED = 0.03  # of what is live, in pages that are only partly in use: 2 to 3 % at 8, 12 and 24 GiB on an H200
-    PAGES = 64 * MiB  # three pages, which is what counts where little is live
+    PAGES = 64 * MiB  # three pages on top of that, or where little is live,
+    SMALL = 1 / 6  # this share of it
 
     def __init__(self, *, limit: Bytes | None = None) -> None:
         super().__init__(MIN_BLOCK, limit=None if limit is None else self.usable(limit))
@@ -97,15 +98,21 @@ class Expandable(Ideal):
     @classmethod
     def usable(cls, limit: Bytes) -> Bytes:
         """How much may be live under a limit on what is reserved."""
-        return max(0, int((limit - cls.PAGES) / (1 + cls.SHARED)))
+        little = int(limit / (1 + cls.SHARED + cls.SMALL))
+        return little if little * cls.SMALL <= cls.PAGES else int((limit - cls.PAGES) / (1 + cls.SHARED))
+
+    @classmethod
+    def taken(cls, live: Bytes) -> Bytes:
+        """What is reserved for so much that is live."""
+        return int(live * (1 + cls.SHARED) + min(cls.PAGES, live * cls.SMALL))
 
     @property
     def reserved(self) -> Bytes:
-        return int(self.allocated * (1 + self.SHARED)) + self.PAGES
+        return self.taken(self.allocated)
 
     @property
     def peak_reserved(self) -> Bytes:
-        return int(self.peak_allocated * (1 + self.SHARED)) + self.PAGES
+        return self.taken(self.peak_allocated)
 
 
 class Block:

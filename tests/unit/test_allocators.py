@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall.errors import InvalidInput, OverBudget
-from holdall.simulator.allocators import Caching, Ideal, make_allocator, segment_size
+from holdall.simulator.allocators import Caching, Expandable, Ideal, make_allocator, segment_size
 from holdall.units import KiB, MiB
 
 A, B, C, D, E, F, G, H = range(8)
@@ -258,3 +258,9 @@ def test_a_hundred_thousand_events_take_about_a_second():
         if best < 1.5:
             break
     assert best < 1.5
+
+
+@pytest.mark.parametrize("limit", [200_000, 300 * MiB, 450 * MiB, 12 << 30])
+def test_what_may_be_live_in_expandable_segments_is_what_their_reservation_allows(limit):
+    live = Expandable.usable(limit)
+    assert Expandable.taken(live) <= limit < Expandable.taken(live + live // 1000 + 4)

@@ -201,7 +201,7 @@ def test_what_fails_is_a_row_with_its_reason(small, monkeypatch):
     assert result.exit_code == 1  # for the planner; peers are not ours to judge
     assert "note: rotor at 100%: RuntimeError: a bug of a planner\n" in result.stdout
     assert "`rockmate` is not installed" in result.stdout and "pip install rockmate" in result.stdout
-    assert "note: compile, ratio 1: " in result.stdout and "nonesuch" in result.stdout
+    assert "note: compile, ratio 1, nonesuch: " in result.stdout and "nonesuch" in result.stdout
 
 
 # the benchmark

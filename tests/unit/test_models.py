@@ -311,4 +311,4 @@ def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(MissingExtra) as caught:
         models.describe("gpt2")
-    assert caught.value.hint == 'pip install -c constraints.txt -e ".[hf]"'
+    assert caught.value.hint == 'pip install "holdall[hf]"'

@@ -16,6 +16,7 @@ from holdall.errors import OverBudget
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.testing.contracts import problem_for
+from holdall.runtime import programs
 from holdall.testing.worlds import machine
 
 
@@ -158,6 +159,51 @@ def test_a_step_that_runs_out_is_repeated_with_the_same_bits(monkeypatch, phase,
     assert same(model, reference)
     assert len(harness.notes) == 1
     assert f"out of memory in {phase}: the step was repeated" in harness.notes[0]
+
+
+class Plain(nn.Module):
+    """One graph, from the batch to the loss."""
+
+    inside = True
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return nn.functional.cross_entropy(x, y)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_plan_for_the_whole_model_is_left_in_the_middle_of_its_call(monkeypatch, phase):
+    """Such a plan is the model's forward itself, in whose place the repetition stands."""
+    pytest.importorskip("scipy")
+    torch.manual_seed(1)
+    model = Plain()
+    reference = copy.deepcopy(model)
+    expected = train(reference, adam(reference))
+    optimizer = adam(model)
+    trace = holdall.trace(model, next(data()), optimizer=optimizer)
+    most = holdall.plan(trace, planner="nop", hardware=machine()).predicted.peak["cpu"]
+    options = {"planner": "checkmate", "method": "lp", "scope": "model", "budget": most - 400, "allow": None}
+    with fit(model, optimizer, **options) as harness:
+        assert [a.block for a in harness.plan.actions] == [""]
+        plain, left = getattr(programs._Call, phase), [1]
+
+        def sometimes(call, *args):
+            if left and len(harness.all_peaks) == 1:
+                left.clear()
+                raise torch.OutOfMemoryError("no more memory")
+            return plain(call, *args)
+
+        monkeypatch.setattr(programs._Call, phase, sometimes)
+        got = train(model, optimizer)
+    assert not left
+    assert got[0] == expected[0] and same(model, reference)
+    assert "the step was repeated" in harness.notes[0]
+    assert "forward" not in vars(model)
 
 
 def long_step(model, x, y, *, hold):

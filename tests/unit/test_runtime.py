@@ -10,6 +10,7 @@ import torch
 import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Recompute, keepable, obstacle
+from holdall.errors import Unsupported
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
@@ -298,3 +299,15 @@ def test_a_plan_for_another_model_or_optimizer_is_refused():
     with pytest.raises(holdall.InvalidInput):
         holdall.apply(plan, model, torch.optim.SGD(other.parameters(), lr=0.1))
     train(model, batch, optimizer, 1)
+
+
+def test_a_second_plan_on_a_model_is_refused_until_the_first_is_off():
+    model, batch = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)), torch.randn(2, 4)
+    options = {"loss": lambda m, b: m(b).sum(), "hardware": machine()}
+    first = holdall.fit(model, None, batch, **options)
+    with pytest.raises(Unsupported, match="under a plan already"):
+        holdall.fit(model, None, batch, **options)
+    with pytest.raises(Unsupported, match="under a plan already"):
+        holdall.apply(first.plan, model)
+    first.close()
+    holdall.fit(model, None, batch, **options).close()
