@@ -30,6 +30,7 @@ from holdall.api import environment
 from holdall.cli._ladder_plans import decide
 from holdall.cost.roofline import cost_trace
 from holdall.optim._in_backward import in_backward
+from holdall.optim._quantise import piece_of
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
@@ -148,7 +149,7 @@ class Bench:
             optimizer = self.optimizer(method.optimizer)
             largest = max(p.numel() for p in self.model.parameters())
             kept = (
-                self.states(optimizer) + 16 * largest + 24 * min(largest, 2**20)
+                self.states(optimizer) + 16 * largest + 24 * min(largest, piece_of(torch.device(self.device)))
             )  # 32 bits for embeddings; codes in stretches
             problem = self.problem(used_up(self.trace("")), limit - kept, method)
             plan = decide(problem, "auto", {})

@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 256
-PIECE = 1 << 20  # elements that are worked on at a time; whole blocks
+_PIECE = {"cuda": 1 << 23}  # elements that are worked on at a time, whole blocks; a GPU wants more of them at once
+_USUAL = 1 << 20
+
+
+def piece_of(device: torch.device) -> int:
+    return _PIECE.get(device.type, _USUAL)
 
 
 @lru_cache(maxsize=2)
@@ -33,21 +38,26 @@ def dynamic_table(*, signed: bool) -> tuple[float, ...]:
     return tuple(sorted(levels))
 
 
+def table_on(device: torch.device, *, signed: bool) -> torch.Tensor:
+    """The levels as a tensor. Making one waits for the device, so whoever works in pieces makes it once."""
+    return torch.tensor(dynamic_table(signed=signed), device=device)
+
+
 def coded_bytes(numel: int) -> int:
     """A byte an element and four a block."""
     return numel + 4 * ceil(numel / BLOCK)
 
 
-def encode(x: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(x: torch.Tensor, *, signed: bool, table: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (numel,) of uint8 and scales (blocks,) of float32; on the way some 20 bytes for each element of a piece.
 
     Without signs, what is above zero stays above zero: a second moment rounded to nothing would divide a step by epsilon.
     """
-    flat, table = x.reshape(-1), torch.tensor(dynamic_table(signed=signed), device=x.device)
+    flat, table = x.reshape(-1), table_on(x.device, signed=signed) if table is None else table
     middles = (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=x.device)
     scales = torch.empty(ceil(flat.numel() / BLOCK), dtype=torch.float32, device=x.device)
-    for here, blocks in _pieces(flat.numel()):
+    for here, blocks in _pieces(flat):
         unit = _blocks(flat[here].float())
         scales[blocks] = unit.abs().amax(dim=1)
         unit = unit / scales[blocks, None].clamp(min=torch.finfo(torch.float32).tiny)
@@ -58,11 +68,11 @@ def encode(x: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor
     return codes, scales
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool, table: torch.Tensor | None = None) -> torch.Tensor:
     """The values (numel,) in float32."""
-    table = torch.tensor(dynamic_table(signed=signed), device=codes.device)
+    table = table_on(codes.device, signed=signed) if table is None else table
     values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    for here, blocks in _pieces(codes.numel()):
+    for here, blocks in _pieces(codes):
         part = _blocks(table.index_select(0, codes[here].int())) * scales[blocks, None]
         values[here] = part.view(-1)[: here.stop - here.start]
     return values
@@ -98,10 +108,11 @@ def decode_levels(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
     return _blocks(codes.float()).sub(zeros[:, None]).mul_(scales[:, None]).view(-1)[:numel]
 
 
-def _pieces(numel: int) -> Iterator[tuple[slice, slice]]:
+def _pieces(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """(elements, their blocks): so many at a time that what is made on the way stays small."""
-    for begin in range(0, numel, PIECE):
-        end = min(begin + PIECE, numel)
+    numel, piece = flat.numel(), piece_of(flat.device)
+    for begin in range(0, numel, piece):
+        end = min(begin + piece, numel)
         yield slice(begin, end), slice(begin // BLOCK, ceil(end / BLOCK))
 
 

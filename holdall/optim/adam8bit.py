@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from holdall.errors import InvalidInput
 from holdall.optim._moments import is_coded, moment_bytes
 from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype
-from holdall.optim._quantise import BLOCK, decode, encode
+from holdall.optim._quantise import BLOCK, decode, encode, piece_of, table_on
 
-PIECE = 1 << 20  # elements decoded at a time; whole blocks
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether they have signs
 
 
@@ -71,13 +70,15 @@ class Adam8bit(PerParameter):
         state["step"] += 1
         values = p.detach().contiguous()  # the values themselves where they lie in order
         flat, grads = values.view(-1), grad.reshape(-1)
-        for begin in range(0, flat.numel(), PIECE):
-            here = slice(begin, begin + PIECE)
+        piece = piece_of(p.device)
+        tables = {signed: table_on(p.device, signed=signed) for signed in (True, False)} if "exp_avg_scale" in state else {}
+        for begin in range(0, flat.numel(), piece):
+            here = slice(begin, begin + piece)
             value = flat[here].to(dtype)  # the values themselves where they are wide
-            moments = [_read(state, key, here, signed=signed, dtype=dtype) for key, signed in _MOMENTS]
+            moments = [_read(state, key, here, signed, tables, dtype) for key, signed in _MOMENTS]
             _adamw(value, grads[here].to(dtype), moments, state["step"], group)
             for (key, signed), moment in zip(_MOMENTS, moments, strict=True):
-                _write(state, key, here, moment, signed=signed)
+                _write(state, key, here, moment, signed, tables)
             flat[here].copy_(value)
         if not p.is_contiguous():
             p.copy_(values)
@@ -93,19 +94,22 @@ def _make_moments(p: Tensor, state: State, *, coded: bool, dtype: torch.dtype) -
             state[key] = torch.zeros(p.numel(), dtype=dtype, device=p.device)
 
 
-def _read(state: State, key: str, here: slice, *, signed: bool, dtype: torch.dtype) -> Tensor:
+Tables = dict[bool, Tensor]  # with signs, and without
+
+
+def _read(state: State, key: str, here: slice, signed: bool, tables: Tables, dtype: torch.dtype) -> Tensor:
     """A stretch of a moment: decoded, or itself where it is kept whole."""
     kept: Tensor = state[key][here]
     if f"{key}_scale" not in state:
         return kept
-    return decode(kept, state[f"{key}_scale"][_blocks(here)], signed=signed).to(dtype)
+    return decode(kept, state[f"{key}_scale"][_blocks(here)], signed=signed, table=tables[signed]).to(dtype)
 
 
-def _write(state: State, key: str, here: slice, moment: Tensor, *, signed: bool) -> None:
+def _write(state: State, key: str, here: slice, moment: Tensor, signed: bool, tables: Tables) -> None:
     if f"{key}_scale" in state:
         signs = _signs(moment) if signed else None
         turned = moment if signs is None else _times(moment, signs)
-        codes, scales = encode(turned, signed=signed)
+        codes, scales = encode(turned, signed=signed, table=tables[signed])
         state[key][here].copy_(codes)
         state[f"{key}_scale"][_blocks(here)].copy_(scales if signs is None else scales.mul_(signs))
 

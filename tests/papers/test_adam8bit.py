@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from holdall.errors import InvalidInput
-from holdall.optim._quantise import BLOCK, decode, dynamic_table, encode
+from holdall.optim._quantise import BLOCK, decode, dynamic_table, encode, table_on
 from holdall.optim.adam8bit import Adam8bit, _read, _write
 
 
@@ -52,13 +52,14 @@ def test_normal_values_come_back_within_three_percent():
 def test_a_constant_survives_a_thousand_cycles_bit_for_bit():
     """Through the state, as steps do; the published table alone lets negative constants shrink by 0.7% a cycle."""
     here = slice(0, 1024)
+    tables = {signed: table_on(torch.device("cpu"), signed=signed) for signed in (True, False)}
     for key, signed, values in [("exp_avg", True, (-3.7e-5, 0.0, 2.5, -1e3)), ("exp_avg_sq", False, (1e-9, 0.0, 12.3, 1e-30))]:
         state = {key: torch.zeros(1000, dtype=torch.uint8), f"{key}_scale": torch.zeros(4)}
         start = torch.tensor(values).repeat_interleave(BLOCK)[:1000]  # a constant a block
         x = start.clone()
         for _ in range(1000):
-            _write(state, key, here, x, signed=signed)
-            x = _read(state, key, here, signed=signed, dtype=torch.float32)
+            _write(state, key, here, x, signed, tables)
+            x = _read(state, key, here, signed, tables, torch.float32)
         assert torch.equal(x, start)
     once = decode(*encode(torch.full((BLOCK,), -1.0), signed=True), signed=True)
     assert once.unique().item() == pytest.approx(-0.993, abs=1e-3)
@@ -80,7 +81,7 @@ def test_a_stretch_at_a_time_gives_the_bits_of_the_whole(monkeypatch):
     start, grads = torch.randn(70, 100), torch.randn(4, 70, 100)
     results = []
     for piece in (1 << 20, 1024):
-        monkeypatch.setattr("holdall.optim.adam8bit.PIECE", piece)
+        monkeypatch.setattr("holdall.optim._quantise._USUAL", piece)
         p = nn.Parameter(start.clone())
         optimizer = Adam8bit([p], lr=1e-2)
         run(p, optimizer, grads)

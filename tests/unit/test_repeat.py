@@ -15,8 +15,8 @@ from holdall.actions.recompute import Recompute
 from holdall.errors import OverBudget
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
-from holdall.testing.contracts import problem_for
 from holdall.runtime import programs
+from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import machine
 
 
