@@ -23,8 +23,9 @@ from holdall.runtime.logits import chunk_head, head_of, rows_for
 from holdall.runtime.meter import device_context
 from holdall.runtime.probe import probe
 from holdall.runtime.repeat import Tighten
+from holdall.runtime.rivals import Correct
 from holdall.tracing import check_model, model_signature, trace_step
-from holdall.types import Hardware, Outcome, Plan, Problem, Progress, Trace
+from holdall.types import Hardware, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
 from holdall.units import GiB, parse_bytes
 
@@ -125,6 +126,7 @@ def apply(
     *,
     enforce: bool = True,
     fallback: Plan | None = None,
+    correct: Correct | None = None,
     buckets: Buckets | None = None,
     tighten: Tighten | None = None,
     record: str | Path | None = None,
@@ -132,8 +134,9 @@ def apply(
     """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
 
     `enforce`: stop the run at the op that would pass the budget. `fallback`: a plan to step back to if this one is measured
-    slower than it. `buckets`: plans for steps of other sizes. `tighten`: gives a tighter plan, under which a step that ran out
-    of memory is repeated. `record`: a folder for what was in memory when it ran out. `fit` makes these.
+    slower than it. `correct`: makes another from what was measured. `buckets`: plans for steps of other sizes. `tighten`: gives
+    a tighter plan, under which a step that ran out of memory is repeated. `record`: a folder for what was in memory when it ran
+    out. `fit` makes these.
     """
     read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     check_model(model)
@@ -152,6 +155,7 @@ def apply(
         make_report=make_report,
         make_store=make_store,
         fallback=fallback,
+        correct=correct,
         buckets=buckets,
         tighten=tighten,
         record=record,
@@ -205,7 +209,8 @@ def fit(
     fallback = _fallback_for(made, traced, **asked)
     if fallback is not None:
         sizes.know(fallback, traced)
-    return apply(made, model, optimizer, enforce=enforce, fallback=fallback, tighten=tighten, record=record)
+    correct = sizes.correct if traced.about.get("device") == "cuda" and made.planner == "auto" else None
+    return apply(made, model, optimizer, enforce=enforce, fallback=fallback, correct=correct, tighten=tighten, record=record)
 
 
 def _fallback_for(made: Plan, traced: Trace, **given: Any) -> Plan | None:
@@ -223,23 +228,13 @@ def make_report(harness: Harness) -> Report:
     """What was said against what happened."""
     return Report(
         plan=harness.plan,
-        predicted=_said(harness),
+        predicted=harness.expected,
         measured=harness.measured(),
         steps=len(harness.step_seconds),
         blocks=tuple(BlockRow(**row) for row in harness.plan.about.get("rows", ())),
         notes=tuple(harness.notes),
         environment=environment(),
     )
-
-
-def _said(harness: Harness) -> Outcome:
-    """The prediction for the steps that there were: clipped ones, or those whose updates were begun ahead."""
-    said = harness.plan.predicted
-    if_not = harness.plan.about.get("seconds_if_not_clipped")
-    were_ahead = harness.were_ahead[1:]
-    if if_not is not None and sum(were_ahead) * 2 > len(were_ahead):
-        return replace(said, seconds=if_not, stall_seconds=max(0.0, said.stall_seconds - (said.seconds - if_not)))
-    return said
 
 
 def environment() -> dict[str, Any]:

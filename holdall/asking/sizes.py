@@ -19,11 +19,15 @@ from holdall import api
 from holdall.actions.in_backward import InBackward
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.planners._around import plan_around
+from holdall.registry import build_member
 from holdall.runtime.lengths import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
+from holdall.simulator import simulate
 from holdall.tracing.step import default_loss
 from holdall.types import Action, Plan, Trace
 
 Lengths = str | Iterable[Any]
+_OFF = 0.08  # a step that takes so much more or less than was said is worth another plan
+_MOST = 2.0  # times that ops are taken to be slower, or faster, than was measured of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,25 @@ class Sizes:
         home = next(iter(plan.budget))
         made = self._adjust(plan_around(self._problem(known[1]), _settled(plan), smallest=True), known[1])
         return made if made.predicted.peak[home] < plan.predicted.peak[home] else None
+
+    def correct(self, harness: Any, seconds: float) -> Plan | None:
+        """A plan made anew where a step takes another time than was said: with the rate of updates that the host has shown, and
+        ops that take as much longer as the rest of the step did. None: it was near enough, or the same plan is best."""
+        known = self._traces.get(id(harness.plan))
+        if known is None or abs(seconds / harness.expected.seconds - 1) <= _OFF:
+            return None
+        problem = replace(self._problem(known[1]), clipped=not harness.is_mostly_ahead)
+        rate = harness.engine.updater.rate if harness.engine is not None and harness.engine.updater is not None else None
+        if rate is not None:
+            problem = replace(problem, hardware=replace(problem.hardware, updates=rate))
+        again = simulate(problem, harness.plan.actions)
+        waits = again.stall_seconds or 0.0
+        slower = (seconds - waits) / max(again.seconds - waits, 1e-9)
+        slower = min(max(slower, 1 / _MOST), _MOST)
+        ops = tuple(replace(op, seconds=op.seconds * slower) for op in problem.trace.ops)
+        problem = replace(problem, trace=replace(problem.trace, ops=ops))
+        options = {k: v for k, v in self._planning.items() if k not in (*api.PROBLEM, "planner")}
+        return self.know(build_member("planners", "auto", options, "planner auto")(problem), known[1])
 
     def _put_aside(self) -> None:
         """The sample is needed again only where the loop has a loss of its own; it waits in the host's memory."""

@@ -180,7 +180,8 @@ def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         made, traced = sizes.sample()
     fallback = api._fallback_for(made, traced, **asked)
     fallback = sizes.know(fallback, traced) if fallback is not None else None
-    return api.apply(made, model, optimizer, fallback=fallback, **applying)
+    correct = sizes.correct if traced.about.get("device") == "cuda" and made.planner == "auto" else None
+    return api.apply(made, model, optimizer, fallback=fallback, correct=correct, **applying)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -11,6 +11,7 @@ import statistics
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ from holdall.runtime.placing import Placing, device_of
 from holdall.runtime.policy import Blocks, Policy
 from holdall.runtime.recorder import Recorder
 from holdall.runtime.repeat import Repeat, Tighten
-from holdall.runtime.step_back import StepBack
+from holdall.runtime.rivals import Correct, Rivals
 from holdall.runtime.watch import Watch, refuse_compiled
 from holdall.types import Moment, Outcome, Plan
 
@@ -67,6 +68,7 @@ class Harness:
         make_report: Callable[[Harness], Any] | None = None,
         make_store: Callable[[Plan], Any] | None = None,
         fallback: Plan | None = None,
+        correct: Correct | None = None,
         buckets: Buckets | None = None,
         tighten: Tighten | None = None,
         record: str | Path | None = None,
@@ -100,7 +102,7 @@ class Harness:
         self._choosing = Choosing(self, buckets, self._repeat) if self._repeat is not None or self._sizes else None
         self._stop_recording = recorder.start(self._device)
         self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
-        self._step_back = StepBack(plan, fallback) if fallback is not None else None
+        self._rivals = Rivals(fallback, correct)
         try:
             self._install()
         except BaseException:  # nothing half done
@@ -382,8 +384,7 @@ class Harness:
             self._meter.end()
             self._made_under.append(self.plan)
             self._watch.end()
-            if self._step_back is not None:
-                self._step_back.after_step(self, Notes(self.notes))
+            self._rivals.after_step(self, Notes(self.notes))
 
     # results
 
@@ -430,6 +431,18 @@ class Harness:
             for at, total in (max(curve[i : i + width], key=lambda m: m[1]) for i in range(0, len(curve), width))
         )
         return Outcome(source="measured", seconds=seconds, peak=peak, reserved=self._meter.reserved(), timeline=timeline)
+
+    @property
+    def expected(self) -> Outcome:
+        """What was said of the steps that there were: clipped ones, or those whose updates were begun ahead."""
+        said, if_not = self.plan.predicted, self.plan.about.get("seconds_if_not_clipped")
+        if if_not is None or not self.is_mostly_ahead:
+            return said
+        return replace(said, seconds=if_not, stall_seconds=max(0.0, said.stall_seconds - (said.seconds - if_not)))
+
+    @property
+    def is_mostly_ahead(self) -> bool:
+        return sum(self.were_ahead[1:]) * 2 > len(self.were_ahead[1:])
 
     def report(self) -> Any:
         """Predicted against measured."""

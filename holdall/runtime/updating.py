@@ -7,6 +7,7 @@ in what must be moved for it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -100,6 +101,7 @@ class Updater:
         self.away = away if away is not None else set()  # storages that are not the device's
         self.threads = threads or host_threads(device)
         self.outside = 0  # bytes of optimizer state in ordinary host memory
+        self._done, self._took = 0, 0.0  # parameters that the host has updated by its fast kernel, and the seconds of that
         self._counts_there = {
             id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]
         }
@@ -317,6 +319,7 @@ class Updater:
         into: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
     ) -> None:
         """All of the update in one walk over the host's memory, group by group; `steps`, `into`: not in place."""
+        began = time.perf_counter()
         for number, at in self.part(unit).by_group(order.which).items():
             group = order.groups[number]
             _host.update(
@@ -338,6 +341,13 @@ class Updater:
                 else None,
                 threads=self.threads,
             )
+        self._done += sum(m.home.numel() for m in members)
+        self._took += time.perf_counter() - began
+
+    @property
+    def rate(self) -> float | None:
+        """Parameters per second that the host has shown; None: it has not."""
+        return self._done / self._took if self._took else None
 
     def refresh(self, unit: Unit, order: Order) -> Any:
         """The device's working weights from what lies on the host."""

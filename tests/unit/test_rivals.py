@@ -1,6 +1,7 @@
 """Another plan in the middle of a run, and stepping back to a faster one."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ import torch
 import holdall
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
+from holdall.asking.sizes import Sizes
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
-from holdall.runtime.step_back import LOOK, WARM, StepBack
+from holdall.runtime.rivals import LOOK, WARM, Rivals
 from holdall.testing.contracts import problem_for
-from holdall.testing.worlds import family
+from holdall.testing.worlds import family, machine
 from holdall.types import Outcome, Plan
 
 
@@ -91,9 +93,64 @@ def plan_of(planner, seconds):
 def test_the_faster_plan_stays(mine, simple, switched):
     plan, fallback = plan_of("mine", 0.9), plan_of("simple", 1.0)
     harness, notes = Watched(plan), []
-    step_back = StepBack(plan, fallback)
+    rivals = Rivals(fallback)
     for _ in range(4 * (WARM + LOOK)):
         harness.step_seconds.append(mine if harness.plan is plan else simple)
-        step_back.after_step(harness, notes.append)
+        rivals.after_step(harness, notes.append)
     assert harness.switched == switched
     assert len(notes) == (2 if switched else 0)
+
+
+def test_a_plan_made_from_what_was_measured_comes_before_the_fallback():
+    plan, better, fallback = plan_of("mine", 1.0), plan_of("better", 1.2), plan_of("simple", 0.5)
+    takes = {"mine": 2.0, "better": 1.5, "simple": 1.7}
+    harness, notes, asked = Watched(plan), [], []
+
+    def correct(given, seconds):
+        asked.append((given, seconds))
+        return better
+
+    rivals = Rivals(fallback, correct)
+    for _ in range(6 * (WARM + LOOK)):
+        harness.step_seconds.append(takes[harness.plan.planner])
+        rivals.after_step(harness, notes.append)
+    assert asked == [(harness, 2.0)]
+    assert harness.switched == ["better", "simple", "better"]
+    assert len(notes) == 4
+
+
+def test_a_plan_that_cannot_be_made_anew_is_no_error():
+    def correct(harness, seconds):
+        raise holdall.Infeasible("nothing fits", hint="")
+
+    harness = Watched(plan_of("mine", 1.0))
+    rivals = Rivals(None, correct)
+    for _ in range(WARM + LOOK):
+        harness.step_seconds.append(2.0)
+        rivals.after_step(harness, pytest.fail)
+    assert harness.switched == []
+
+
+def test_slow_host_updates_are_planned_for_once_they_were_measured():
+    """A probe that was wrong about the host: the plan made from the measured rate updates more on the device."""
+    model, batch = family("tied")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    hardware = replace(machine(overlap=True), updates=1e12)
+    trace = holdall.trace(model, batch, optimizer=optimizer)
+    fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
+    sizes = Sizes(model, batch, tracing={"optimizer": optimizer}, planning={"budget": fixed, "hardware": hardware})
+    made, _ = sizes.sample()
+
+    class Slow:
+        plan, expected, is_mostly_ahead = made, made.predicted, False
+
+        class engine:
+            class updater:
+                rate = 1e3
+
+    def on_host(plan):
+        return sum(row[2] == "host" for a in plan.actions if a.name == "place" for row in a.units)
+
+    corrected = sizes.correct(Slow, made.predicted.seconds + 10)
+    assert corrected is not None and on_host(corrected) < on_host(made)
+    assert sizes.correct(Slow, made.predicted.seconds * 1.01) is None
