@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from holdall.errors import InvalidInput
 from holdall.simulator.accumulate import accumulated
 from holdall.types import Action, Copy, Drop, Problem, Run, Schedule, Step, Wait
+from holdall.types.schedule import Mark
 from holdall.types.trace import TensorId
 
 
@@ -49,58 +51,86 @@ def close(schedule: Schedule) -> list[Step]:
     moments until which something holds it. Tensors that live in a farther tier stay there. Frees are only ever derived here.
     """
     steps = list(schedule.steps())
-    never = len(steps)
-    at: dict[tuple[int, int], int] = {(-1, 0): -1, (len(schedule.trace.ops), 0): never}
-    begins: dict[tuple[TensorId, str], list[int]] = {}
-    touched: dict[tuple[TensorId, str], list[int]] = {}
+    never, count = len(steps), len(schedule.trace.ops)
+    first = [-1] * (count + 2)  # op -> its original run; -1: before all of them
+    first[count] = never
+    later: dict[Mark, int] = {}  # runs again
     home = schedule.home
-    tiers = {home}
+    begins: dict[TensorId, list[int]] = {}
+    touched: dict[TensorId, list[int]] = {}
+    tiers: dict[str, tuple[dict[TensorId, list[int]], dict[TensorId, list[int]]]] = {home: (begins, touched)}
     for x, info in {**schedule.trace.tensors, **schedule.added}.items():
         if info.born < 0 and x not in schedule.start:
-            begins[(x, home)] = [-1]
+            begins[x] = [-1]
     for i, step in enumerate(steps):
         if isinstance(step, Run):
-            if step.op >= 0:
-                at[(step.op, step.again)] = i
+            if step.again:
+                later[(step.op, step.again)] = i
+            elif step.op >= 0:
+                first[step.op] = i
             if step.stream != "compute":
                 continue  # what it works on stays for other reasons
             for x in step.writes:
-                begins.setdefault((x, home), []).append(i)
-            for x in (*step.reads, *step.mutates):
-                touched.setdefault((x, home), []).append(i)
+                _put(begins, x, i)
+            for x in step.reads:
+                _put(touched, x, i)
+            for x in step.mutates:
+                _put(touched, x, i)
         elif isinstance(step, Copy):
-            tiers.add(step.dst)
+            source, target = (tiers.setdefault(tier, ({}, {})) for tier in (step.src, step.dst))
             for x in step.tensors:
-                touched.setdefault((x, step.src), []).append(i)
-                if step.lands:
-                    begins.setdefault((x, step.dst), []).append(i)
-                else:
-                    touched.setdefault((x, step.dst), []).append(i)
+                _put(source[1], x, i)
+                _put(target[0 if step.lands else 1], x, i)
         elif isinstance(step, Wait):
             for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
-                for key in [(x, tier) for tier in tiers if (x, tier) in begins]:
-                    touched.setdefault(key, []).append(i)
+                for begun, used in tiers.values():
+                    if x in begun:
+                        _put(used, x, i)
     drops: dict[int, list[Drop]] = {}
+
+    def let_go(x: TensorId, tier: str, end: int) -> None:
+        if end < never:
+            _put(drops, end, Drop(tensor=x, tier=tier))
+
     plainly, changed = schedule.trace.last_held, schedule.holds
-    for (x, tier), starts in begins.items():
-        marks = touched.get((x, tier), [])
-        if len(starts) == 1:  # the common case: one stay
-            end = max(starts[0], marks[-1] if marks else -1)  # marks are in order
-            if tier == home:
-                held = [at.get(mark, -1) for mark in changed[x]] if x in changed else [at.get((plainly[x], 0), -1)]
-                end = max(end, *held) if held else end
-            if end < never:
-                drops.setdefault(end, []).append(Drop(tensor=x, tier=tier))
-            continue
-        if tier == home:
-            marks = [*marks, *(at.get(mark, -1) for mark in schedule.held(x))]
-        bounds = [*starts[1:], never + 1]
-        for start, bound in zip(starts, bounds, strict=True):
-            end = max((m for m in marks if start <= m < bound), default=start)
-            if end < never:
-                drops.setdefault(end, []).append(Drop(tensor=x, tier=tier))
+    for x, starts in begins.items():
+        marks = touched.get(x, ())
+        if x in changed:
+            held = [later.get(mark, -1) if mark[1] else first[mark[0]] for mark in changed[x]]
+        else:
+            held = [first[plainly[x]]]
+        if len(starts) == 1:  # the common case: one stay; marks are in order
+            let_go(x, home, max(starts[0], marks[-1] if marks else -1, *held))
+        else:
+            _end_each(x, home, starts, [*marks, *held], never, let_go)
+    for tier, (begun, used) in tiers.items():
+        if tier != home:
+            for x, starts in begun.items():
+                _end_each(x, tier, starts, used.get(x, ()), never, let_go)
     closed: list[Step] = list(drops.get(-1, ()))
     for i, step in enumerate(steps):
         closed.append(step)
         closed.extend(drops.get(i, ()))
     return closed
+
+
+def _put(table: dict[Any, list[Any]], key: Any, value: Any) -> None:
+    """`setdefault`, without a new list each time: this runs a million times a plan."""
+    found = table.get(key)
+    if found is None:
+        table[key] = [value]
+    else:
+        found.append(value)
+
+
+def _end_each(
+    x: TensorId,
+    tier: str,
+    starts: Sequence[int],
+    marks: Sequence[int],
+    never: int,
+    let_go: Callable[[TensorId, str, int], None],
+) -> None:
+    """Every stay ends with the last mark before the next begins."""
+    for start, bound in zip(starts, [*starts[1:], never + 1], strict=True):
+        let_go(x, tier, max((m for m in marks if start <= m < bound), default=start))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from holdall.types.trace import Bytes, OpId, Save, Seconds, TensorId, TensorInfo, Trace
 
@@ -65,6 +66,26 @@ Step = Run | Copy | Wait | Drop
 Mark = tuple[OpId, int]  # after the n-th run of an op; (op, 0) is the original run
 
 
+def plain_runs(trace: Trace) -> list[Run]:
+    """The ops of a trace as they are; made once, since every schedule begins with them."""
+    known: dict[str, Any] = trace.__dict__
+    if "_plain_runs" not in known:
+        known["_plain_runs"] = [
+            Run(
+                op=o.id,
+                reads=o.reads,
+                writes=o.writes,
+                mutates=o.mutates,
+                seconds=o.seconds,
+                workspace=o.workspace,
+                name=o.site.op,
+            )
+            for o in trace.ops
+        ]
+    found: list[Run] = known["_plain_runs"]
+    return found
+
+
 @dataclass(kw_only=True)
 class Schedule:
     trace: Trace
@@ -95,12 +116,7 @@ class Schedule:
 
     def run(self, op: OpId) -> Run:
         """The original run of an op, as it stands after earlier rewrites."""
-        if op in self.runs:
-            return self.runs[op]
-        o = self.trace.ops[op]
-        return Run(
-            op=op, reads=o.reads, writes=o.writes, mutates=o.mutates, seconds=o.seconds, workspace=o.workspace, name=o.site.op
-        )
+        return self.runs.get(op) or plain_runs(self.trace)[op]
 
     def held(self, tensor: TensorId) -> list[Mark]:
         """The moments until which something refers to the tensor: eager locals and autograd's saves."""
@@ -124,11 +140,12 @@ class Schedule:
 
     def steps(self) -> Iterator[Step]:
         """Every step in order."""
-        yield from self.after.get(-1, ())
-        for op in range(len(self.trace.ops)):
-            yield self.run(op)
-            if op in self.after:
-                yield from self.after[op]
+        runs, after = self.runs, self.after
+        yield from after.get(-1, ())
+        for op, plain in enumerate(plain_runs(self.trace)):
+            yield runs.get(op) or plain
+            if op in after:
+                yield from after[op]
 
     # changing it
 
