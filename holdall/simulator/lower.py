@@ -95,13 +95,10 @@ def close(schedule: Schedule) -> list[Step]:
     plainly, changed = schedule.trace.last_held, schedule.holds
     for x, starts in begins.items():
         marks = touched.get(x, ())
-        if x in changed:
-            held = [later.get(mark, -1) if mark[1] else first[mark[0]] for mark in changed[x]]
-        else:
-            held = [first[plainly[x]]]
-        if len(starts) == 1:  # the common case: one stay; marks are in order
-            let_go(x, home, max(starts[0], marks[-1] if marks else -1, *held))
-        else:
+        if len(starts) == 1 and x not in changed:  # the common case: one stay, held as in plain execution; marks are in order
+            let_go(x, home, max(starts[0], marks[-1] if marks else -1, first[plainly[x]]))
+        else:  # each moment counts: a stay ends with the last that lies in it
+            held = [later.get(mark, -1) if mark[1] else first[mark[0]] for mark in schedule.held(x)]
             _end_each(x, home, starts, [*marks, *held], never, let_go)
     for tier, (begun, used) in tiers.items():
         if tier != home:

@@ -15,7 +15,8 @@ from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
 from holdall.runtime.replaying import Made, Result, Segment
-from holdall.testing.contracts import problem_for
+from holdall.testing.contracts import problem_for, train
+from holdall.testing.worlds import family
 from holdall.tiers.far import Far
 
 WIDTH = 32
@@ -251,3 +252,16 @@ def test_narrow_parameters_on_the_host_are_updated_by_their_own_optimizer(monkey
                 optimizer.zero_grad()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_stay_ends_with_the_last_of_its_own_moments_not_of_all():
+    """A block's input is held by eager code for a while, offloaded, and held again: only the second hold was seen."""
+    model, _ = family("convnet")
+    batch = (torch.randn(8, 3, 24, 24), torch.randint(0, 10, (8,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    trace = holdall.trace(model, batch, optimizer=optimizer)
+    blocks = [b for b in trace.blocks if b.saves and b.backward is not None]
+    plan = finish(Nop(), problem_for(trace), [Offload.of(trace, b, overlap=False) for b in blocks])
+    with Harness(plan, model, optimizer, store=Far(), enforce=False) as harness:
+        train(model, batch, optimizer, 2)
+    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
