@@ -88,16 +88,9 @@ def _refuse(problem: Problem) -> None:
 
 
 def moments(trace: Trace, late: Iterable[str] = ()) -> dict[TensorId, OpId]:
-    """Gradient -> the op after which it is complete: when the node of the graph that made it, or added to it, is over.
-
-    A node lets go of what it had saved when it is over: so what it asked for before and let go after tells its end.
-    """
+    """Gradient -> the op after which it is complete: when the node of the graph that made it, or added to it, is over."""
     end = _last_of_backward(trace)
-    ends: dict[OpId, OpId] = {}
-    for save in trace.saves:
-        if save.unpacked is not None and save.released is not None:
-            for op in range(save.unpacked + 1, min(save.released, end) + 1):
-                ends[op] = max(ends.get(op, 0), save.released)
+    ends = dict(trace.node_ends)
     for block in late:
         ops, _ = region(trace, trace.block(block))
         ends.update(dict.fromkeys((op.id for op in ops), ops[-1].id))

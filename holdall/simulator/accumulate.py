@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from holdall.types import Kind, Phase, Problem, Schedule
-from holdall.types.trace import OpId, TensorId, Trace
+from holdall.types.trace import TensorId
 
 
 def accumulated(schedule: Schedule, problem: Problem) -> Schedule:
@@ -23,7 +23,7 @@ def accumulated(schedule: Schedule, problem: Problem) -> Schedule:
     schedule = schedule.copy()
     steps = [op.id for op in trace.ops if op.site.phase is Phase.STEP]
     end = (steps[0] if steps else len(trace.ops)) - 1
-    over = _node_ends(trace, end)
+    over = trace.node_ends
     sums: dict[TensorId, TensorId] = {}
     for x in grads:
         held = schedule.held(x)
@@ -40,16 +40,3 @@ def accumulated(schedule: Schedule, problem: Problem) -> Schedule:
 
 def _swapped(tensors: Iterable[TensorId], sums: dict[TensorId, TensorId]) -> tuple[TensorId, ...]:
     return tuple(sums.get(x, x) for x in tensors)
-
-
-def _node_ends(trace: Trace, end: OpId) -> dict[OpId, OpId]:
-    """Op of backward -> the last op of its node of the graph, which hands a gradient over when it is over.
-
-    A node lets go of what it had saved when it is over: so what it asked for before and let go after tells its end.
-    """
-    ends: dict[OpId, OpId] = {}
-    for save in trace.saves:
-        if save.unpacked is not None and save.released is not None:
-            for op in range(save.unpacked + 1, min(save.released, end) + 1):
-                ends[op] = max(ends.get(op, 0), save.released)
-    return ends

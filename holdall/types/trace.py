@@ -185,6 +185,24 @@ class Trace:
         return last
 
     @cached_property
+    def node_ends(self) -> dict[OpId, OpId]:
+        """Op of backward -> the last op of its node of the graph, which hands its gradients on when it is over.
+
+        A node lets go of what it had saved when it is over, so what it asked for before and let go after tells its end. Unless
+        what it had saved lives on, as a gradient that was made in forward does: then others ask and let go in between.
+        """
+        last = next((op.id for op in self.ops if op.site.phase is Phase.STEP), len(self.ops)) - 1
+        known = [(s.unpacked, min(s.released, last)) for s in self.saves if s.unpacked is not None and s.released is not None]
+        ends: dict[OpId, OpId] = {}
+        soonest = last + 1  # end of a save that was asked for at the same op or later
+        for unpacked, released in sorted(known, key=lambda k: (-k[0], k[1])):
+            if released <= soonest:
+                for op in range(unpacked + 1, released + 1):
+                    ends[op] = max(ends.get(op, 0), released)
+                soonest = released
+        return ends
+
+    @cached_property
     def next_id(self) -> TensorId:
         """The first id that no tensor has."""
         return max(self.tensors, default=-1) + 1

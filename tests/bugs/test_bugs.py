@@ -265,3 +265,16 @@ def test_a_stay_ends_with_the_last_of_its_own_moments_not_of_all():
     with Harness(plan, model, optimizer, store=Far(), enforce=False) as harness:
         train(model, batch, optimizer, 2)
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+
+
+def test_gradients_are_used_up_one_by_one_although_the_heads_was_made_in_forward():
+    """A chunked head saves the gradient of its weights, which lives on: every gradient after it seemed to be held to the end."""
+    from holdall import models
+    from holdall.actions.in_backward import moments
+
+    pytest.importorskip("transformers")
+    source = models.describe("tiny-llama")
+    model, batch = models.build(source), models.sample_batch(source, batch=2, seq=16)
+    trace = holdall.trace(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), head=8)
+    gone = sorted(moments(trace).values())
+    assert gone[len(gone) // 2] < gone[-1] - (gone[-1] - gone[0]) // 4
