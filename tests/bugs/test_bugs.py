@@ -268,7 +268,7 @@ def test_a_stay_ends_with_the_last_of_its_own_moments_not_of_all():
 
 
 def test_gradients_are_used_up_one_by_one_although_the_heads_was_made_in_forward():
-    """A chunked head saves the gradient of its weights, which lives on: every gradient after it seemed to be held to the end."""
+    """A chunked head saves the gradient of its weights, which lives on: every gradient after it seemed to be held as long."""
     from holdall import models
     from holdall.actions.in_backward import moments
 
