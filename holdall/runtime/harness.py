@@ -89,7 +89,7 @@ class Harness:
         self.were_ahead: list[bool] = []  # step by step: updates begun before the loop could clip were those it asked for
         self._device = device_of(model, plan)
         self._home = next(iter(plan.budget), "cpu")
-        self._meter: Meter = CpuMeter(self._there) if self._device.type == "cpu" else CudaMeter(self._device)
+        self._meter: Meter = _meter_for(self, plan)
         self._enforce = enforce
         self._closed = False
         self._make_store = make_store
@@ -449,3 +449,9 @@ class Harness:
         if self._make_report is None:
             raise Unsupported("this harness was made without a report", hint="use `holdall.apply`")
         return self._make_report(self)
+
+
+def _meter_for(harness: Harness, plan: Plan) -> Meter:
+    if harness.device.type == "cpu":
+        return CpuMeter(harness._there)
+    return CudaMeter(harness.device, context=int(plan.about.get("context", 0)))

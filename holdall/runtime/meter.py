@@ -77,6 +77,9 @@ class CpuMeter:
             self.ledger.__exit__(None, None, None)
 
 
+_FIRST = 3  # steps after which no more kernels are expected
+
+
 def device_context(device: torch.device) -> int:
     """Bytes of a GPU that are taken and are not the allocator's: driver, kernels, other processes."""
     free, total = torch.cuda.mem_get_info(device)
@@ -86,19 +89,21 @@ def device_context(device: torch.device) -> int:
 class CudaMeter:
     """Reads the caching allocator, and lowers its limit to the budget while the harness is on.
 
-    The budget is for all that the device sees; what is taken outside of the allocator is left to it. Segments are expandable
-    while the harness is on, so that holes between tensors can be used. Steps are timed by events on the stream, so that nothing
-    waits: what one step leaves to the next is counted there.
+    The budget is for all that the device sees; what is taken outside of the allocator is left to it. That is what the plan
+    counts for driver and kernels, or more: kernels are loaded when they are first used, so the first steps are looked at again.
+    Segments are expandable while the harness is on, so that holes between tensors can be used. Steps are timed by events on the
+    stream, so that nothing waits: what one step leaves to the next is counted there.
     """
 
     ledger: Ledger | None = None
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, context: int = 0) -> None:
         self._device = device
+        self._budget: int | None = None
         self._before: float | None = None
         self._expanded = False
         self._reserved = 0
-        self._context = 0
+        self._context = context
         self._peaks: list[int] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds: list[float] = []
@@ -106,12 +111,15 @@ class CudaMeter:
 
     def start(self, budget: int | None) -> None:
         torch.cuda.empty_cache()
-        self._context = device_context(self._device)
+        self._context = max(self._context, device_context(self._device))
         self._expanded = _expandable_segments(True)
-        if budget is None:
-            return
+        self._budget = budget
+        if budget is not None:
+            self._before = torch.cuda.get_per_process_memory_fraction(self._device)
+            self._limit(budget)
+
+    def _limit(self, budget: int) -> None:
         total = torch.cuda.get_device_properties(self._device).total_memory
-        self._before = torch.cuda.get_per_process_memory_fraction(self._device)
         share = max(0, budget - self._context) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
 
@@ -122,6 +130,10 @@ class CudaMeter:
     def end(self) -> None:
         assert self._began is not None
         self._events.append((self._began, self._mark()))
+        if len(self._peaks) < _FIRST and (now := device_context(self._device)) > self._context:
+            self._context = now
+            if self._budget is not None:
+                self._limit(self._budget)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) + self._context)
         self._peaks.append(torch.cuda.max_memory_allocated(self._device) + self._context)
 

@@ -1,0 +1,58 @@
+"""The meter of a GPU, with a device that the test makes up: what it leaves to the allocator."""
+
+import pytest
+import torch
+
+from holdall.runtime import meter
+from holdall.runtime.meter import CudaMeter
+
+GIB = 2**30
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """What the driver has taken, and the limits that were set."""
+
+    class Device:
+        context, limits = GIB // 2, []
+
+    monkeypatch.setattr(meter, "device_context", lambda _: Device.context)
+    monkeypatch.setattr(meter, "_expandable_segments", lambda on: False)
+    for name, value in {
+        "empty_cache": None,
+        "get_per_process_memory_fraction": 1.0,
+        "reset_peak_memory_stats": None,
+        "max_memory_reserved": 3 * GIB,
+        "max_memory_allocated": 2 * GIB,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 16 * GIB}))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: Device.limits.append(share * 16))
+    monkeypatch.setattr(CudaMeter, "_mark", lambda _: None)
+    return Device
+
+
+def step(metered):
+    metered.begin()
+    metered._began = object()
+    metered.end()
+
+
+def test_what_the_plan_counts_for_kernels_is_left_free_before_they_are_loaded(device):
+    metered = CudaMeter(torch.device("cuda"), context=GIB)
+    metered.start(8 * GIB)
+    assert device.limits == [7.0]
+    step(metered)
+    assert metered.peaks() == [3 * GIB]
+
+
+def test_kernels_that_come_in_the_first_steps_lower_the_limit(device):
+    metered = CudaMeter(torch.device("cuda"))
+    metered.start(8 * GIB)
+    device.context = 2 * GIB
+    step(metered)
+    step(metered)
+    assert device.limits == [7.5, 6.0]
+    assert metered.peaks() == [4 * GIB, 4 * GIB]
+    metered.stop()
+    assert device.limits[-1] == 16.0
