@@ -22,7 +22,6 @@ class Spread:
     device: int
     streamed: int
     through: bool = True  # units may be updated on their way through the device, which takes room there
-    ahead: bool = False  # updates on the host begin before it is known whether gradients are clipped, which takes room there
 
 
 class Placements:
@@ -71,7 +70,7 @@ class Placements:
             is_through = spread.through and self._may_pass(unit, weights) and by_link < by_host
             rows[unit.name] = (weights, "through" if is_through else "host")
             host, link = (host, by_link) if is_through else (by_host, link)
-        return Place.of(self.problem.trace, rows, when=self.when, share=self.problem.accumulate == 1, ahead=spread.ahead)
+        return Place.of(self.problem.trace, rows, when=self.when, share=self.problem.accumulate == 1)
 
     def _may_pass(self, unit: Unit, weights: str) -> bool:
         is_narrow = self.problem.trace.about.get("precision") is not None

@@ -436,3 +436,42 @@ def test_lines_of_the_log_go_above_a_progress_bar(monkeypatch):
     log.propagate = True
     assert said == ["something to know"]
     assert not log.handlers
+
+
+def test_trl_trains_the_same_in_less_memory(tmp_path):
+    trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
+    words = {word: n for n, word in enumerate(["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(60))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    texts = [" ".join(f"w{(n + k) % 60}" for k in range(24)) for n in range(32)]
+
+    def losses(*callbacks):
+        transformers.set_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, use_cache=False
+        )
+        given = {
+            "max_steps": 3,
+            "logging_steps": 1,
+            "per_device_train_batch_size": 4,
+            "use_cpu": True,
+            "max_length": 32,
+            **QUIET,
+        }
+        args = trl.SFTConfig(str(tmp_path), bf16=False, gradient_checkpointing=False, **given)
+        data = datasets.Dataset.from_dict({"text": texts})
+        model = transformers.LlamaForCausalLM(config)
+        trainer = trl.SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=list(callbacks))
+        trainer.train()
+        return logged(trainer)
+
+    expected = losses()
+    roomy = callback("1GiB")
+    assert losses(roomy) == expected
+    tight = callback(max(roomy.harness.all_peaks) - 300_000)
+    assert losses(tight) == expected
+    assert tight.harness.plan.actions
+    assert max(tight.harness.all_peaks) <= next(iter(tight.harness.plan.budget.values()))
