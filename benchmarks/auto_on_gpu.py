@@ -1,10 +1,11 @@
 """Auto over several budgets on one GPU, in one process: predicted against measured, choice by choice.
 
-python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,24@1e9,6:protrain] [--steps 6] [--no-clip] [--out results.csv]
+python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,24@1e9,24@1e-3+1e9,6:protrain] [--steps 6] [--out results.csv]
 
 A budget may name its planner; `24:auto-host` is auto without updates that pass through the device. `24@1e9` clips to that norm,
-which is to say never: an update may begin before it is known whether gradients are clipped, so both are worth a row. Rows have
-the columns of `gpu_budget_curve.py`, are added at the end of the file as they come, and can be plotted with its.
+which is to say never, and `24@1e-3` always: an update may begin before it is known whether gradients are clipped, so both are
+worth a row. `24@1e-3+1e9` is both, one after the other in one run: a row for each, warmed up anew. Rows have the columns of
+`gpu_budget_curve.py`, are added at the end of the file as they come, and can be plotted with its.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import collections
 import csv
 import gc
 import json
+import statistics
 import time
 import traceback
+from collections.abc import Iterator
+from functools import partial
 
 import psutil
 import torch
@@ -27,7 +31,17 @@ from holdall.api import environment
 from holdall.optim import _host
 from holdall.types import Hardware, Plan
 
-MORE = ("max_norm", "steps_clipped", "steps_ahead", "predicted_if_not_clipped_s", "solve_s", "harness_host")
+MORE = (
+    "max_norm",
+    "steps_clipped",
+    "steps_ahead",
+    "predicted_if_not_clipped_s",
+    "solve_s",
+    "harness_host",
+    "seconds_of_steps",
+    "retries",
+    "notes",
+)
 
 
 def main() -> None:
@@ -73,12 +87,12 @@ def main() -> None:
         if time.perf_counter() - started > options.time_limit:
             print(f"the time limit is over: {text} and what follows was not run")
             break
-        of, _, norm = text.partition("@")
+        of, _, norms = text.partition("@")
         budget, _, planner = of.partition(":")
         name, _, option = planner.partition("-")
         extra = {"through": False} if option == "host" else {}
-        max_norm = float(norm) if norm else options.max_norm
-        row = {**about, "budget_gib": budget, "planner": planner or options.planner, "max_norm": max_norm, "fits": False}
+        max_norms = [float(n) for n in norms.split("+")] if norms else [options.max_norm]
+        row = {**about, "budget_gib": budget, "planner": planner or options.planner, "max_norm": max_norms[0], "fits": False}
         row |= {"clip": "off" if options.no_clip else "yes"}
         if model is None:  # every row begins with the same weights
             model = build_model(options.shape, seq=options.seq, dtype=torch.float32, device="cpu").train()
@@ -96,15 +110,18 @@ def main() -> None:
                     **extra,
                 )
             )
-            row |= run(plan, model, optimizer, batch, options, max_norm)
+            for found in run(plan, model, optimizer, batch, options, max_norms):
+                row |= found
+                write(options.out, row)
         except holdall.HoldallError as error:
             row |= {"status": "infeasible" if isinstance(error, holdall.Infeasible) else "error", "why": str(error)[:300]}
         except torch.OutOfMemoryError as error:
-            write(options.out, {**row, "status": "oom", "why": str(error)[:300]})
+            row |= {"status": "oom", "why": str(error)[:300]}
             traceback.print_exc(limit=-3)
-            break  # the model is where it was caught
-        write(options.out, row)
-        model, optimizer = (None, None) if row["status"] == "ok" else (model, None)
+        if row["status"] != "ok":
+            write(options.out, row)
+        planned = row["status"] in ("ok", "oom")
+        model, optimizer = (None, None) if planned else (model, None)
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -141,7 +158,8 @@ def write(path: str, row: Row) -> None:
     print(json.dumps({k: row[k] for k in row if k not in ("gpu", "torch", "python", "commit", "precision")}), flush=True)
 
 
-def run(plan, model, optimizer, batch, options, max_norm) -> Row:
+def run(plan, model, optimizer, batch, options, max_norms) -> Iterator[Row]:
+    """A row for each norm to clip to, in one run of the plan."""
     place = next((a for a in plan.actions if a.name == "place"), None)
     print(f"planned in {plan.solve_seconds:.1f} s: {plan.summary()}", flush=True)
     print(collections.Counter(r[1:] for r in place.units) if place else "", plan.why[1:2], flush=True)
@@ -149,40 +167,45 @@ def run(plan, model, optimizer, batch, options, max_norm) -> Row:
     torch.cuda.reset_peak_memory_stats()
     with holdall.apply(plan, model, optimizer) as harness:
         setup = time.perf_counter() - began
-        losses, norms = [], []
-
-        def step():
-            loss = model(**batch).loss
-            loss.backward()
-            if not options.no_clip:
-                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-
-        for _ in range(options.warmup):
-            step()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(options.steps):
-            step()
-        torch.cuda.synchronize()
-        seconds = (time.perf_counter() - began) / options.steps
-        free, total = torch.cuda.mem_get_info()
-        rss = psutil.Process().memory_info().rss
-        measured = harness.measured()
-        reserved = torch.cuda.max_memory_reserved()
+        for max_norm in max_norms:
+            yield {"setup_s": round(setup, 1), **measure(harness, model, optimizer, batch, options, max_norm)}
         if options.profile:
+            step = partial(train_step, model, optimizer, batch, None if options.no_clip else max_norms[-1])
             profile(step, f"{options.profile}/{plan.planner}-{plan.budget['gpu'] >> 30}.json.gz")
-    said = harness.report().predicted
+
+
+def measure(harness, model, optimizer, batch, options, max_norm) -> Row:
+    plan, losses, norms, before = harness.plan, [], [], len(harness.step_seconds)
+
+    def step():
+        loss, norm = train_step(model, optimizer, batch, None if options.no_clip else max_norm)
+        losses.append(loss)
+        norms.append(norm)
+
+    for _ in range(options.warmup):
+        step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(options.steps):
+        step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - began) / options.steps
+    free, total = torch.cuda.mem_get_info()
+    rss = psutil.Process().memory_info().rss
+    measured, reserved = harness.measured(), torch.cuda.max_memory_reserved()
+    every = harness.step_seconds[before:]
+    ahead = sum(harness.were_ahead[-options.steps :])
+    if_not = plan.about.get("seconds_if_not_clipped")
     return {
         **describe_plan(plan),
-        "predicted_step_s": said.seconds,
-        "predicted_if_not_clipped_s": plan.about.get("seconds_if_not_clipped"),
+        "max_norm": max_norm,
+        "predicted_step_s": if_not if if_not is not None and 2 * ahead > options.steps else plan.predicted.seconds,
+        "predicted_if_not_clipped_s": if_not,
         "status": "ok",
         "fits": True,
         "tokens_per_s": round(batch["input_ids"].numel() / seconds, 1),
         "step_s": round(seconds, 5),
+        "median_step_s": round(statistics.median(every[options.warmup :]), 5),
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": reserved,
         "peak_reserved_run": reserved,
@@ -194,11 +217,23 @@ def run(plan, model, optimizer, batch, options, max_norm) -> Row:
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-1]),
         "losses": " ".join(f"{float(x):.6f}" for x in losses),
-        "setup_s": round(setup, 1),
         "solve_s": round(plan.solve_seconds, 1),
-        "steps_clipped": sum(float(n) > max_norm for n in norms),
-        "steps_ahead": sum(harness.were_ahead),
+        "steps_clipped": sum(n is not None and float(n) > max_norm for n in norms),
+        "steps_ahead": ahead,
+        "seconds_of_steps": " ".join(f"{s:.3f}" for s in every),
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        "notes": "; ".join(harness.notes),
     }
+
+
+def train_step(model, optimizer, batch, max_norm):
+    """The loop of a user: (its loss, the norm before clipping)."""
+    loss = model(**batch).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) if max_norm is not None else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach(), norm
 
 
 def profile(step, path):

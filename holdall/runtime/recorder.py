@@ -45,7 +45,8 @@ class Recorder:
         is_on = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
         if self._folder is None or device.type != "cuda" or is_on():
             return lambda: None
-        torch.cuda.memory._record_memory_history(max_entries=_ENTRIES, stacks="python")
+        # Stacks of allocations alone: one taken at a free, while an error of Python passes through C++, loses the error.
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_ENTRIES)
         return lambda: torch.cuda.memory._record_memory_history(enabled=None)
 
     def add_to(self, error: BaseException, harness: Any, moment: Moment) -> None:

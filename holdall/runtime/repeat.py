@@ -13,6 +13,7 @@ loss that reaches parameters past the model's outputs, several processes that tr
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -216,6 +217,7 @@ class Repeat:
         step.buffers.put_back()
         step.numbers.put_back()
         self.adopt(tighter)
+        gc.collect()  # frames of the first try may be in cycles, and hold its tensors
         if self._harness.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -61,6 +61,10 @@ def harness_of(names):
     return names["harness"] if "harness" in names else names["fitting"].harness
 
 
+def updates_on_host(plan):
+    return any(update == "host" for action in plan.actions if action.name == "place" for _, _, update in action.units)
+
+
 @pytest.mark.parametrize("name", list(LARGER))
 def test_a_script_trains_in_60_percent_on_a_gpu(name):
     if name == "lightning_trainer":
@@ -77,6 +81,9 @@ def test_a_script_trains_in_60_percent_on_a_gpu(name):
     budget = context + before + int(0.6 * peak)  # the budget is for all that the device sees
     names = script(name, budget=budget)
     harness = harness_of(names)
-    assert names["losses"] == expected
+    if updates_on_host(harness.plan):  # the host's Adam rounds otherwise than the GPU's, by an ulp
+        assert names["losses"] == pytest.approx(expected, rel=1e-5)
+    else:
+        assert names["losses"] == expected
     assert max(harness.step_peaks) <= budget
     assert harness.plan.actions

@@ -87,10 +87,10 @@ def test_the_same_bits_in_less_memory(build, planner, hardware):
 
 def test_flash_attention_is_run_again_to_the_same_bits(hardware):
     """Its forward keeps a random state; its backward is told to add in one order."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            plan, _ = run(lambda: llama(attention="sdpa", dtype=torch.bfloat16), "rockmate", {"menus": "cut"}, hardware, 0.5)
+            plan, _ = run(lambda: llama(attention="sdpa", dtype=torch.bfloat16), "rockmate", {"menus": "cut"}, hardware, 0.25)
     finally:
         torch.use_deterministic_algorithms(False)
     assert any(a.name == "reschedule" for a in plan.actions)
