@@ -1,8 +1,9 @@
-"""The figure and the tables of a budget curve, from the CSV of `gpu_budget_curve.py`.
+"""The figure and the tables of a budget curve, from the CSV of `gpu_budget_curve.py` or `auto_on_gpu.py`.
 
-python benchmarks/plot_budget_curve.py curve.csv [--figure curve.svg] [--planner auto]
+python benchmarks/plot_budget_curve.py curve.csv [--figure curve.svg] [--planner auto] [--shape 3b]
 
-The figure's ending chooses its format. The tables go to standard output as Markdown.
+The figure's ending chooses its format. The tables go to standard output as Markdown. Runs of which every step was clipped, and
+those of which none was, are lines of their own: an update that need not be clipped can begin before backward has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from typing import Any
 
 GIB = 2**30
 LEVELS = {"plain": "-", "bf16_master": ":"}  # drawn as horizontal lines, in this style
+OURS = {  # lines, and their colours
+    "ours": "#c2410c",
+    "ours, no step clipped": "#c2410c",
+    "ours, some steps clipped": "#ea580c",
+    "ours, every step clipped": "#9f1239",
+}
 NAMES = {
     "ours": "holdall",
     "plain": "plain PyTorch",
@@ -30,7 +37,6 @@ NAMES = {
     "torchao": "torchao CPU offload, bf16 states",
     "torchao_fp32": "torchao CPU offload, fp32 states",
 }
-OURS = "#c2410c"
 PEERS = ["#1d4ed8", "#047857", "#7c3aed", "#0e7490", "#a16207", "#be185d", "#4b5563", "#65a30d", "#0369a1"]
 MARKERS = "s^DvPX*<>"
 
@@ -64,10 +70,12 @@ class Point:
         return int(self.row["batch"]) * int(self.row["seq"]) / seconds if seconds else None
 
 
-def read(path: Path, planner: str) -> tuple[dict[str, list[Point]], list[dict[str, str]]]:
+def read(path: Path, planner: str, shape: str) -> tuple[dict[str, list[Point]], list[dict[str, str]]]:
     """What ran, by method and from small to large, and all rows; a later row replaces an earlier one of the same name."""
     with path.open(newline="") as file:
-        rows = [r for r in csv.DictReader(file) if r["method"] != "ours" or r["planner"] == planner]
+        rows = [r for r in csv.DictReader(file) if r["shape"] == shape and (r["method"] != "ours" or r["planner"] == planner)]
+    for row in rows:
+        row["method"] += clipped(row)
     latest = {(row["method"], row["budget_gib"]): row for row in rows}
     points: dict[str, list[Point]] = {}
     for (method, budget), row in latest.items():
@@ -75,13 +83,22 @@ def read(path: Path, planner: str) -> tuple[dict[str, list[Point]], list[dict[st
             gib = float("inf") if budget == "none" else float(budget)
             points.setdefault(method, []).append(Point(method=method, budget=gib, speed=float(row["tokens_per_s"]), row=row))
     for found in points.values():
-        found.sort(key=lambda p: p.needs if p.method != "ours" else p.budget)
+        found.sort(key=lambda p: p.needs if p.method not in OURS else p.budget)
     return points, list(latest.values())
+
+
+def clipped(row: dict[str, str]) -> str:
+    """What a name is to say about clipping."""
+    if not row.get("steps_clipped"):
+        return ""
+    whole = int(row["steps"]) + int(row["warmup"])
+    return {0: ", no step clipped", whole: ", every step clipped"}.get(int(row["steps_clipped"]), ", some steps clipped")
 
 
 def title(method: str) -> str:
     base, _, parts = method.partition("@")
-    return NAMES.get(base, base) + (f", {parts} micro-batches" if parts else "")
+    name, comma, way = base.partition(",")
+    return NAMES.get(name, name) + comma + way + (f", {parts} micro-batches" if parts else "")
 
 
 def uncapped(points: dict[str, list[Point]], method: str) -> Point | None:
@@ -111,16 +128,19 @@ def draw(points: dict[str, list[Point]], rows: list[dict[str, str]], path: Path)
             peak = level.gib("peak_reserved_run")
             text = f"{title(method)}, no cap" + (f" ({peak:.0f} GiB)" if peak else "")
             axes.axhline(level.speed, color="#374151", linestyle=style, linewidth=1.1, label=text)
-    peers = [m for m in points if m != "ours" and m not in LEVELS]
+    peers = [m for m in points if m not in OURS and m not in LEVELS]
     for method, color, marker in zip(peers, PEERS * 2, MARKERS * 2, strict=False):
         draw_rungs(axes, points[method], color, marker, right)
-    ours = [p for p in points.get("ours", []) if p.budget <= right]
-    if ours:
+    for method, color in OURS.items():
+        ours = [p for p in points.get(method, []) if p.budget <= right]
         x = [p.budget for p in ours]
-        axes.plot(x, [p.speed for p in ours], color=OURS, marker="o", linewidth=2.2, label="holdall, measured", zorder=5)
+        if len(x) > 1:
+            axes.plot(x, [p.speed for p in ours], color=color, marker="o", linewidth=2.2, label=title(method), zorder=5)
+        elif x:
+            axes.plot(x, [p.speed for p in ours], color=color, marker="*", markersize=11, linestyle="none", label=title(method))
         said = [p.promised for p in ours]
-        if all(said):
-            axes.plot(x, said, color=OURS, linestyle="--", linewidth=1.3, label="holdall, predicted", zorder=4)
+        if len(x) > 1 and all(said):
+            axes.plot(x, said, color=color, linestyle="--", linewidth=1.3, label=f"{title(method)}: predicted", zorder=4)
     axes.set_xscale("log", base=2)
     axes.set_xlim(left, right)
     axes.set_ylim(bottom=0)
@@ -156,23 +176,26 @@ def caption(rows: list[dict[str, str]]) -> str:
 
 
 def budget_table(points: dict[str, list[Point]], rows: list[dict[str, str]]) -> list[str]:
-    """Tokens per second: a line for each budget, a column for each method; -- where it does not fit."""
+    """Tokens per second: a line for each budget and way of ours, a column for each method; -- where it does not fit."""
     budgets = sorted({float(r["budget_gib"].replace("none", "inf")) for r in rows}, reverse=True)
-    peers = [m for m in points if m != "ours"]
+    peers = [m for m in points if m not in OURS]
     plain = uncapped(points, "plain")
-    heads = ["budget, GiB", "holdall", "of plain", "predicted", "peak (predicted), GiB", *map(title, peers)]
+    heads = ["budget, GiB", "", "holdall", "of plain", "predicted", "peak (predicted), GiB", *map(title, peers)]
     lines = [row_text(heads), row_text(["---:"] * len(heads))]
     for budget in budgets:
-        ours = next((p for p in points.get("ours", []) if p.budget == budget), None)
-        cells = ["none" if budget == float("inf") else f"{budget:g}", *ours_cells(ours, plain and plain.speed)]
-        lines.append(row_text([*cells, *(number(speed_at(points[m], budget)) for m in peers)]))
+        size = "none" if budget == float("inf") else f"{budget:g}"
+        beside = [number(speed_at(points[m], budget)) for m in peers]
+        mine = [p for m in OURS for p in points.get(m, []) if p.budget == budget]
+        for ours in mine or [None]:
+            way = "" if ours is None else title(ours.method).removeprefix("holdall").lstrip(", ")
+            lines.append(row_text([size, way, *ours_cells(ours, plain and plain.speed), *beside]))
     return lines
 
 
 def ours_cells(ours: Point | None, plain: float | None) -> list[str]:
     if ours is None:
         return ["--"] * 4
-    peak = f"{number(ours.gib('peak_allocated'), 2)} ({number(ours.gib('predicted_peak'), 2)})"
+    peak = f"{number(ours.gib('harness_peak') or ours.gib('peak_allocated'), 2)} ({number(ours.gib('predicted_peak'), 2)})"
     share = f"{ours.speed / plain:.0%}" if plain else "--"
     return [number(ours.speed), share, number(ours.promised), peak]
 
@@ -218,8 +241,9 @@ def main() -> None:
     parser.add_argument("csv", type=Path)
     parser.add_argument("--figure", type=Path, default=None, help="by default the CSV's name with .svg")
     parser.add_argument("--planner", default="auto", help="which rows of holdall to show")
+    parser.add_argument("--shape", default="3b", help="which model")
     options = parser.parse_args()
-    points, rows = read(options.csv, options.planner)
+    points, rows = read(options.csv, options.planner, options.shape)
     if not rows:
         raise SystemExit(f"no rows in `{options.csv}` for planner `{options.planner}`")
     draw(points, rows, options.figure or options.csv.with_suffix(".svg"))

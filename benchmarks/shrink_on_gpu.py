@@ -180,7 +180,8 @@ class Bench:
             if plan is not None:
                 whole = method.traced and (by_plan or not method.compress)
                 shown = replace(plan, budget={**plan.budget, next(iter(plan.budget)): budget or 2**50})
-                harness = stack.enter_context(holdall.apply(shown, self.model, optimizer if whole else None, enforce=False))
+                of = optimizer if whole else None
+                harness = stack.enter_context(holdall.apply(shown, self.model, of, enforce=budget is not None))
             else:
                 harness = None
                 stack.callback(chunk_head(head_of(self.model)[1], rows=self.head))

@@ -106,7 +106,8 @@ def used_up(trace: Trace) -> Trace:
         for x, t in trace.tensors.items()
         if t.born <= end
     }
-    return replace(trace, ops=trace.ops[: end + 1], tensors=tensors, about={**trace.about, "precision": None})
+    saves = tuple(replace(s, released=None) if (s.released or 0) > end else s for s in trace.saves)
+    return replace(trace, ops=trace.ops[: end + 1], tensors=tensors, saves=saves, about={**trace.about, "precision": None})
 
 
 def _last_of_backward(trace: Trace) -> OpId:

@@ -141,7 +141,9 @@ class Recorder(TorchDispatchMode):
     def mark(self, tensors: Iterable[tuple[str, torch.Tensor]], kind: Kind) -> None:
         """Give tensors made during the step their real kind and name (gradients)."""
         for name, tensor in tensors:
-            found = self._ids.get(tensor.untyped_storage()._cdata)
+            key = tensor.untyped_storage()._cdata
+            stand_in = self._stand_ins.get(key)  # what autograd had saved may be a gradient: that of a head made in forward
+            found = self._ids.get(key) if stand_in is None else stand_in[0]
             if found is not None and self.tensors[found].born >= 0:
                 self.tensors[found].kind = kind
                 self.tensors[found].name = name
