@@ -54,6 +54,10 @@ def train(
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, dropout and the order of the data.")] = 0,
     dtype: given.Dtype = "float32",
     field: Annotated[str, typer.Option("--field", metavar="NAME", help="Field of a JSONL line that holds the text.")] = "text",
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="FOLDER", help="Write what was in memory there, should it run out."),
+    ] = None,
     json: given.Json = False,
 ) -> None:
     """Train a causal language model inside a budget; run the same command again to go on after an interruption.
@@ -89,6 +93,7 @@ def train(
         seed=seed,
         dtype=DTYPE_ALIASES.get(dtype, dtype),
         field=field,
+        record=record,
     )
     try:
         with _bar() if sys.stderr.isatty() else _lines(quiet=json) as (progress, on_metrics):

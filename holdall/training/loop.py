@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from holdall.training.checkpoint import (
     save_checkpoint,
 )
 from holdall.training.data import Encoder, Sequences, load_sequences, make_encoder
-from holdall.training.planning import make_plan, resolve_device, resolve_machine
+from holdall.training.machine import resolve_device, resolve_machine
 from holdall.types import Progress
 from holdall.types._json import write_text
 from holdall.types.plan import silent
@@ -77,15 +78,25 @@ def run_training(
     with _private_random(device), _quiet_transformers():
         progress("building the model", 0, 0, "")
         origin = source if found is None else models.describe(found.folder)
-        model: Any = models.build(origin, device=device, dtype=options.dtype, seed=options.seed)
+        model: Any = models.build(origin, device="cpu", dtype=options.dtype, seed=options.seed)  # what goes to a GPU is planned
         optimizer = _make_optimizer(model, options)
         if found is not None:
             load_optimizer(found, model, optimizer)
         check_can_save(options.out, model)
-        progress("tracing one step", 0, 0, "")
-        traced = api.trace(model, data.batch(0, options.batch, device), optimizer=optimizer)
-        plan = make_plan(options, traced, machine, progress)
-        with api.apply(plan, model, optimizer) as harness:
+        progress("tracing and planning", 0, 0, "")
+        with api.fit(
+            model,
+            optimizer,
+            data.batch(0, options.batch, device),
+            loss=partial(_share_of_loss, options.accumulate),
+            budget=options.budget,
+            planner=options.planner,
+            hardware=machine,
+            device=device,
+            accumulate=options.accumulate,
+            record=options.record,
+            progress=progress,
+        ) as harness:
             run = _Run(
                 options=options,
                 name=source.name,
@@ -206,20 +217,24 @@ def _measured_step(run: _Run, step: int, position: int, scheduler: LambdaLR) -> 
 def _step(run: _Run, step: int, position: int) -> tuple[float, float]:
     """One update: its loss, and its gradient's norm before clipping. Where either is no number, the update is not made."""
     options = run.options
-    losses = []
+    mean = 0.0
     for nth in range(options.accumulate):
         batch = run.data.batch(position + nth * options.batch, options.batch, run.device)
-        loss = run.model(**batch).loss
-        losses.append(loss.detach())
-        (loss / options.accumulate if options.accumulate > 1 else loss).backward()
+        loss = _share_of_loss(options.accumulate, run.model, batch)
+        loss.backward()
+        mean += loss.item()
         del loss, batch  # the next forward must not find them in memory
-    mean = sum(float(loss) for loss in losses) / options.accumulate
     _check_finite("loss", mean, step, options)
     norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), options.clip or math.inf))
     _check_finite("norm of the gradient", norm, step, options)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     return mean, norm
+
+
+def _share_of_loss(parts: int, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss / parts if parts > 1 else loss
 
 
 def _check_finite(what: str, value: float, step: int, options: TrainOptions) -> None:

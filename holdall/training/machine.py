@@ -1,0 +1,34 @@
+"""Where a training run computes, and the machine that its plan is for."""
+
+from __future__ import annotations
+
+import torch
+
+from holdall import api
+from holdall.errors import InvalidInput, Unsupported, unknown_name
+from holdall.registry import member_class
+from holdall.training import TrainOptions
+from holdall.types import Hardware
+
+
+def resolve_device(asked: str) -> str:
+    """Where the run computes, as torch names it."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = asked.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise unknown_name("device", asked, ("auto", "cpu", "cuda"))
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("no CUDA device is available here", hint="train on the CPU: `--device cpu`")
+    return asked
+
+
+def resolve_machine(options: TrainOptions, device: str) -> Hardware:
+    """What to plan with. A wrong planner or size is said here, before anything slow."""
+    member_class("planners", options.planner)
+    machine = api.resolve_hardware(options.hardware, torch.device(device).type)
+    if machine.device != torch.device(device).type:
+        hint = "leave it out: this machine is then measured"
+        raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)
+    api.resolve_budget(options.budget, machine)
+    return machine
