@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from holdall.actions.reschedule import Reschedule, effects, region
+from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.planners._cut import best_sets
 from holdall.planners._dag import Dag, Program
 from holdall.types import Block, Kind, Op, Trace
-from holdall.types.program import groups, lazily
+from holdall.types.program import fault, groups, lazily
 
 _SMALL = 64  # ops; in a region with more, ops of backward are merged, which lets what they read seem to stay a little longer
 
@@ -100,6 +100,15 @@ def programs(trace: Trace, block: Block) -> list[tuple[int, ...]]:
         found.append(tuple(lazily(effects(ops), count, tensors)))
     plain = tuple(range(count, len(ops)))
     return [p for p in dict.fromkeys(found) if p != plain]
+
+
+def keeping(trace: Trace, block: Block, held: Collection[int]) -> Reschedule | None:
+    """The block op by op, so that of its results only these are held for backward. None: it cannot be run op by op."""
+    if obstacle(trace, block):
+        return None
+    ops, count = region(trace, block)
+    backward = lazily(effects(ops), count, frozenset(held))
+    return None if fault(effects(ops), count, range(count), backward) else Reschedule.of(trace, block, backward)
 
 
 def _outlives(trace: Trace, x: int, ops: Sequence[Op]) -> bool:

@@ -19,8 +19,9 @@ from typing import ClassVar
 from holdall.actions.recompute import Recompute
 from holdall.planners._attention import attentions, with_attention
 from holdall.planners._finish import finish
+from holdall.planners._opgraph import keeping
 from holdall.planners._segments import runs
-from holdall.planners.loongtrain import attention_labels, described
+from holdall.planners.loongtrain import all_but_attention, attention_labels, described, products
 from holdall.types import Block, Plan, Problem, Trace
 
 
@@ -37,11 +38,15 @@ class Distflashattn:
         trace = problem.trace
         layers = with_attention(trace, (block for row in runs(trace) for block in row))
         kept = {block.id: attention_labels(trace, block) for block in layers}
-        actions = [Recompute.of(trace, [block], kept[block.id]) for block in layers]
+        actions = [all_but_attention(trace, block) for block in layers]
         why = [described(trace, layers, kept)]
         if not self.last and layers and kept[layers[-1].id]:
-            before = up_to_attention(trace, layers[-1])
-            actions[-1] = Recompute.of(trace, [layers[-1]], kept[layers[-1].id], only=before)
+            block = layers[-1]
+            before = up_to_attention(trace, block)
+            after = {trace.saves[i].tensor for n, i in enumerate(block.saves) if n not in before}
+            held = after | {x for op in products(trace, block) for x in op.writes}
+            whole = Recompute.of(trace, [block], kept[block.id], only=before)
+            actions[-1] = keeping(trace, block, held) or whole
             why.append(f"of the last layer only what comes before attention is recomputed ({len(before)} saved tensors)")
         return finish(self, problem, actions, why=why, began=began)
 

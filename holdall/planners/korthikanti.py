@@ -19,8 +19,9 @@ from typing import ClassVar
 from holdall.actions.recompute import Recompute, keepable
 from holdall.planners._attention import Attention, attentions
 from holdall.planners._finish import finish
+from holdall.planners._opgraph import keeping
 from holdall.planners._segments import runs
-from holdall.types import Block, Op, Plan, Problem, Trace
+from holdall.types import Action, Block, Op, Plan, Problem, Trace
 from holdall.units import format_bytes
 
 
@@ -41,7 +42,7 @@ class Korthikanti:
             found = select_core(trace, block, cores[block.id]) if is_written_out else select_cheap(trace, block)
             if found is not None:
                 chosen[block.id] = found
-        actions = [Recompute.of(trace, [b], chosen[b.id].keep, only=chosen[b.id].only) for b in blocks if b.id in chosen]
+        actions = [_action(trace, b, chosen[b.id]) for b in blocks if b.id in chosen]
         why = [_why_core(trace, blocks, cores) if is_written_out else _why_cheap(trace, blocks)]
         gained = sum(s.gain for s in chosen.values())
         why.append(f"{len(chosen)} blocks let go of {format_bytes(gained)} in all")
@@ -54,7 +55,14 @@ class Selection:
 
     only: tuple[int, ...]  # saved tensors, by number
     keep: tuple[str, ...]  # op results
+    held: frozenset[int]  # tensors that wait for backward, of those that the block makes
     gain: int
+
+
+def _action(trace: Trace, block: Block, found: Selection) -> Action:
+    """Op by op, which runs nothing but what is needed; where that cannot be, the block's own code, with results handed out."""
+    whole = Recompute.of(trace, [block], found.keep, only=found.only)
+    return keeping(trace, block, found.held) or whole
 
 
 def select_core(trace: Trace, block: Block, cores: Collection[Attention]) -> Selection | None:
@@ -98,7 +106,8 @@ def _selection(trace: Trace, block: Block, dropped: Collection[int], barred: Col
     keep = tuple(can[op.id] for op in sorted([*heavy, *free], key=lambda op: op.id))
     extra = {x for op in heavy for x in op.writes if x not in saved}
     size = {x: trace.tensors[x].nbytes for x in dropped | extra}
-    return Selection(only, keep, sum(size[x] for x in dropped) - sum(size[x] for x in extra))
+    held = frozenset(saved) - dropped | extra
+    return Selection(only, keep, held, sum(size[x] for x in dropped) - sum(size[x] for x in extra))
 
 
 def _saved(trace: Trace, block: Block) -> dict[int, list[int]]:

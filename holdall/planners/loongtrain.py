@@ -16,8 +16,9 @@ from typing import ClassVar
 from holdall.actions.recompute import Recompute, keepable
 from holdall.planners._attention import attentions, with_attention
 from holdall.planners._finish import finish
+from holdall.planners._opgraph import keeping
 from holdall.planners._segments import runs
-from holdall.types import Block, Plan, Problem, Trace
+from holdall.types import Action, Block, Op, Plan, Problem, Trace
 from holdall.units import format_bytes
 
 
@@ -32,13 +33,24 @@ class Loongtrain:
         trace = problem.trace
         layers = with_attention(trace, (block for row in runs(trace) for block in row))
         kept = {block.id: attention_labels(trace, block) for block in layers}
-        actions = [Recompute.of(trace, [block], kept[block.id]) for block in layers]
+        actions = [all_but_attention(trace, block) for block in layers]
         return finish(self, problem, actions, why=[described(trace, layers, kept)], began=began)
+
+
+def all_but_attention(trace: Trace, block: Block) -> Action:
+    """The block made again with the results of its attention at hand: op by op, or by its own code where that cannot be."""
+    held = {x for op in products(trace, block) for x in op.writes}
+    return keeping(trace, block, held) or Recompute.of(trace, [block], attention_labels(trace, block))
+
+
+def products(trace: Trace, block: Block) -> list[Op]:
+    """Those of the block's attention; of a fused one the kernel itself."""
+    return list({op.id: op for found in attentions(trace, block) for op in (found.first, found.last)}.values())
 
 
 def attention_labels(trace: Trace, block: Block) -> list[str]:
     """The products of a block's attention, as results to keep."""
-    ops = {op.id for found in attentions(trace, block) for op in (found.first, found.last)}
+    ops = {op.id for op in products(trace, block)}
     return [label for label, op in keepable(trace, block).items() if op.id in ops]
 
 
