@@ -71,6 +71,13 @@ def test_version():
     assert holdall_says("--version").stdout == f"holdall {holdall.__version__}\n"
 
 
+def test_it_can_be_run_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "holdall", "--version"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, f"holdall {holdall.__version__}")
+
+
 def test_help_planners_and_systems_do_not_load_torch():
     """The package's own `__init__` is stood in for: what it loads is its own affair."""
     program = """

@@ -1,0 +1,5 @@
+"""`python -m holdall`: the same as `holdall`, where its folder is not on the path."""
+
+from holdall.cli import main
+
+main()
