@@ -29,7 +29,7 @@ from holdall.actions.in_backward import used_up
 from holdall.api import environment
 from holdall.cli._ladder_plans import decide
 from holdall.cost.roofline import cost_trace
-from holdall.optim._in_backward import in_backward
+from holdall.optim import in_backward
 from holdall.optim._quantise import piece_of
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore

@@ -89,9 +89,11 @@ PAIRS = {
     ("in_backward", "accumulate"): Verdict(
         level=REFUSED,
         why="gradients of several backwards add up, and in backward they are used up by the first",
-        hint="make the batch one backward, or let gradients be held",
+        hint="make the batch one backward, or let gradients be held: `in_backward(optimizer, accumulate=...)`",
     ),
-    ("in_backward", "clip"): Verdict(level=REFUSED, why=_LOOKS, hint="plan without it, or do not clip by the global norm"),
+    ("in_backward", "clip"): Verdict(
+        level=REFUSED, why=_LOOKS, hint="let it clip instead of the loop: `in_backward(optimizer, max_norm=...)`"
+    ),
     ("in_backward", "scaler"): Verdict(level=REFUSED, why=_LOOKS, hint="plan without it, or compute in bfloat16, unscaled"),
     ("reschedule", "moe"): Verdict(
         level=REFUSED,

@@ -30,7 +30,7 @@ ALLOWED = {
     "parallel": BASE | {"runtime", "actions", "torch"},
     "planners": BASE | {"cost", "simulator", "actions"},
 }
-ANYTHING = {"api", "asking", "cli", "integrations", "testing", "training", "__init__"}
+ANYTHING = {"api", "asking", "cli", "integrations", "testing", "training", "__init__", "__main__"}
 
 
 def imports_of(path):

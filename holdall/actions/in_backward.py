@@ -3,39 +3,52 @@
 After LOMO (Lv et al., ACL 2024, arXiv 2306.09782), for every optimizer that treats each parameter by itself: torch's own and
 the members of `optim`. What is held of gradients falls from all of them to the few of one node of the graph.
 
-Exact: the bits of the same optimizer without its foreach or fused form. What it cannot give is refused, with what each way out
-costs: the global norm (a second backward, or gradients that are held) and accumulation (gradients that are held; FLORA holds
-them compressed). `place` does the same for parameters that the model does not compute with itself: working copies of another
-precision, and homes on the host.
+Exact: the bits of the same optimizer without its foreach or fused form. With `max_norm` gradients are clipped by their global
+norm, as `clip_grad_norm_` does (the loop does so no longer): they are held until backward is over, then measured, clipped and
+used up one by one. That costs as many bytes as gradients take; a second backward would cost time instead, and under a plan a
+graph is walked once. Held gradients may also be those of several backwards (`accumulate`). Without a norm they may not: the
+step that is counted is the last backward, and where that uses sums up as it goes, one before it takes more.
+
+`place` does the same for parameters that the model does not compute with itself: working copies of another precision, and homes
+on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from holdall.actions.place import Place
 from holdall.actions.reschedule import region
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Action, Op, Phase, Problem, Run, Schedule, Trace, Unit
+from holdall.types import Action, Kind, Op, Phase, Problem, Run, Schedule, Trace, Unit
 from holdall.types.trace import OpId, TensorId
 
 
 @dataclass(frozen=True, kw_only=True)
 class InBackward:
     late: tuple[str, ...] = ()  # blocks that hand all their gradients over when their backward is over: those run op by op
+    max_norm: float | None = None  # clip by the global norm, for which gradients are held until backward is over
+    accumulate: int = 1  # backwards per step, with `max_norm` only
 
     name: ClassVar[str] = "in_backward"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 35  # after everything that moves what backward reads
 
     @staticmethod
-    def of(trace: Trace, actions: Iterable[Action] = ()) -> Action:
+    def of(trace: Trace, actions: Iterable[Action] = (), *, max_norm: float | None = None, accumulate: int = 1) -> Action:
         """The action for a trace beside others: this one, or `place` where the model computes with copies."""
         if trace.about.get("precision"):
+            if max_norm is not None or accumulate > 1:
+                raise Unsupported(
+                    "gradients of working copies are not held in backward, to be clipped or added up",
+                    hint="use `place`, under which the loop may do both",
+                )
             return Place.all(trace, when="backward")
-        return InBackward(late=tuple(getattr(a, "block", "") for a in actions if a.name == "reschedule"))
+        late = tuple(getattr(a, "block", "") for a in actions if a.name == "reschedule")
+        return InBackward(late=late, max_norm=max_norm, accumulate=accumulate)
 
     @staticmethod
     def samples(trace: Trace) -> list[InBackward]:  # noqa: ARG004
@@ -43,13 +56,13 @@ class InBackward:
         return []
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
-        _refuse(problem)
+        _refuse(problem, self)
         steps = [op for op in problem.trace.ops if op.site.phase is Phase.STEP]
-        if any(op.id in schedule.runs for op in steps):
+        if any(op.reads and not schedule.run(op.id).reads for op in steps):
             raise Unsupported(
                 "`in_backward` and `place` both say when parameters are updated", hint='use `place` with when="backward" alone'
             )
-        return _Rewrite(schedule.copy(), problem, steps, self.late).apply()
+        return _Rewrite(schedule.copy(), problem, steps, self.late, holds=self.max_norm is not None).apply()
 
     def install(self, harness: Any) -> None:
         from holdall.optim._in_backward import InBackward as Updates
@@ -62,28 +75,38 @@ class InBackward:
             )
         if harness.optimizer is None:
             raise Unsupported("there is no optimizer to update with", hint="give `apply` the optimizer")
-        if not getattr(harness.optimizer, "consumes_gradients", False):  # else it does so by itself
-            harness.on_close(Updates(harness.optimizer).close)
+        if getattr(harness.optimizer, "consumes_gradients", False):  # it does so by itself
+            if (harness.optimizer.held_norm, harness.optimizer.accumulate) != (self.max_norm, self.accumulate):
+                raise InvalidInput(
+                    f"{type(harness.optimizer).__name__} does not hold gradients as the plan does "
+                    f"(max_norm={self.max_norm}, accumulate={self.accumulate})",
+                    hint='give it the same: `clip_grad_norm` with clip="hold", and `accumulate`',
+                )
+            return
+        harness.updates = Updates(
+            harness.optimizer, max_norm=self.max_norm, accumulate=self.accumulate
+        )  # `.norm`: for loops that log it
+        harness.on_close(harness.updates.close)
 
 
-def _refuse(problem: Problem) -> None:
+def _refuse(problem: Problem, action: InBackward) -> None:
     """What updating in backward cannot give, with the price of each way out."""
     if problem.trace.about.get("precision"):
         raise Unsupported(
             "the model computes with copies of its parameters, which `in_backward` does not update",
             hint='use `place` with when="backward", which `InBackward.of` gives',
         )
-    if problem.clips:
+    if problem.clips and action.max_norm is None:
         raise Unsupported(
             "a loop that clips by the global norm looks at all gradients before the first update: none can be made in backward",
             hint="plan with clips=False; or take the norm in a second backward (`Lomo.grad_norm`: twice the time); "
-            "or hold the gradients (as many bytes as trained weights)",
+            "or hold the gradients (`InBackward.of(..., max_norm=...)`: as many bytes as trained weights)",
         )
-    if problem.accumulate > 1:
+    if problem.accumulate != action.accumulate or (action.accumulate > 1 and action.max_norm is None):
         raise Unsupported(
-            f"{problem.accumulate} backwards per step add up their gradients, which in backward are used up by the first",
-            hint="make the batch one backward; or hold the gradients (as many bytes as trained weights); "
-            "or accumulate compressed ones with `Flora`",
+            f"{problem.accumulate} backwards per step add up their gradients, which in backward are used up as they come",
+            hint="make the batch one backward; or hold the gradients (`InBackward.of(..., accumulate=..., max_norm=...)`: as "
+            "many bytes as trained weights); or accumulate compressed ones with `Flora`",
         )
 
 
@@ -127,14 +150,19 @@ class _Parameter:
 
 
 class _Rewrite:
-    def __init__(self, schedule: Schedule, problem: Problem, steps: Sequence[Op], late: Sequence[str]) -> None:
+    def __init__(self, schedule: Schedule, problem: Problem, steps: Sequence[Op], late: Sequence[str], *, holds: bool) -> None:
         self.schedule = schedule
         self.problem = problem
         self.trace = problem.trace
         self.steps = steps
         self.late = late
+        self.holds = holds
         self.parameters = _parameters(self.trace)
-        self.now: dict[TensorId, TensorId] = {}  # what the step makes -> the same, made in backward
+        self.now: dict[TensorId, TensorId] = {}  # what the step makes -> the same, made in backward; a gradient -> its sum
+        if problem.accumulate > 1:
+            for op in steps:
+                run = schedule.run(op.id)
+                self.now.update(zip((*op.reads, *op.mutates), (*run.reads, *run.mutates), strict=True))
 
     def apply(self) -> Schedule:
         if not self.steps:
@@ -142,19 +170,49 @@ class _Rewrite:
                 "the traced step has no update", hint="trace with the optimizer, or give gradients no time to live"
             )
         apart = self._share_out()
-        ready = moments(self.trace, self.late)
+        end, ready = _last_of_backward(self.trace), moments(self.trace, self.late)
         for p in self.parameters:
-            p.ready = ready[p.grad]
+            p.ready = end if self.holds else ready[p.grad]
         for op in self.steps:
             self.schedule.runs[op.id] = Run(op=op.id, reads=(), writes=(), name=op.site.op)
         trained = [p for p in self.parameters if p.ops or (not apart and p.unit.numel)]
         updates: dict[OpId, list[Run]] = {}
         for p in sorted(trained, key=self._turn):
             updates.setdefault(p.ready, []).extend(self._moved(p) if apart else [self._as_a_whole(p)])
-            self.schedule.holds[p.grad] = []
+            self.schedule.holds[self.now.get(p.grad, p.grad)] = []
+        if self.holds and trained:
+            self.schedule.insert(end, [*self._norm(trained), *updates[end]])
+            return self.schedule
         for at, runs in updates.items():
             self.schedule.insert(at, runs, first=True)  # before the next node asks for what is to be fetched or run again
         return self.schedule
+
+    def _norm(self, trained: Sequence[_Parameter]) -> list[Run]:
+        """A number for each gradient, one for all of them, and what they are multiplied by; the last norm is still there."""
+        grads = tuple(self.now.get(p.grad, p.grad) for p in trained)
+        like = self.schedule.info(grads[0])
+        number = _rounded(4, self.problem)
+        make = partial(self.schedule.add, like, kind=Kind.TEMP)
+        before = make(name="norm of the step before", nbytes=number, born=-1)
+        norms = make(name="norms", nbytes=number * len(grads))
+        norm, factor = (make(name=name, nbytes=number) for name in ("norm", "clipping factor"))
+        for x in (norm, factor):
+            self.schedule.hold(x, (len(self.trace.ops), 0))
+        hardware = self.problem.hardware
+        seconds = sum(self.schedule.info(g).nbytes for g in grads) / hardware.bandwidth + len(grads) * hardware.overhead
+        stacked = _rounded(4 * len(grads), self.problem)
+        return [
+            Run(op=-1, reads=grads, writes=(norms,), seconds=seconds, name="norms of gradients"),
+            Run(op=-1, reads=(norms,), writes=(norm,), workspace=stacked, seconds=2 * hardware.overhead, name="their norm"),
+            Run(
+                op=-1,
+                reads=(norm, norms, before),
+                writes=(factor,),
+                workspace=2 * number,
+                seconds=4 * hardware.overhead,
+                name="clipping factor",
+            ),
+        ]
 
     def _share_out(self) -> bool:
         """Give every op of the step to the parameter it updates; false where one op updates several (foreach)."""
@@ -181,6 +239,8 @@ class _Rewrite:
 
     def _turn(self, p: _Parameter) -> tuple[int, int, int]:
         """The order of updates after one node: a bias, made last, goes before its weight, which is seen through a view."""
+        if self.holds:
+            return p.ready, p.ops[0].id if p.ops else 0, p.weight
         born = self.trace.tensors[p.grad].born
         writes = self.trace.ops[born].writes
         return p.ready, -born, writes.index(p.grad) if p.grad in writes else 0
@@ -222,13 +282,18 @@ class _Rewrite:
         hardware = self.problem.hardware
         return Run(
             op=-1,
-            reads=(p.grad,),
+            reads=(self.now.get(p.grad, p.grad),),
             writes=(),
             mutates=(p.weight, *p.states),
             seconds=p.unit.moved * share / hardware.bandwidth + 8 * hardware.overhead,
             workspace=round(p.unit.workspace * share),
             name=f"update of {self.trace.tensors[p.weight].name}",
         )
+
+
+def _rounded(size: int, problem: Problem) -> int:
+    """What an allocator gives for so many bytes."""
+    return -(-size // 512) * 512 if problem.hardware.device == "cuda" else size
 
 
 def _parameters(trace: Trace) -> list[_Parameter]:

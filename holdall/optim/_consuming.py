@@ -1,10 +1,13 @@
 """The base of optimizers that use gradients up in backward: clipping, loss scaling and the end of a step.
 
 The loop stays `loss.backward(); opt.step(); opt.zero_grad()`. Backward updates; `step()` ends the step: it takes gradients
-that no hook saw and makes way for the next backward. Clipping by the global norm is exact and costs a second pass, because the
-norm is known only when every gradient is gone: either `opt.step(closure)` (the closure, which calls backward, is run twice with
-the same random numbers: one more forward and backward), or `opt.grad_norm(loss, retain_graph=True)` before `loss.backward()`
-(one more backward; activations live through both). A forward that counts (BatchNorm's running statistics) counts twice.
+that no hook saw and makes way for the next backward. Clipping by the global norm is exact, and must wait until every gradient
+was seen. With `clip="hold"` gradients are held until backward is over, with `clip="twice"` `loss.backward()` walks its graph
+twice (see `_clipping`). Without either the loop leads: `opt.step(closure)` (the closure, which calls backward, is run twice
+with the same random numbers: one more forward and backward), or `opt.grad_norm(loss, retain_graph=True)` before
+`loss.backward()` (one more backward; activations live through both). A forward that counts (BatchNorm's running statistics)
+counts twice.
+`accumulate`: backwards per step, whose gradients are held until the last adds to each.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.optim._in_backward import Consumer
+from holdall.optim._clipping import coefficient, norm_of
+from holdall.optim._consumer import Consumer, nothing_came
 from holdall.optim._per_parameter import Group, PerParameter
-from holdall.optim._rng import rewound
 
 PIECE = 1 << 20  # elements widened at a time: bounds what fp32 arithmetic on narrow parameters takes
 _SCALE = {
@@ -49,6 +51,8 @@ class ConsumingOptimizer(PerParameter):
         clip_param_norm: float | None,
         loss_scale: float | str | None,
         process_group: dist.ProcessGroup | None,
+        clip: str | None,
+        accumulate: int,
     ) -> None:
         limits = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value, "clip_param_norm": clip_param_norm}
         given = [name for name, limit in limits.items() if limit is not None]
@@ -64,11 +68,13 @@ class ConsumingOptimizer(PerParameter):
         self._process_group = process_group
         if process_group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             _log.warning("%s without `process_group` updates each rank by itself, also inside DDP", type(self).__name__)
-        self._consumer = Consumer(self._use)
+        if accumulate > 1 and clip_grad_norm is not None and clip is None:
+            raise InvalidInput("the norm is that of all backwards of a step together", hint='give clip="hold" too')
+        self.accumulate = accumulate
+        self._consumer = Consumer(self, clip=clip, accumulate=accumulate, wide=True)
         self._group_number: dict[int, int] = {}
-        self._gathered: dict[int, Tensor] | None = None  # norms by parameter, while a norm pass is under way
-        self._norm: Tensor | None = None  # of the norm pass before this step
-        self._skips = False  # that pass overflowed
+        self.norm: Tensor | None = None  # of the last step's gradients, before they were clipped; None: nobody needed it
+        self.skips = False  # they overflowed, and nothing is updated
         scale = dict(_SCALE) if self._dynamic else {"scale": float(loss_scale), "clean_steps": 0} if loss_scale else {}
         super().__init__(params, {**options, **scale}, unknown)
 
@@ -103,32 +109,27 @@ class ConsumingOptimizer(PerParameter):
 
         Costs one backward, and one more forward unless the graph is retained for the second; gradients are freed one by one.
         """
-        with self._norm_pass():
+        with self._consumer.gathering(was_asked=True):
             loss.backward(retain_graph=retain_graph)
-        assert self._norm is not None
-        return self._norm
+        if not self._consumer.knows or self.norm is None:
+            raise nothing_came()
+        return self.norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End the step. With a closure (which calls backward): run it, twice if the norm must be known first."""
-        loss = None
-        if closure is not None:
-            if self._needs_norm and self._norm is None:
-                with torch.enable_grad(), rewound(p.device for p in self._params()), self._norm_pass():
-                    loss = closure()
-            if not self._skips:
-                with torch.enable_grad():
-                    loss = closure()
-        elif self._needs_norm and self._norm is None and not self._consumer.fired:
-            self._norm_of_what_is_there()
-        self._consumer.flush(self._params())
-        self._end()
+        loss = None if closure is None else self._consumer.run(closure)
+        found = self._consumer.flush()
+        if self._dynamic and found:
+            for group in self.param_groups:
+                _adjust_scale(group, overflowed=self.skips)
+        self.skips = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """Gradients are None: there is nothing that could be set to zero."""
         self._consumer.clear()
-        for param in self._params():
+        for param in self.params():
             param.grad = None
 
     def close(self) -> None:
@@ -141,59 +142,31 @@ class ConsumingOptimizer(PerParameter):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- inside
+    @property
+    def held_norm(self) -> float | None:
+        """The global norm for which gradients are held until backward is over; None: they are not."""
+        return self._limits["clip_grad_norm"] if self._consumer.clip == "hold" else None
+
+    # -- for the consumer
 
     @property
-    def _needs_norm(self) -> bool:
+    def needs_norm(self) -> bool:
         return self._limits["clip_grad_norm"] is not None or self._overflows
 
-    def _params(self) -> Iterator[Tensor]:
+    def params(self) -> Iterator[Tensor]:
         return (p for group in self.param_groups for p in group["params"])
 
-    @contextmanager
-    def _norm_pass(self) -> Iterator[None]:
-        if self._consumer.fired:
-            raise InvalidInput("a norm pass cannot begin: this step's backward already ran", hint="call `grad_norm` before it")
-        self._gathered = {}
-        try:
-            yield
-            self._conclude(self._gathered)
-        finally:
-            self._gathered = None
-            self._consumer.clear()
-
-    def _norm_of_what_is_there(self) -> None:
-        """Gradients that were set by hand are all there at once."""
-        there = [p for p in self._params() if p.grad is not None]
-        if there:
-            self._conclude({id(p): _norm(p.grad) for p in there if p.grad is not None})
-
-    def _conclude(self, norms: dict[int, Tensor]) -> None:
-        """The global norm from the parts, in the order of the parameters, as `clip_grad_norm_` has it."""
-        parts = [norms[id(p)] for p in self._params() if id(p) in norms]
-        if not parts:
-            raise InvalidInput(
-                "no parameter of this optimizer got a gradient", hint="give the optimizer the model's parameters"
-            )
-        home = parts[0].device
-        total = torch.linalg.vector_norm(torch.stack([part.to(home) for part in parts]))
-        self._norm = total / self.param_groups[0].get("scale", 1.0)
-        self._skips = self._overflows and not math.isfinite(float(self._norm))
-
-    def _use(self, param: Tensor, grad: Tensor) -> None:
-        """What a gradient is for: its norm in a norm pass, else the update."""
+    def prepare(self, grad: Tensor) -> None:
         if self._process_group is not None:
             dist.all_reduce(grad, group=self._process_group)
             grad.div_(dist.get_world_size(self._process_group))
-        if self._gathered is not None:
-            self._gathered[id(param)] = _norm(grad)
-            return
-        if self._needs_norm and self._norm is None:
-            raise InvalidInput(
-                f"{type(self).__name__} must know the norm of all gradients before the first update",
-                hint="use `opt.step(closure)`, or `opt.grad_norm(loss, retain_graph=True)` before `loss.backward()`",
-            )
-        if not self._skips:
+
+    def found(self, norm: Tensor) -> None:
+        self.norm = norm / self.param_groups[0].get("scale", 1.0)
+        self.skips = self._overflows and not math.isfinite(float(self.norm))
+
+    def use(self, param: Tensor, grad: Tensor) -> None:
+        if not self.skips:
             group = self.param_groups[self._group_number[id(param)]]
             self._clip(grad, group.get("scale", 1.0))
             self._apply(param, grad, group)
@@ -202,27 +175,12 @@ class ConsumingOptimizer(PerParameter):
         if scale != 1.0:
             grad.div_(scale)
         if (limit := self._limits["clip_grad_norm"]) is not None:
-            assert self._norm is not None
-            grad.mul_(_coefficient(limit, self._norm).to(grad.device))
+            assert self.norm is not None
+            grad.mul_(coefficient(limit, self.norm).to(grad.device))
         elif (limit := self._limits["clip_grad_value"]) is not None:
             grad.clamp_(-limit, limit)
         elif (limit := self._limits["clip_param_norm"]) is not None:
-            grad.mul_(_coefficient(limit, _norm(grad)))
-
-    def _end(self) -> None:
-        if self._dynamic and self._norm is not None:
-            for group in self.param_groups:
-                _adjust_scale(group, overflowed=self._skips)
-        self._norm, self._skips = None, False
-
-
-def _norm(grad: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-    return norm
-
-
-def _coefficient(limit: float, norm: Tensor) -> Tensor:
-    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+            grad.mul_(coefficient(limit, norm_of(grad, wide=True)))
 
 
 def _adjust_scale(group: Group, *, overflowed: bool) -> None:

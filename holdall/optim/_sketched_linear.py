@@ -32,28 +32,79 @@ class Sketcher(Protocol):
         """(rank, inputs)."""
         ...
 
-    def take(self, weight: Tensor, low: Tensor) -> None:
-        """Add to the weight's sketched gradient, (outputs, rank)."""
+    def take(self, weight: Tensor, low: Tensor) -> Tensor | None:
+        """Add to the weight's sketched gradient, (outputs, rank); or what autograd shall take as the weight's gradient."""
         ...
+
+
+class SketchedGradient(Tensor):
+    """A sketched gradient that goes autograd's way: the shape of its weight, and the bytes of the sketch `low`."""
+
+    low: Tensor
+
+    @staticmethod
+    def __new__(cls, low: Tensor, like: Tensor) -> SketchedGradient:
+        made: SketchedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        return made
+
+    def __init__(self, low: Tensor, like: Tensor) -> None:  # noqa: ARG002
+        self.low = low
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SketchedGradient({tuple(self.shape)} as {tuple(self.low.shape)}, {self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = next(a for a in args if isinstance(a, SketchedGradient))
+        if func not in _LINEAR or any(isinstance(a, Tensor) and a.dim() and not isinstance(a, cls) for a in args):
+            raise Unsupported(
+                f"a sketched gradient was met by `{func}`: it can be added to others of its kind, scaled and measured",
+                hint="leave a weight that is used in other ways too without a rank",
+            )
+        out = func(*(a.low if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+        if out is first.low:
+            return first
+        return cls(out, first) if out.shape == first.low.shape else out
+
+
+_aten = torch.ops.aten
+_LINEAR = frozenset(
+    {
+        _aten.detach.default,
+        _aten.alias.default,
+        _aten.clone.default,
+        _aten.add.Tensor,
+        _aten.add_.Tensor,
+        _aten.mul_.Tensor,
+        _aten.div_.Tensor,
+        _aten.linalg_vector_norm.default,
+    }
+)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, take: Callable[[Tensor], Tensor | None]
+    ) -> Tensor:
         ctx.save_for_backward(z, weight)
         ctx.take = take
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         z, weight = ctx.saved_tensors
         (grad,) = grads
         rows = grad.reshape(-1, grad.shape[-1])
         wide = weight.to(rows.dtype)  # under autocast the layer computed in another precision than its weight has
         grad_x = (rows @ wide).view(*grad.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        ctx.take(rows.t() @ z.reshape(-1, z.shape[-1]))
-        return grad_x, None, grad_bias, None, None
+        whole = ctx.take(rows.t() @ z.reshape(-1, z.shape[-1]))
+        return grad_x, whole, grad_bias, None, None
 
 
 class _Last:

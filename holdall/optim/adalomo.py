@@ -22,7 +22,8 @@ class AdaLomo(ConsumingOptimizer):
     """`eps`: added to squared gradients, and the least root mean square that a parameter counts as having.
 
     `clip_threshold`: of the update's root mean square. `decay_rate`: the moment's beta is 1 - step^-decay_rate.
-    `loss_scale`, `process_group` and the other clippings are as for `Lomo`; the paper's code scales the loss by 2^10.
+    `loss_scale`, `process_group`, `accumulate` and the other clippings are as for `Lomo`; the paper's code scales the loss
+    by 2^10.
     """
 
     name: ClassVar[str] = "adalomo"
@@ -43,6 +44,8 @@ class AdaLomo(ConsumingOptimizer):
         clip_param_norm: float | None = None,
         loss_scale: float | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        clip: str | None = None,
+        accumulate: int = 1,
         **unknown: Any,
     ) -> None:
         options = {
@@ -61,6 +64,8 @@ class AdaLomo(ConsumingOptimizer):
             clip_param_norm=clip_param_norm,
             loss_scale=loss_scale,
             process_group=process_group,
+            clip=clip,
+            accumulate=accumulate,
         )
 
     def _update(self, value: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:

@@ -11,6 +11,8 @@ G P, (outputs, rank); Adam's moments are of that shape; the update is `scale` D 
 steps, after a step and never between a forward and its step, so micro-batches add up; moments stay as they are. Weights outside
 of sketched layers are projected when their gradient is there, and groups without a rank are trained by AdamW. A sketched weight
 has no `.grad`: clip with `clip_grad_norm_` of the optimizer, whose norm is the sketches', close to the true one but not it.
+A layer's sketch needs no other layer's gradient, so updates in backward (`in_backward`) are those of the step; there `.grad`
+has the weight's shape and the sketch's bytes until the update, and `max_norm=` clips by the same norm.
 What is saved is what nobody else keeps: an input that a nonlinearity before it keeps as its output (tanh, relu) stays anyway.
 """
 
@@ -27,7 +29,7 @@ from holdall.errors import InvalidInput, unknown_name
 from holdall.optim._moments import adam_direction, corrected, moment_bytes
 from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
 from holdall.optim._projection import down, gaussian, matrix_groups, next_seed
-from holdall.optim._sketched_linear import Key, sketching
+from holdall.optim._sketched_linear import Key, SketchedGradient, sketching
 
 _PROJECTIONS = ("gaussian", "orthogonal")
 
@@ -38,6 +40,8 @@ class Compact(PerParameter):
     name: ClassVar[str] = "compact"
     paper: ClassVar[str] = "Shamshoum et al. 2025, arXiv 2410.15352"
     exact: ClassVar[bool] = False
+
+    sketches_are_gradients: bool = False  # they go autograd's way, for whoever updates as gradients come
 
     def __init__(
         self,
@@ -104,7 +108,8 @@ class Compact(PerParameter):
 
     def key_for(self, weight: Tensor, shared: Key | None) -> Key:
         state, group = self.state[weight], self._group_of(weight)
-        if shared is not None and "exp_avg" not in state and id(weight) not in self._sketched:
+        is_new = "exp_avg" not in state and id(weight) not in self._sketched and weight.grad is None
+        if shared is not None and is_new:
             state["seed"] = shared[0]  # the same input: one sketch serves both
         return seed_of(state, group), group["rank"], group["projection"]
 
@@ -112,9 +117,12 @@ class Compact(PerParameter):
         """(rank, inputs), in the precision of `like`, from the weight's seed."""
         return _projector(self.state[weight], self._group_of(weight), weight.shape[1], weight).to(like.dtype)
 
-    def take(self, weight: Tensor, low: Tensor) -> None:
+    def take(self, weight: Tensor, low: Tensor) -> Tensor | None:
+        if self.sketches_are_gradients:
+            return SketchedGradient(low.to(weight.dtype), weight)
         kept = self._sketched.get(id(weight))  # as wide as the weight, as its gradient would be
         self._sketched[id(weight)] = low.to(weight.dtype) if kept is None else kept.add_(low)
+        return None
 
     # -- the rule
 
@@ -133,6 +141,8 @@ class Compact(PerParameter):
         """For a weight with a rank: its sketched gradient, and the sketch of what came as a whole."""
         if group["rank"] is None or (p.grad is not None and p.grad.layout != torch.strided):
             return p.grad
+        if isinstance(p.grad, SketchedGradient):
+            return p.grad.low
         low = self._sketched.get(id(p))
         if p.grad is not None:
             projector = _projector(self.state[p], group, p.shape[1], p)

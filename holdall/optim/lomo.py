@@ -2,7 +2,8 @@
 
 Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024, arXiv 2306.09782.
 Without clipping the parameters are those of `torch.optim.SGD`, bit for bit; weight decay is decoupled. There is no state.
-What it cannot do: accumulate gradients, or clip by the global norm in one pass (see `_consuming`).
+Clipping by the global norm takes a second pass or gradients that are held, accumulation gradients that are held (see
+`_consuming`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from holdall.optim._per_parameter import Group, compute_dtype
 class Lomo(ConsumingOptimizer):
     """`clip_grad_norm`: exact, costs a second pass. `clip_grad_value`, `clip_param_norm`: one pass, another rule.
 
+    `clip`: how `clip_grad_norm` comes by the norm. "twice": `loss.backward()` walks its graph twice; "hold": gradients are held
+    until it is over; None: the loop calls `grad_norm`, or `step` with a closure. `norm` is that of the last step.
+    `accumulate`: backwards per step, whose gradients are held until the last adds to each.
     `loss_scale`: a number, or "dynamic". fp16 parameters need one, and the norm pass: an overflow halfway cannot be undone.
     `process_group`: gradients are averaged over its ranks before they are used.
     Call `close()`, or use it as a context manager, to remove its hooks.
@@ -40,6 +44,8 @@ class Lomo(ConsumingOptimizer):
         clip_param_norm: float | None = None,
         loss_scale: float | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        clip: str | None = None,
+        accumulate: int = 1,
         **unknown: Any,
     ) -> None:
         super().__init__(
@@ -51,6 +57,8 @@ class Lomo(ConsumingOptimizer):
             clip_param_norm=clip_param_norm,
             loss_scale=loss_scale,
             process_group=process_group,
+            clip=clip,
+            accumulate=accumulate,
         )
 
     def _apply(self, p: torch.Tensor, grad: torch.Tensor, group: Group) -> None:

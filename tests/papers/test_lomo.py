@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holdall
 from holdall.errors import InvalidInput, Unsupported
-from holdall.optim._in_backward import in_backward
+from holdall.optim import in_backward
 from holdall.optim.lomo import Lomo
 from holdall.runtime.ledger import Ledger
 from holdall.testing.contracts import train as train_family

@@ -30,6 +30,7 @@ from holdall.testing.contracts import fingerprint, problem_for, train
 from holdall.testing.worlds import Tied, _Layer, family, machine
 from holdall.tiers.far import Far
 from holdall.tracing import trace_step
+from holdall.tracing.step import default_loss
 from holdall.types import Plan, Problem
 
 
@@ -69,8 +70,8 @@ def problem(model, batch, optimizer, **about) -> Problem:
     return replace(problem_for(trace), clips=False, **about)
 
 
-def decide(posed: Problem, others=()) -> Plan:
-    return finish(Nop(), posed, [*others, InBackward.of(posed.trace, others)])
+def decide(posed: Problem, others=(), **options) -> Plan:
+    return finish(Nop(), posed, [*others, InBackward.of(posed.trace, others, **options)])
 
 
 def both(name, make, choose=lambda trace: [], *, reference=None):
@@ -122,6 +123,102 @@ def test_it_stands_beside_what_is_done_about_activations(kind):
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
 
 
+LIMIT = 1e-4  # below every norm
+
+
+def clipped(model, batch, optimizer, *, accumulate=1, limit=LIMIT):
+    """Three steps of a loop that clips by itself, if at all: (losses, norms)."""
+    torch.manual_seed(1)
+    losses, norms = [], []
+    for _ in range(3):
+        for _ in range(accumulate):
+            loss = default_loss(model, batch)
+            loss.backward()
+            losses.append(loss.item())
+        if limit is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+HELD = [
+    *[("small", name, None) for name in ("adamw", "momentum", "adafactor")],
+    *[(family, "adamw", None) for family in ("twice", "recurrent")],
+    *[("small", "adamw", kind) for kind in (Recompute, Offload, Reschedule)],
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("name", "optimizer", "kind"), HELD)
+def test_held_gradients_are_clipped_as_the_loop_would_and_counted_to_the_byte(name, optimizer, kind, accumulate):
+    model, batch = world(name)
+    twin = copy.deepcopy(model)
+    make = OPTIMIZERS[optimizer]
+    mine = make(model)
+    posed = replace(problem(model, batch, mine), clips=True, accumulate=accumulate)
+    others = [] if kind is None else kind.samples(posed.trace)[slice(0, 2) if kind is Reschedule else slice(1, 2)]
+    plan = decide(posed, others, max_norm=LIMIT, accumulate=accumulate)
+    expected, norms = clipped(twin, batch, make(twin), accumulate=accumulate)
+    gc.collect()
+    found = []
+    with Harness(plan, model, mine, store=Far()) as harness:
+        mine.register_step_post_hook(lambda *_: found.append(harness.updates.norm.item()))
+        losses, _ = clipped(model, batch, mine, accumulate=accumulate, limit=None)
+    assert losses == expected
+    assert found == norms and min(norms) > LIMIT
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+    assert harness.notes == []
+    assert torch.Tensor.backward.__module__ == "torch._tensor"
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class Thin(nn.Module):
+    """Hardly any activations, so that the most memory is taken after backward."""
+
+    def __init__(self, layers, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "name", "where"),
+    [(3, 64, "adamw", "div"), (2, 64, "came", "mul"), (8, 2, "momentum", "their norm")],
+)
+def test_the_norm_and_updates_after_backward_are_counted_to_the_byte(layers, width, name, where):
+    torch.manual_seed(0)
+    model, batch = Thin(layers, width), (torch.randn(1, width),)
+    optimizer = OPTIMIZERS[name](model)
+    plan = decide(replace(problem(model, batch, optimizer), clips=True), max_norm=LIMIT)
+    assert where in plan.predicted.peak_where
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        train(model, batch, optimizer)
+    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+
+
+def test_a_plan_with_a_norm_takes_lomo_if_it_holds_gradients_for_the_same():
+    model, batch = world("small")
+    twin = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    plan = decide(replace(problem(model, batch, sgd), clips=True), max_norm=LIMIT)
+    expected, _ = clipped(twin, batch, torch.optim.SGD(twin.parameters(), lr=1e-2))
+    for options in ({}, {"clip_grad_norm": 1.0, "clip": "hold"}, {"clip_grad_norm": LIMIT, "clip": "hold", "accumulate": 2}):
+        with Lomo(model.parameters(), lr=1e-2, **options) as optimizer, pytest.raises(InvalidInput, match="does not hold"):
+            Harness(plan, model, optimizer, store=Far())
+    with (
+        Lomo(model.parameters(), lr=1e-2, clip_grad_norm=LIMIT, clip="hold") as optimizer,
+        Harness(plan, model, optimizer, store=Far()) as harness,
+    ):
+        assert train(model, batch, optimizer) == expected
+    assert abs(harness.step_peaks[-1] - plan.predicted.peak["cpu"]) <= 8  # numbers of its own
+
+
 def test_sgd_in_backward_is_lomo():
     same, *_ = both(
         "small", lambda m: torch.optim.SGD(m.parameters(), lr=1e-2), reference=lambda m: Lomo(m.parameters(), lr=1e-2)
@@ -159,6 +256,8 @@ def test_a_loop_that_clips_is_refused_with_what_each_way_out_costs():
     with pytest.raises(Unsupported, match="global norm") as refused:
         decide(replace(posed, clips=True))
     assert "second backward" in refused.value.hint and "hold the gradients" in refused.value.hint
+    with pytest.raises(Unsupported, match="4 backwards per step"):
+        decide(replace(posed, accumulate=4), accumulate=4)
     with pytest.raises(Unsupported, match="4 backwards per step") as refused:
         decide(replace(posed, accumulate=4))
     assert "Flora" in refused.value.hint
@@ -197,6 +296,8 @@ def test_where_copies_are_computed_with_it_is_place():
     posed = replace(problem_for(trace), clips=False)
     action = InBackward.of(trace)
     assert isinstance(action, Place) and action.when == "backward"
+    with pytest.raises(Unsupported, match="working copies"):
+        InBackward.of(trace, max_norm=1.0)
     with pytest.raises(Unsupported, match="copies of its parameters"):
         finish(Nop(), posed, [InBackward()])
     plan = decide(posed)
@@ -209,7 +310,7 @@ def test_where_copies_are_computed_with_it_is_place():
 def test_a_plan_with_it_survives_saving(tmp_path):
     model, batch = world("small")
     posed = problem(model, batch, torch.optim.AdamW(model.parameters()))
-    plan = decide(posed, [Reschedule.samples(posed.trace)[0]])
+    plan = decide(posed, [Reschedule.samples(posed.trace)[0]], max_norm=0.5)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").actions == plan.actions
 

@@ -1,0 +1,182 @@
+"""The exact global norm where gradients live for a moment, and the loop's own `backward`, which finding it needs.
+
+Two ways. "hold": gradients stay until this backward is over (as many bytes as gradients take, no time), and are then clipped
+and used up one by one. "twice": `loss.backward()` walks the graph once for the norm, each gradient becoming a number at once,
+and a second time to update (one more backward; activations live through both).
+
+The norm has the bits of `clip_grad_norm_` over the same parameters in the same order: those of the optimizer's groups.
+While somebody watches, `Tensor.backward` goes through here; with the last watcher torch has its own method again.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from holdall.errors import InvalidInput, Unsupported
+
+WAYS = ("twice", "hold")
+
+
+def check_ways(clip: str | None, accumulate: int) -> None:
+    """Refuse what is not a way to clip, and pairs that make no sense."""
+    if clip is not None and clip not in WAYS:
+        raise InvalidInput(f"`clip` is {clip!r}", hint='give "twice" (a second backward) or "hold" (gradients are held)')
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise InvalidInput(f"`accumulate` is {accumulate!r}, but must be a whole number above 0", hint="backwards per step")
+    if clip == "twice" and accumulate > 1:
+        raise InvalidInput(
+            f"the gradients of {accumulate} backwards are held anyway: a second walk would save nothing", hint='use clip="hold"'
+        )
+
+
+def current_backward() -> int:
+    """The number of the backward that is running on this thread; -1: none."""
+    return int(torch._C._current_graph_task_id())
+
+
+# the norm
+
+
+def norm_of(grad: Tensor, *, wide: bool) -> Tensor:
+    """Of one gradient, as `clip_grad_norm_` takes it. `wide`: in 32 bits at least, where that is not to be had in fewer."""
+    dtype = torch.promote_types(grad.dtype, torch.float32) if wide else grad.dtype
+    if type(grad) is Tensor:
+        alone: Tensor = torch._foreach_norm([grad], dtype=dtype)[0]
+        return alone
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=dtype)
+    return norm
+
+
+def total_norm(params: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
+    """Of all gradients, from the norms of each, added up in torch's order: by device and precision."""
+    grouped = _group_tensors_by_device_and_dtype([list(params)], with_indices=True)  # type: ignore[list-item]
+    order = [n for _, places in grouped.values() for n in places]
+    home = params[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[n].to(home) for n in order]))
+    return total
+
+
+def coefficient(limit: float, norm: Tensor) -> Tensor:
+    """What gradients are multiplied by; 1 where they are short enough, as torch has it."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+# the loop's backward
+
+
+class Watcher(Protocol):
+    """Who wants to know of the loop's backwards."""
+
+    def begin(self) -> None:
+        """A backward of the loop is about to begin."""
+        ...
+
+    def wants_norm(self) -> bool:
+        """Whether this backward is to be walked once before for the norm."""
+        ...
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """A context for that walk."""
+        ...
+
+    def params(self) -> Iterator[Tensor]: ...
+
+    def end(self) -> None:
+        """It is over, without an error."""
+        ...
+
+
+_watching: weakref.WeakSet[Any] = weakref.WeakSet()
+_original: list[Callable[..., None]] = []
+_first_pass = False  # under way: nobody updates, and nobody else's gradients count
+
+
+def watch_backward(watcher: Watcher) -> None:
+    """From here on the watcher hears of backwards."""
+    if not _original:
+        _original.append(Tensor.backward)
+        Tensor.backward = _backward  # type: ignore[method-assign]
+    _watching.add(watcher)
+
+
+def unwatch_backward(watcher: Watcher) -> None:
+    """One less; with the last, torch has its own method again."""
+    _watching.discard(watcher)
+    if _original and not list(_watching) and Tensor.backward is _backward:  # else somebody put another in front of it
+        Tensor.backward = _original.pop()  # type: ignore[method-assign]
+
+
+def in_first_pass() -> bool:
+    return _first_pass
+
+
+def _backward(
+    self: Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    original = _original[0]
+    watching: list[Watcher] = list(_watching) if current_backward() < 0 and not _first_pass else []
+    for watcher in watching:
+        watcher.begin()
+    wanting = [w for w in watching if w.wants_norm()]
+    if wanting:
+        own = {id(p): p for w in wanting for p in w.params()}
+        _refuse_planned(own)
+        with _only_for_norms(self, own, wanting):
+            original(self, gradient, retain_graph=True, inputs=inputs)
+    original(self, gradient, retain_graph, create_graph, inputs)
+    for watcher in watching:
+        watcher.end()
+
+
+@contextmanager
+def _only_for_norms(root: Tensor, own: Collection[int], wanting: Sequence[Watcher]) -> Iterator[None]:
+    """A walk that leaves nothing behind: other leaves get their gradients in the second one."""
+    global _first_pass
+    others = [(leaf, leaf.grad) for leaf in _leaves(root) if id(leaf) not in own]
+    for leaf, _ in others:
+        leaf.grad = None
+    _first_pass = True
+    try:
+        with ExitStack() as stack:
+            for watcher in wanting:
+                stack.enter_context(watcher.gathering())
+            yield
+    finally:
+        _first_pass = False
+        for leaf, grad in others:
+            leaf.grad = grad
+
+
+def _leaves(root: Tensor) -> list[Tensor]:
+    """Every leaf that a backward from here brings a gradient to, as far as the graph shows."""
+    seen: set[Any] = set()
+    found: list[Tensor] = []
+    waiting = [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            found.append(node.variable)  # type: ignore[attr-defined]
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _refuse_planned(own: dict[int, Tensor]) -> None:
+    """Under a plan the graph is for one walk: what was recomputed or fetched for a first one would stay for the second."""
+    runtime: Any = sys.modules.get("holdall.runtime.harness")  # imported by whoever has a plan on a model
+    for model in getattr(runtime, "_planned", ()):
+        if any(id(p) in own for p in model.parameters()):
+            raise Unsupported(
+                'under a plan a graph is walked once, and clip="twice" needs two walks',
+                hint='use clip="hold", or `optimizer.step(closure)`, which runs the forward again too',
+            )
