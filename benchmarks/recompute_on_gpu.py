@@ -15,9 +15,18 @@ if it took as long as the last of its kind. At the end, every measured plan is h
 of the activation memory, between the peer's best points, and at the same bytes.
 
 `--compiled-blocks chen,rotor` also compiles the blocks under plans that run whole blocks again, to be held against blocks that
-are compiled one by one. Other plans work on single ops and cannot have compiled blocks. `--tiny` runs everything small, on a
-CPU: there the ledger that counts the bytes of plans keeps blocks from being compiled, and makes plans slow, so that its
-overheads mean nothing.
+are compiled one by one. Other plans work on single ops and cannot have compiled blocks.
+
+`--compile-programs auto,rockmate:menus=cut` also runs these planners' plans with every block as a compiled program
+(`holdall.apply(..., compile=True)`): blocks that the plan keeps or recomputes whole become programs too, so that all blocks are
+compiled, as they are under the peer. Their overhead is over the same planner's compiled run at 100 %; peaks are of the steps
+after the first, as they are for peers: in the first, kernels are timed.
+
+Planners that decide as the step runs (`dtr`, `coop`, `megtaichi`) want the vocabulary head whole. Where it is taken in pieces,
+they are run on a second trace with the head whole, over an eager run of that step, and at shares of its activation memory.
+
+`--tiny` runs everything small, on a CPU: there the ledger that counts the bytes of plans keeps blocks from being compiled by
+`--compiled-blocks`, and makes plans slow, so that its overheads mean nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,17 +46,22 @@ from typing import Any
 import torch
 
 import holdall
+from holdall.api import make_problem
 from holdall.cli._choices import Choice, read_peers, read_planners
 from holdall.cli._peer_runs import reason, run_peer
 from holdall.cli._peers import Subject, Variant, all_variants
 from holdall.cli._planning import plain_outcome
 from holdall.cli._sweep import Target, read_targets, versions
 from holdall.cli._workload import OPTIMIZERS, Workload, describe_workload
+from holdall.planners._programs import by_programs
 from holdall.registry import member_names
-from holdall.types import Hardware, Plan, Trace
+from holdall.types import Hardware, Outcome, Plan, Trace
 
 FIRST = "auto,rockmate:menus=cut"  # planners that are run before the peers; the others after them
-PLANNERS = f"{FIRST},rotor,chen,korthikanti,loongtrain,distflashattn,dtr,rockmate"
+PLANNERS = f"{FIRST},rotor,chen,korthikanti,loongtrain,distflashattn,rockmate,dtr,coop,megtaichi"
+ONLINE = ("dtr", "coop", "megtaichi")  # which refuse a trace with a chunked head
+WHOLE_HEAD = "whole head"
+BLOCKS, PROGRAMS = "planner, compiled blocks", "planner, compiled programs"
 RATIOS = "[1,0.75,0.5,0.35,0.25,0.1,0]"
 FIELDS = (
     "kind", "name", "setting", "status", "budget_bytes", "predicted_peak", "measured_peak", "peak_error", "reserved", "share",
@@ -59,12 +73,21 @@ Row = dict[str, Any]
 
 
 @dataclass
+class Course:
+    """A step to be planned for, and the bare run that its plans are held against."""
+
+    trace: Trace
+    targets: tuple[Target, ...]
+    plain: str = "plain"  # the setting of its bare eager run
+    losses: tuple[float, ...] | None = None  # of that run
+
+
+@dataclass
 class Bench:
     """What all rows share, and the rows so far."""
 
     workload: Workload
     machine: Hardware
-    trace: Trace
     steps: int
     out: Path
     about: Row
@@ -73,7 +96,6 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     lasted: dict[str, float] = field(default_factory=dict)
     runs: dict[str, Row] = field(default_factory=dict)  # what plans did, by their actions
-    losses: tuple[float, ...] | None = None  # of the bare eager run
     model: torch.nn.Module | None = None
     start: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -113,27 +135,32 @@ class Bench:
 
     def _relative(self, row: Row) -> Row:
         peak, seconds = row.get("measured_peak"), row.get("measured_s")
-        own = next((r for r in [*self.rows, row] if f"{r['name']}, {r['setting']}" == row.get("overhead_over")), None)
+        own = next((r for r in [*self.rows, row] if _label(r) == row.get("overhead_over")), None)
         if peak is None or own is None or not own.get("measured_s"):
             return {}
         whole = own["measured_peak"] - self.fixed
         return {"overhead": seconds / own["measured_s"] - 1, "share": (peak - self.fixed) / whole}
 
 
+def _label(row: Row) -> str:
+    """How others refer to a row as what they are held against."""
+    return f"{row['name']}, {row['setting']}" + (", compiled programs" if row["kind"] == PROGRAMS else "")
+
+
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def peer_row(bench: Bench, variant: Variant, over: str) -> None:
+def peer_row(bench: Bench, course: Course, variant: Variant, over: str) -> None:
     began = time.perf_counter()
     row: Row = {"kind": "peer", "name": variant.peer, "setting": variant.setting, "overhead_over": over, "status": "ok"}
     try:
         model, optimizer = bench.fresh()
-        subject = Subject.of(bench.trace, model, bench.workload.sample(bench.machine.device))
+        subject = Subject.of(course.trace, model, bench.workload.sample(bench.machine.device))
         seen = run_peer(variant, subject, optimizer, bench.batches())
-        if bench.losses is None:
-            bench.losses = seen.losses
+        if course.losses is None:
+            course.losses = seen.losses
         row |= {"measured_peak": seen.peak, "measured_s": seen.seconds, "setup_s": seen.setup_seconds}
-        row["losses_equal"] = seen.losses == bench.losses
+        row["losses_equal"] = seen.losses == course.losses
     except Exception as error:  # one peer's failure is one row
         row |= {"status": "failed", "why": reason(error)}
         bench.model = None
@@ -144,26 +171,22 @@ def _kind(variant: Variant) -> str:
     return variant.family if variant.family != "eager" else "eager"
 
 
-def plan_row(bench: Bench, choice: Choice, target: Target, *, backend: str | None = None) -> None:
-    """A planner at a budget. `backend`: of the compiler for the blocks; None: eager."""
+def plan_row(bench: Bench, course: Course, choice: Choice, target: Target, *, kind: str = "planner", backend: str = "") -> None:
+    """A planner at a budget. `kind`: eager, or with blocks or programs compiled by `backend`."""
     began = time.perf_counter()
-    over = "eager, plain" if backend is None else "compile, ratio 1 per block"
-    kind = "planner" if backend is None else "planner, compiled blocks"
-    row: Row = {
-        "kind": kind,
-        "name": choice.label,
-        "setting": target.label,
-        "overhead_over": over,
-        "budget_bytes": target.nbytes,
-    }
+    row: Row = {"kind": kind, "name": choice.label, "setting": target.label, "budget_bytes": target.nbytes}
+    unlimited = {BLOCKS: "compile, ratio 1 per block", PROGRAMS: _label({**row, "setting": "100%"})}
+    row["overhead_over"] = unlimited.get(kind, f"eager, {course.plain}")
     try:
-        made = holdall.plan(
-            bench.trace, budget={bench.home: target.nbytes}, planner=choice.name, hardware=bench.machine, **choice.options
-        )
+        asked = {"budget": {bench.home: target.nbytes}, "hardware": bench.machine}
+        made = holdall.plan(course.trace, planner=choice.name, **asked, **choice.options)
+        if kind == PROGRAMS:
+            made = by_programs(make_problem(course.trace, **asked), made)
         row |= _predicted(made, bench.home)
         key = f"{kind} {made.to_json()['actions']}"
         if key not in bench.runs:
-            bench.runs[key] = {**run_plan(bench, made, backend), "same_as": f"{choice.label} at {target.label}"}
+            seen = run_plan(bench, course, made, kind=kind, backend=backend)
+            bench.runs[key] = {**seen, "same_as": f"{choice.label} at {target.label}"}
             row |= bench.runs[key] | {"same_as": ""}
         else:
             row |= bench.runs[key]
@@ -175,7 +198,7 @@ def plan_row(bench: Bench, choice: Choice, target: Target, *, backend: str | Non
     except Exception as error:
         row |= {"status": "failed", "why": reason(error)}
         bench.model = None  # wherever it was caught, the next row gets a new one
-    bench.note(row, choice.label, began)
+    bench.note(row, f"{kind} {choice.label}", began)
 
 
 def _predicted(made: Plan, home: str) -> Row:
@@ -184,14 +207,14 @@ def _predicted(made: Plan, home: str) -> Row:
     return {"predicted_peak": said.peak[home], "predicted_s": said.seconds, "solve_s": made.solve_seconds, "actions": actions}
 
 
-def run_plan(bench: Bench, made: Plan, backend: str | None) -> Row:
+def run_plan(bench: Bench, course: Course, made: Plan, *, kind: str, backend: str) -> Row:
     """A few steps of the ordinary loop with the plan on the model."""
     model, optimizer = bench.fresh()
     torch.manual_seed(0)
     losses = []
     with (
-        compiled_blocks(bench, model, made, backend),
-        holdall.apply(made, model, optimizer, enforce=False) as harness,
+        compiled_blocks(course, model, made, backend) if kind == BLOCKS else nullcontext(),
+        holdall.apply(made, model, optimizer, enforce=False, compile=backend if kind == PROGRAMS else False) as harness,
     ):
         for batch in bench.batches():
             loss = model(**batch).loss
@@ -204,24 +227,26 @@ def run_plan(bench: Bench, made: Plan, backend: str | None) -> Row:
             harness.close()
         measured = harness.measured()
     assert measured is not None
-    same = tuple(loss.item() for loss in losses) == bench.losses
-    found = {"measured_peak": measured.peak[bench.home], "measured_s": measured.seconds, "reserved": measured.reserved}
+    same = tuple(loss.item() for loss in losses) == course.losses
+    peak = measured.peak[bench.home]
+    if harness.compiler is not None:
+        if not harness.compiler.count:
+            raise holdall.Unsupported(f"nothing was compiled: {'; '.join(harness.notes)}")
+        peak = max(harness.step_peaks[1:] or harness.step_peaks)
+    found = {"measured_peak": peak, "measured_s": measured.seconds, "reserved": measured.reserved}
     return {**found, "losses_equal": same, "why": "; ".join(harness.notes)}
 
 
 @contextmanager
-def compiled_blocks(bench: Bench, model: torch.nn.Module, made: Plan, backend: str | None) -> Iterator[None]:
+def compiled_blocks(course: Course, model: torch.nn.Module, made: Plan, backend: str) -> Iterator[None]:
     """Blocks whose forward is compiled, where the plan only ever runs them whole."""
-    if backend is None:
-        yield
-        return
     if any(a.name not in ("recompute", "keep", "head") or getattr(a, "keep", ()) for a in made.actions):
         raise holdall.Unsupported("the plan works on single ops of a block, which a compiled block does not have")
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    blocks = [model.get_submodule(name) for name in Subject.of(bench.trace, model, None).blocks]
+    blocks = [model.get_submodule(name) for name in Subject.of(course.trace, model, None).blocks]
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
     try:
@@ -266,8 +291,12 @@ def verdict(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if not row["kind"].startswith("planner") or row.get("overhead") is None:
             continue
+        if row.get("overhead_over", "").endswith(WHOLE_HEAD):
+            continue  # another step than the peers'
         own = f"{row['name']} at {row['setting']} ({row['kind']}): {row['share']:.0%} of activations, {row['overhead']:+.1%}"
         for over, points in peers.items():
+            if row["kind"] == PROGRAMS and over.endswith("aot_eager") and len(peers) > 1:
+                continue  # compiled beside compiled
             by_share = interpolate([(p["share"], p["overhead"]) for p in points], row["share"])
             by_bytes = interpolate([(p["measured_peak"], p["overhead"]) for p in points], row["measured_peak"])
             yield f"{own}; {over}: at this share {_against(row, by_share)}, at these bytes {_against(row, by_bytes)}"
@@ -321,7 +350,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy.pin_memory() if tensor.is_cuda else copy
 
 
-def prepare(options: argparse.Namespace) -> tuple[Bench, tuple[Target, ...]]:
+def prepare(options: argparse.Namespace) -> tuple[Bench, Course]:
     began = time.perf_counter()
     workload = describe_workload(
         options.model, batch=options.batch, seq=options.seq, dtype=options.dtype, optimizer=options.optimizer
@@ -333,13 +362,29 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, tuple[Target, ...]]:
     about = {k: getattr(options, k) for k in ("model", "batch", "seq", "dtype", "optimizer", "steps", "commit")}
     about |= {"seed": 0, "hardware": machine.name, **versions()}
     bench = Bench(
-        workload=workload, machine=machine, trace=trace, steps=options.steps, out=options.out, about=about, fixed=fixed,
+        workload=workload, machine=machine, steps=options.steps, out=options.out, about=about, fixed=fixed,
         ends=began + options.time_limit,
     )  # fmt: skip
     took = time.perf_counter() - began
     print(f"{workload}, on {machine.name}; probed and traced in {took:.1f} s; {fixed / 2**20:.0f} MiB are fixed")
     print(f"plain is said to peak at {plain.peak[bench.home] / 2**20:.0f} MiB and to take {plain.seconds:.4f} s")
-    return bench, read_targets(options.budgets, plain)
+    return bench, Course(trace=trace, targets=tuple(read_targets(options.budgets, plain)))
+
+
+def with_whole_head(bench: Bench, course: Course, budgets: str) -> Course:
+    """The same step with the vocabulary head whole; the course itself if it is so already."""
+    if not course.trace.about.get("head"):
+        return course
+    model, optimizer = bench.workload.build()
+    trace = holdall.trace(model, bench.workload.sample(), optimizer=optimizer, device=bench.machine.device, head="whole")
+    targets = tuple(read_targets(budgets, plain_outcome(trace, bench.machine)))
+    return Course(trace=trace, targets=targets, plain=f"plain, {WHOLE_HEAD}")
+
+
+def from_unlimited(course: Course, plain: Outcome) -> Course:
+    """With the budget that everything fits in, and that one first: others are held against it."""
+    whole = read_targets("100%", plain)
+    return replace(course, targets=(*whole, *(t for t in course.targets if t.label != "100%")))
 
 
 def parse_options() -> argparse.Namespace:
@@ -354,6 +399,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--peers", default=None, help="as for `holdall compare`")
     parser.add_argument(
         "--compiled-blocks", default="", metavar="A,B", help="also these planners with compiled blocks: chen,rotor"
+    )
+    parser.add_argument(
+        "--compile-programs",
+        default="",
+        metavar="A,B",
+        help="also these planners' plans with every block as a compiled program",
     )
     parser.add_argument("--steps", type=int, default=None, help="of each run; the first does not count")
     parser.add_argument("--time-limit", type=float, default=290, help="seconds; the rows so far are in the file")
@@ -374,6 +425,29 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+def plan_rows(bench: Bench, course: Course, choices: Sequence[Choice], *, kind: str = "planner", backend: str = "") -> int:
+    """Planners at all budgets; how many rows there was no time for."""
+    late = 0
+    for choice in choices:
+        for target in course.targets:
+            if bench.has_time(f"{kind} {choice.label}"):
+                plan_row(bench, course, choice, target, kind=kind, backend=backend)
+            else:
+                late += 1
+    return late
+
+
+def online_rows(bench: Bench, course: Course, choices: Sequence[Choice], eager: Variant, budgets: str) -> int:
+    """Those that decide as the step runs, on a step with a whole head, after a bare run of that."""
+    late = len(choices) * len(course.targets)
+    if not choices or not bench.has_time("eager"):
+        return late
+    whole = with_whole_head(bench, course, budgets)
+    if whole is not course:
+        peer_row(bench, whole, replace(eager, setting=whole.plain), f"eager, {whole.plain}")
+    return plan_rows(bench, whole, choices)
+
+
 def main() -> None:
     options = parse_options()
     names = [part for part in options.planners.split(",") if part.partition(":")[0] in member_names("planners")]
@@ -381,33 +455,26 @@ def main() -> None:
     ahead = [c for c in planners if c.label in FIRST.split(",")]
     after = [c for c in planners if c not in ahead]
     variants = all_variants(read_peers(f"eager,{options.peers}"), [])
-    bench, targets = prepare(options)
+    bench, course = prepare(options)
     print(f"{'':24} {'':20}" + "".join(f"{head:>10}" for head in HEADS))
     own = {v.family: str(v) for v in variants if v.unlimited}
     eager, *others = variants
-    peer_row(bench, eager, own[eager.family])
-    peer_row(bench, replace(eager, setting="plain, again"), own[eager.family])
-    left = 0
-
-    def plans(choices: Sequence[Choice], backend: str | None = None) -> int:
-        late = 0
-        for choice in choices:
-            for target in targets:
-                if bench.has_time(choice.label):
-                    plan_row(bench, choice, target, backend=backend)
-                else:
-                    late += 1
-        return late
-
-    left += plans(ahead)
+    peer_row(bench, course, eager, own[eager.family])
+    peer_row(bench, course, replace(eager, setting="plain, again"), own[eager.family])
+    left = plan_rows(bench, course, ahead)
+    if options.compile_programs:
+        unlimited = from_unlimited(course, plain_outcome(course.trace, bench.machine))
+        compiled = read_planners(options.compile_programs)
+        left += plan_rows(bench, unlimited, compiled, kind=PROGRAMS, backend=options.backend)
     for variant in others:
         if bench.has_time(_kind(variant)):
-            peer_row(bench, variant, own[variant.family])
+            peer_row(bench, course, variant, own[variant.family])
         else:
             left += 1
-    left += plans(after)
+    left += plan_rows(bench, course, [c for c in after if c.name not in ONLINE])
     if options.compiled_blocks:
-        left += plans(read_planners(options.compiled_blocks), options.backend)
+        left += plan_rows(bench, course, read_planners(options.compiled_blocks), kind=BLOCKS, backend=options.backend)
+    left += online_rows(bench, course, [c for c in after if c.name in ONLINE], eager, options.budgets)
     if left:
         print(f"the time limit is over: {left} rows were not begun")
     print("\nagainst the compiled peer, each over its own unlimited run:")

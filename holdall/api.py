@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, TraceMismatch, Unsupported, unknown_name
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
+from holdall.runtime.compiled import resolve_backend
 from holdall.runtime.harness import Harness, refuse_planned
 from holdall.runtime.lengths import Buckets
 from holdall.runtime.logits import chunk_head, head_of, rows_for
@@ -130,15 +131,18 @@ def apply(
     buckets: Buckets | None = None,
     tighten: Tighten | None = None,
     record: str | Path | None = None,
+    compile: bool | str = False,  # noqa: A002
 ) -> Harness:
     """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
 
     `enforce`: stop the run at the op that would pass the budget. `fallback`: a plan to step back to if this one is measured
     slower than it. `correct`: makes another from what was measured. `buckets`: plans for steps of other sizes. `tighten`: gives
     a tighter plan, under which a step that ran out of memory is repeated. `record`: a folder for what was in memory when it ran
-    out. `fit` makes these.
+    out. `fit` makes these. `compile`: blocks that are planned op by op run as fused kernels, by "inductor" (True) or another
+    back end of `torch.compile`; sums are then added in another order.
     """
     read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    backend = resolve_backend(compile)
     check_model(model)
     refuse_planned(model)
     _check_belongs(read, model, optimizer)
@@ -159,6 +163,7 @@ def apply(
         buckets=buckets,
         tighten=tighten,
         record=record,
+        backend=backend,
     )
 
 
@@ -181,6 +186,7 @@ def fit(
     lengths: str | Iterable[Any] | None = None,
     repeat: bool = True,
     record: str | Path | None = None,
+    compile: bool | str = False,  # noqa: A002
     progress: Progress = silent,
     **options: Any,
 ) -> Harness:
@@ -189,10 +195,12 @@ def fit(
     A model on the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business. `lengths`:
     batches of other sizes to expect, as lengths, as pairs (rows, length) or as batches; "auto": plans are made when they are
     met. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder for what was in memory.
+    `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
     """
     from holdall.asking.sizes import Sizes
 
     refuse_planned(model)
+    resolve_backend(compile)  # before anything slow
     on = device if device is not None else _device_of_batch(batch)
     asked = {"budget": budget, "hardware": hardware, "allow": allow, "accumulate": accumulate}
     sizes = Sizes(
@@ -200,17 +208,35 @@ def fit(
         batch,
         tracing={"optimizer": optimizer, "loss": loss, "device": on, "precision": precision, "head": head},
         planning={**asked, "planner": planner, "clips": clips, "progress": progress, **options},
+        adjust=partial(_to_be_compiled, {**asked, "clips": clips}) if compile else lambda plan, _: plan,
     )
     tighten = sizes.tighten if repeat else None
     if lengths is not None:
         made, buckets = sizes.buckets(lengths)
-        return apply(made, model, optimizer, enforce=enforce, buckets=buckets, tighten=tighten, record=record)
+        return apply(made, model, optimizer, enforce=enforce, buckets=buckets, tighten=tighten, record=record, compile=compile)
     made, traced = sizes.sample()
-    fallback = _fallback_for(made, traced, **asked)
+    fallback = None if compile else _fallback_for(made, traced, **asked)
     if fallback is not None:
         sizes.know(fallback, traced)
-    correct = sizes.correct if traced.about.get("device") == "cuda" and made.planner == "auto" else None
-    return apply(made, model, optimizer, enforce=enforce, fallback=fallback, correct=correct, tighten=tighten, record=record)
+    is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not compile
+    return apply(
+        made,
+        model,
+        optimizer,
+        enforce=enforce,
+        fallback=fallback,
+        correct=sizes.correct if is_corrected else None,
+        tighten=tighten,
+        record=record,
+        compile=compile,
+    )
+
+
+def _to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
+    """Every block that can be is run by a program: those that are kept too, or compiled ones would stand beside eager ones."""
+    from holdall.planners._programs import by_programs
+
+    return by_programs(make_problem(trace, **given), plan)
 
 
 def _fallback_for(made: Plan, traced: Trace, **given: Any) -> Plan | None:

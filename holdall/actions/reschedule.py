@@ -69,7 +69,8 @@ class Reschedule:
     def install(self, harness: Any) -> None:
         from holdall.runtime.programs import Runner
 
-        harness.policy(self.block).runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note())
+        runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note(), harness.compiler)
+        harness.policy(self.block).runner = runner
 
 
 _UNFAKED = ("aten._grouped_mm.default",)  # in bfloat16 alone, although the real kernel takes more

@@ -105,7 +105,7 @@ class Fitting:
         else:
             self.start(dict(kwargs) if kwargs else tuple(args))
         assert self.harness is not None
-        return self.harness._begin_step(model, args, kwargs)  # its own hook came too late for this forward
+        return self.harness.begin_step(model, args, kwargs)  # its own hook came too late for this forward
 
     def start(self, batch: Any, *, loss: Loss = loss_of_any_output) -> None:
         """Trace, plan and apply now."""

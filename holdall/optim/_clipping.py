@@ -10,7 +10,6 @@ While somebody watches, `Tensor.backward` goes through here; with the last watch
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from holdall.errors import InvalidInput, Unsupported
+from holdall.optim._planned import PLANNED
 
 WAYS = ("twice", "hold")
 
@@ -173,8 +173,7 @@ def _leaves(root: Tensor) -> list[Tensor]:
 
 def _refuse_planned(own: dict[int, Tensor]) -> None:
     """Under a plan the graph is for one walk: what was recomputed or fetched for a first one would stay for the second."""
-    runtime: Any = sys.modules.get("holdall.runtime.harness")  # imported by whoever has a plan on a model
-    for model in getattr(runtime, "_planned", ()):
+    for model in list(PLANNED):
         if any(id(p) in own for p in model.parameters()):
             raise Unsupported(
                 'under a plan a graph is walked once, and clip="twice" needs two walks',

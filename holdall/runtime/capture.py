@@ -8,7 +8,7 @@ as in a trace, so that op number n here is op number n of the block there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +29,33 @@ class Ref(NamedTuple):
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        return Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements lie so; where there is one alone, its stride says nothing."""
+        pairs = zip(self.stride, tensor.stride(), tensor.shape, strict=False)
+        return tensor.dim() == len(self.shape) and all(a == b or n == 1 for a, b, n in pairs)
+
+
+class View(NamedTuple):
+    """The op that first looked at a storage in some way, on `Ref`s to the same storage."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    leaf: int | None  # of the list that it returns; None: it returns one tensor
 
 
 @dataclass(slots=True)
@@ -60,6 +87,8 @@ class Graph:
     gradients: list[Ref | None]  # one per input
     constants: dict[Slot, torch.Tensor]
     made: set[Slot] = field(default_factory=set)
+    layouts: dict[Slot, Layout] = field(default_factory=dict)  # of every storage as it was made
+    views: dict[Ref, View] = field(default_factory=dict)  # how the model itself comes to look at storages otherwise
 
     def names(self) -> list[str]:
         """The ops by name, as a trace calls them."""
@@ -132,9 +161,9 @@ def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwa
 def _trace(joint: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         with (
+            same_random_numbers(),
             _disable_current_modes(),
             torch.enable_grad(),
             torch.autograd.set_multithreading_enabled(False),
@@ -149,6 +178,14 @@ def _trace(joint: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.Gr
         raise Unsupported(
             f"the block cannot be captured ({type(error).__name__}: {line})", hint="recompute whole blocks"
         ) from error
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Whatever is drawn inside, the loop goes on with the numbers it would have had."""
+    states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
     finally:
         torch.set_rng_state(states[0])
         if states[1]:
@@ -183,6 +220,7 @@ class _Builder:
         self.slots: dict[int, Slot] = {}  # address of a fake storage -> slot
         self.bases: dict[Slot, torch.Tensor] = {}  # the tensor as it was made
         self.constants: dict[Slot, torch.Tensor] = {}
+        self.views: dict[Ref, View | None] = {}  # None: it was given, or made, so
         self.alive: list[Any] = []  # fakes, so that no address is used twice
 
     def build(self) -> Graph:
@@ -195,6 +233,7 @@ class _Builder:
             self.alive.append(value)
             if node.op == "placeholder":
                 inputs.append(self._slot(value))
+                self.views[self._ref_to(value)] = None
                 starts.append(int(value.storage_offset()))
             elif node.op == "get_attr":
                 real = getattr(self.gm, node.target)
@@ -234,6 +273,8 @@ class _Builder:
             gradients=[None if g is None else self._ref(g) for g in per_input],
             constants=self.constants,
             made=made,
+            layouts={slot: Layout.of(base) for slot, base in self.bases.items()},
+            views={ref: view for ref, view in self.views.items() if view is not None},
         )
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
@@ -245,7 +286,9 @@ class _Builder:
 
     def _ref(self, node: Any) -> Ref:
         """How to get a node's tensor from its storage."""
-        value = node.meta["val"]
+        return self._ref_to(node.meta["val"])
+
+    def _ref_to(self, value: torch.Tensor) -> Ref:
         slot = self._slot(value)
         base = self.bases[slot]
         if value.dtype is not base.dtype:
@@ -254,6 +297,19 @@ class _Builder:
         if mine == (tuple(base.shape), tuple(base.stride()), int(base.storage_offset())):
             return Ref(slot)
         return Ref(slot, *mine)
+
+    def _view(self, node: torch.fx.Node, value: Any) -> None:
+        """Remember how this look at a storage comes about."""
+        with suppress(Unsupported):  # another dtype, which is refused where it is used
+            args, kwargs = _with_refs(node.args, self._ref), _with_refs(node.kwargs, self._ref)
+            given = refs_of((args, kwargs))
+            self.views.update((r, None) for r in given if r not in self.views)  # no look is made from itself
+            for i, leaf in enumerate(tree_iter(value)):
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                found = self._ref_to(leaf)
+                if all(r.slot == found.slot for r in given):
+                    self.views.setdefault(found, View(node.target, args, kwargs, None if leaf is value else i))
 
     def _instruction(self, node: torch.fx.Node, value: Any) -> Instruction | None:
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -264,18 +320,20 @@ class _Builder:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self._slot(leaf) >= before and all(s != self._slot(leaf) for _, s in makes):
                 makes.append((i, self._slot(leaf)))
+                self.views[Ref(self._slot(leaf))] = None
         real_args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
         real_kwargs = torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"])
         mutates = tuple(dict.fromkeys(self._slot(t) for t in mutated_arguments(node.target, real_args, real_kwargs)))
         if not makes and not mutates:
-            return None  # a view
+            self._view(node, value)
+            return None
         if "rnn" in str(node.target):
             raise Unsupported(
                 f"`{node.target}` keeps its workspace only under autograd", hint="keep or recompute the block whole"
             )
         args = _with_refs(node.args, self._ref)
         kwargs = _with_refs(node.kwargs, self._ref)
-        reads = tuple(dict.fromkeys(r.slot for r in _refs((args, kwargs))))
+        reads = tuple(dict.fromkeys(r.slot for r in refs_of((args, kwargs))))
         tensors = [t for t in (*tree_iter((real_args, real_kwargs)), *leaves) if isinstance(t, torch.Tensor)]
         return Instruction(
             func=node.target,
@@ -300,11 +358,11 @@ def _with_refs(value: Any, ref: Callable[[Any], Ref]) -> Any:
     return value
 
 
-def _refs(value: Any) -> list[Ref]:
+def refs_of(value: Any) -> list[Ref]:
     if isinstance(value, Ref):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [r for v in value for r in _refs(v)]
+        return [r for v in value for r in refs_of(v)]
     if isinstance(value, dict):
-        return [r for v in value.values() for r in _refs(v)]
+        return [r for v in value.values() for r in refs_of(v)]
     return []

@@ -7,11 +7,8 @@ still does what was traced. It knows no action by name: actions fill in policies
 from __future__ import annotations
 
 import logging
-import statistics
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,14 +17,16 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported
+from holdall.optim._planned import PLANNED
 from holdall.runtime.backwards import watch_backward
 from holdall.runtime.choosing import Choosing
+from holdall.runtime.compiled import Compiler
+from holdall.runtime.counting import find_there, make_gauge, make_meter
 from holdall.runtime.engine import Engine
 from holdall.runtime.leaving import leave_with
 from holdall.runtime.ledger import Ledger
-from holdall.runtime.lending import Gauge, Lender
+from holdall.runtime.lending import Lender
 from holdall.runtime.lengths import Buckets
-from holdall.runtime.meter import CpuMeter, CudaMeter, Meter, device_context
 from holdall.runtime.methods import put_method
 from holdall.runtime.notes import Notes
 from holdall.runtime.parking import Bank
@@ -35,19 +34,19 @@ from holdall.runtime.placing import Placing, device_of
 from holdall.runtime.policy import Blocks, Policy
 from holdall.runtime.recorder import Recorder
 from holdall.runtime.repeat import Repeat, Tighten
+from holdall.runtime.results import Results, expect
 from holdall.runtime.rivals import Correct, Rivals
 from holdall.runtime.watch import Watch, refuse_compiled
-from holdall.types import Moment, Outcome, Plan
+from holdall.types import Outcome, Plan
 
 __all__ = ["Harness", "Placing"]
 
 log = logging.getLogger("holdall")
-_planned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that a harness is on
 
 
 def refuse_planned(model: torch.nn.Module) -> None:
     """A second plan on a model would wrap what the first has wrapped."""
-    if model in _planned:
+    if model in PLANNED:
         raise Unsupported(
             f"this {type(model).__name__} is under a plan already",
             hint="call `close()` on its harness first, or use the harness in a `with` block",
@@ -72,12 +71,14 @@ class Harness:
         buckets: Buckets | None = None,
         tighten: Tighten | None = None,
         record: str | Path | None = None,
+        backend: str | None = None,
     ) -> None:
         self.plan = self.regular = plan  # the one that is on; the one for steps of the sample's size
         self.model = model
         self.optimizer = optimizer
         self.store = store
         self.notes: list[str] = []
+        self.compiler = Compiler(backend, self.note()) if backend is not None else None
         self.engine: Engine | None = None
         self._make_report = make_report
         self._policies: dict[str, Policy] = {}
@@ -87,20 +88,19 @@ class Harness:
         self._is_stepping = False
         self._outside = 0  # host memory that model states took beside the store
         self.were_ahead: list[bool] = []  # step by step: updates begun before the loop could clip were those it asked for
-        self._device = device_of(model, plan)
+        self.device = device_of(model, plan)  # where the model computes
         self._home = next(iter(plan.budget), "cpu")
-        self._meter: Meter = _meter_for(self, plan)
+        self._meter = make_meter(self.device, plan, self._there)
+        self._results = Results(self._meter)
         self._enforce = enforce
         self._closed = False
         self._make_store = make_store
         self._next: Plan | None = None  # a plan to change to before the next step
-        self._since = 0  # steps that were made under earlier plans
-        self._made_under: list[Plan] = []  # of every step
         recorder = Recorder(record)
         self._repeat = Repeat(self, tighten, recorder) if tighten is not None or record is not None else None
         self._sizes = buckets is not None
         self._choosing = Choosing(self, buckets, self._repeat) if self._repeat is not None or self._sizes else None
-        self._stop_recording = recorder.start(self._device)
+        self._stop_recording = recorder.start(self.device)
         self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
         self._rivals = Rivals(fallback, correct)
         try:
@@ -113,25 +113,7 @@ class Harness:
             if self.store is not None:
                 self.store.close()
             raise
-        _planned.add(model)
-        log.info("holdall: %s", plan.summary())
-
-    def switch(self, plan: Plan) -> None:
-        """Go on under another plan from the next step on. What is trained stays; only where things live changes."""
-        if self._make_store is None:
-            raise Unsupported("this harness cannot change its plan", hint="use `holdall.apply`")
-        if self._sizes:
-            raise Unsupported("this harness chooses its plans by the size of the batch", hint="leave `lengths` out")
-        self._next = plan
-
-    def _change(self, plan: Plan) -> None:
-        assert self._make_store is not None
-        self._take_off()
-        self.plan = self.regular = plan
-        self.store = self._make_store(plan)
-        self._policies, self._placing, self.contexts = {}, None, []
-        self._since = len(self._meter.peaks())
-        self._install()
+        PLANNED.add(model)
         log.info("holdall: %s", plan.summary())
 
     # what actions use
@@ -163,7 +145,16 @@ class Harness:
         """To be called when the harness leaves the model."""
         self._undo.append(undo)
 
-    # installing and leaving
+    @property
+    def ledger(self) -> Ledger | None:
+        """Who counts every storage, where that is done: on a CPU."""
+        return self._meter.ledger
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """Inside of it, what is done on the host's memory is not counted as the device's."""
+        return self._meter.ledger.paused() if self._meter.ledger is not None else nullcontext()
+
+    # installing
 
     def _install(self) -> None:
         for action in sorted(self.plan.actions, key=lambda a: a.rank):
@@ -176,7 +167,8 @@ class Harness:
         if self._meter.ledger is not None and self.engine is not None:
             self._meter.ledger.elsewhere = self.engine.away
         if self.engine is not None and self._home in self.plan.budget:
-            self.engine.lender = Lender(self.engine.streaming, self._gauge())
+            gauge = make_gauge(self.device, self._meter, self.plan.budget[self._home], lambda: self._is_stepping)
+            self.engine.lender = Lender(self.engine.streaming, gauge)
         self._put_on()
 
     def _put_on(self) -> None:
@@ -189,6 +181,8 @@ class Harness:
             self._undo.append(partial(context.__exit__, None, None, None))
         self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__, self.engine)
         self._watch = Watch(self.plan, Notes(self.notes), any_size=self._sizes)
+        if self.compiler is not None:
+            self.compiler.expect(policy.runner is not None for policy in self._policies.values())
         buffers = dict(self.model.named_buffers())
         modules = dict(self.model.named_modules())
         names = [name for name, _ in self.plan.about.get("blocks", ())] or list(self._policies)
@@ -199,57 +193,12 @@ class Harness:
             self._undo.append(put_method(self.model, "_call_impl", partial(self._choosing.call, self.model._call_impl)))
         if self._repeat is not None:
             self._undo.append(watch_backward(self._repeat))
-        handle = self.model.register_forward_pre_hook(self._begin_step, prepend=True, with_kwargs=True)
+        handle = self.model.register_forward_pre_hook(self.begin_step, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
         if self.engine is not None:
             self._undo.append(self.model.register_forward_hook(self._end_forward, always_call=True).remove)
         if self.optimizer is not None:
             self._undo.append(self.optimizer.register_step_post_hook(self._end_step).remove)
-
-    def _gauge(self) -> Gauge:
-        outside = device_context(self._device) if self._device.type == "cuda" else 0
-        return Gauge(
-            self.plan.budget[self._home],
-            ledger=self._meter.ledger,
-            device=self._device,
-            outside=outside,
-            busy=lambda: self._is_stepping,
-        )
-
-    def _make_engine(self, placing: Placing) -> Engine:
-        return Engine(
-            self.model,
-            self.optimizer,
-            placing.units,
-            store=self.store,
-            device=self._device,
-            dtype=placing.dtype,
-            when=placing.when,
-            slots=placing.slots,
-            share=placing.share,
-            ahead=placing.ahead,
-            release=placing.release,
-            calls=[name for name, _ in self.plan.about.get("blocks", ())],
-            tell=self._tell,
-            quiet=self._quiet,
-        )
-
-    def _there(self) -> list[torch.Tensor]:
-        """What lies on the device."""
-        if self.engine is not None:
-            return [*self.engine.tensors(), *self.model.buffers()]
-        found: list[torch.Tensor] = [*self.model.parameters(), *self.model.buffers()]
-        found += [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self.optimizer is not None:
-            found += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        return found
-
-    def _tell(self, storage: torch.UntypedStorage) -> None:
-        if self._meter.ledger is not None:
-            self._meter.ledger.see(storage, "weights")
-
-    def _quiet(self) -> AbstractContextManager[object]:
-        return self._meter.ledger.paused() if self._meter.ledger is not None else nullcontext()
 
     def _wrap(self, path: str, module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
         forward = module.forward
@@ -261,7 +210,44 @@ class Harness:
 
         self._undo.append(put_method(module, "forward", planned))
 
-    # plans that leave model states where they are
+    def _make_engine(self, placing: Placing) -> Engine:
+        return Engine(
+            self.model,
+            self.optimizer,
+            placing,
+            store=self.store,
+            device=self.device,
+            calls=[name for name, _ in self.plan.about.get("blocks", ())],
+            tell=self._tell,
+            quiet=self.quiet,
+        )
+
+    def _there(self) -> list[torch.Tensor]:
+        return find_there(self.model, self.optimizer, self.engine)
+
+    def _tell(self, storage: torch.UntypedStorage) -> None:
+        if self._meter.ledger is not None:
+            self._meter.ledger.see(storage, "weights")
+
+    # other plans
+
+    def switch(self, plan: Plan) -> None:
+        """Go on under another plan from the next step on. What is trained stays; only where things live changes."""
+        if self._make_store is None:
+            raise Unsupported("this harness cannot change its plan", hint="use `holdall.apply`")
+        if self._sizes:
+            raise Unsupported("this harness chooses its plans by the size of the batch", hint="leave `lengths` out")
+        self._next = plan
+
+    def _change(self, plan: Plan) -> None:
+        assert self._make_store is not None
+        self._take_off()
+        self.plan = self.regular = plan
+        self.store = self._make_store(plan)
+        self._policies, self._placing, self.contexts = {}, None, []
+        self._results.begin_anew()
+        self._install()
+        log.info("holdall: %s", plan.summary())
 
     def adopt(self, plan: Plan) -> None:
         """Go on at once under a plan with the same placement: nothing moves, nothing is counted anew."""
@@ -285,7 +271,7 @@ class Harness:
     def bare(self) -> Iterator[None]:
         """The model without its plan, for whoever traces it; model states stay where they are."""
         if self.engine is not None:
-            self.engine._rest()
+            self.engine.rest()
         self._peel()
         try:
             yield
@@ -301,6 +287,8 @@ class Harness:
         if self._meter.ledger is not None:
             self._meter.ledger.restart()  # the op that passed the budget would not have got its memory
 
+    # leaving
+
     def close(self) -> None:
         """Take everything off the model again."""
         if self._closed:
@@ -311,7 +299,7 @@ class Harness:
                 self._finish_step()
         finally:
             self._stop_recording()
-            _planned.discard(self.model)
+            PLANNED.discard(self.model)
             self._take_off()
 
     def _peel(self) -> None:
@@ -347,7 +335,8 @@ class Harness:
 
     # steps
 
-    def _begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A hook before the model's forward. Whoever makes the harness inside of one calls it for that forward."""
         refuse_compiled("", module)
         if self._next is not None and not self._is_stepping:
             plan, self._next = self._next, None
@@ -382,7 +371,7 @@ class Harness:
         if self._is_stepping:
             self._is_stepping = False
             self._meter.end()
-            self._made_under.append(self.plan)
+            self._results.add_step(self.plan)
             self._watch.end()
             self._rivals.after_step(self, Notes(self.notes))
 
@@ -391,54 +380,27 @@ class Harness:
     @property
     def step_seconds(self) -> list[float]:
         """Of every step under the present plan."""
-        return self._own(self._meter.seconds())
+        return self._results.seconds(self.plan)
 
     @property
     def step_peaks(self) -> list[int]:
-        return self._own(self._meter.peaks())
-
-    def _own(self, of_steps: list[Any]) -> list[Any]:
-        under = zip(of_steps[self._since :], self._made_under[self._since :], strict=False)
-        return [value for value, plan in under if plan is self.plan]
+        return self._results.peaks(self.plan)
 
     @property
     def all_peaks(self) -> list[int]:
         """Of every step, whichever plan it was made under."""
         return list(self._meter.peaks())
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._device
-
-    @property
-    def ledger(self) -> Ledger | None:
-        return self._meter.ledger
-
     def measured(self) -> Outcome | None:
         """What was seen; None before the first whole step. Seconds are the median of the steps after the first."""
-        if not self.step_seconds:
-            return None
-        seconds = statistics.median(self.step_seconds[1:] or self.step_seconds)
-        peak = {self._home: max(self.step_peaks)}
-        if self.store is not None:
-            outside = self.engine.outside if self.engine is not None else self._outside
-            peak[self.store.name] = self.store.peak + outside
-        curve = self._meter.curve()
-        width = max(1, len(curve) // 1200)
-        timeline = tuple(
-            Moment(at=at, where="", total=total)
-            for at, total in (max(curve[i : i + width], key=lambda m: m[1]) for i in range(0, len(curve), width))
-        )
-        return Outcome(source="measured", seconds=seconds, peak=peak, reserved=self._meter.reserved(), timeline=timeline)
+        outside = self.engine.outside if self.engine is not None else self._outside
+        elsewhere = {self.store.name: self.store.peak + outside} if self.store is not None else {}
+        return self._results.measured(self.plan, self._home, elsewhere)
 
     @property
     def expected(self) -> Outcome:
         """What was said of the steps that there were: clipped ones, or those whose updates were begun ahead."""
-        said, if_not = self.plan.predicted, self.plan.about.get("seconds_if_not_clipped")
-        if if_not is None or not self.is_mostly_ahead:
-            return said
-        return replace(said, seconds=if_not, stall_seconds=max(0.0, said.stall_seconds - (said.seconds - if_not)))
+        return expect(self.plan, ahead=self.is_mostly_ahead)
 
     @property
     def is_mostly_ahead(self) -> bool:
@@ -449,9 +411,3 @@ class Harness:
         if self._make_report is None:
             raise Unsupported("this harness was made without a report", hint="use `holdall.apply`")
         return self._make_report(self)
-
-
-def _meter_for(harness: Harness, plan: Plan) -> Meter:
-    if harness.device.type == "cpu":
-        return CpuMeter(harness._there)
-    return CudaMeter(harness.device, context=int(plan.about.get("context", 0)))

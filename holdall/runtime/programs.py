@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
-from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, tensors_of, without_autocast
+from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, refs_of, tensors_of, without_autocast
+from holdall.runtime.compiled import Compiler, Halves, in_layout
 from holdall.runtime.replaying import Segment
 from holdall.types.program import Effect, fault
 from holdall.types.trace import digest_of
@@ -35,9 +36,9 @@ class _Turn:
 
 
 class Program:
-    """What to run, and when to let go of what."""
+    """What to run, and when to let go of what. `compiler`: runs each half as one compiled function, where that can be done."""
 
-    def __init__(self, graph: Graph, forward: Sequence[int], backward: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, forward: Sequence[int], backward: Sequence[int], compiler: Compiler | None = None) -> None:
         self.graph = graph
         self._own = set(graph.made)
         ops = [Effect(op.reads, tuple(s for _, s in op.makes), op.mutates) for op in graph.ops]
@@ -53,6 +54,11 @@ class Program:
         self.forward = self._turns(forward, last | set(self.saved), seen, again_later)
         ends = {g.slot for g in graph.gradients if g is not None}
         self.backward = self._turns(backward, ends, seen, set())
+        looks = refs_of([graph.gradients, *((op.args, op.kwargs) for op in graph.ops)])
+        self.viewed = {r.slot for r in looks if r.size is not None}  # otherwise than as they were made
+        self.halves: Halves | None = None
+        if compiler is not None:
+            self.halves = compiler.compile(graph, (forward, backward), self.saved)
 
     def _needed_first(self, order: Sequence[int]) -> set[Slot]:
         """Storages that the backward reads before it has made them."""
@@ -101,13 +107,20 @@ class Runner:
     """
 
     def __init__(
-        self, name: str, forward: Sequence[int], backward: Sequence[int], ops: str, note: Callable[[str], None]
+        self,
+        name: str,
+        forward: Sequence[int],
+        backward: Sequence[int],
+        ops: str,
+        note: Callable[[str], None],
+        compiler: Compiler | None = None,
     ) -> None:
         self._name = name
         self._forward = forward
         self._backward = backward
         self._ops = ops  # digest of the names of the ops that the plan was made for
         self._note = note
+        self._compiler = compiler
         self._programs: dict[Any, Program | None] = {}
 
     def __call__(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -128,7 +141,7 @@ class Runner:
             graph = capture(module, forward, args, kwargs, loss_alone=not self._name)
             if digest_of(graph.names()) != self._ops:
                 raise Unsupported("it runs other ops than were planned for", hint="plan again for this model")
-            return Program(graph, self._forward, self._backward)
+            return Program(graph, self._forward, self._backward, self._compiler)
         except Unsupported as error:
             why = str(error).split("\n")[0]
             self._note(f"`{self._name}` is recomputed as a whole instead of op by op: {why}")
@@ -141,7 +154,7 @@ def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         (t.dtype, t.device, tuple(t.shape), t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
         for t in tree_leaves((args, kwargs))
     ]
-    kinds = [(p.dtype, p.requires_grad) for p in module.parameters()]
+    kinds = [(p.dtype, p.stride(), p.requires_grad) for p in module.parameters()]
     casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
     return tuple(leaves), tuple(kinds), tuple(m.training for m in module.modules()), tuple(casts)
 
@@ -172,10 +185,13 @@ class _Call:
         for slot in program.kept_inputs:
             self.kept[slot] = values[slot]
         with without_autocast():
-            for turn in program.forward:
-                self._run(turn, values)
+            if program.halves is not None:
+                program.halves.forward.run(values, self._look)
+            else:
+                for turn in program.forward:
+                    self._run(turn, values)
         for slot in program.saved:
-            self.kept[slot] = values[slot]
+            self.kept[slot] = values[slot].detach()  # an output itself would hold this call, and be held by it
         own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: what is run again gets copies of them
         self.versions = {s: self.kept[s]._version for s in program.kept_inputs if s not in own_changes}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
@@ -193,15 +209,27 @@ class _Call:
         values: Values = {**graph.constants, **self.kept}
         self.kept = {}
         for slot, t in zip(graph.tangents, tangents, strict=True):
-            values[slot] = t
+            values[slot] = self._as_captured(slot, t)
         with without_autocast():
-            for turn in program.backward:
-                self._run(turn, values)
+            if program.halves is not None:
+                program.halves.backward.run(values, self._look)
+            else:
+                for turn in program.backward:
+                    self._run(turn, values)
         found: list[torch.Tensor | None] = []
         for ref, trained in zip(graph.gradients, self.is_trained, strict=True):
             if trained:
                 found.append(None if ref is None else self._look(ref, values))
         return found
+
+    def _as_captured(self, slot: Slot, tangent: torch.Tensor) -> torch.Tensor:
+        """A gradient may come as a piece of another, or expanded from one element: then looking at it by strides would read
+        other elements."""
+        layout = self.program.graph.layouts[slot]
+        if not layout.fits(tangent) and (slot in self.program.viewed or self.program.halves is not None):
+            return in_layout(tangent, layout)
+        self.shifts[slot] = int(tangent.storage_offset())
+        return tangent
 
     def _run(self, turn: _Turn, values: Values) -> None:
         op = self.program.graph.ops[turn.op]

@@ -60,7 +60,7 @@ class Repeat:
         self.adopt: Callable[[Plan], None] = harness.adopt
         self._tighten = tighten
         self._recorder = recorder
-        self._buffers = Buffers(harness.model, harness._quiet)
+        self._buffers = Buffers(harness.model, harness.quiet)
         self._known: list[torch.nn.Parameter] | None = None
         self._own: list[int] = []
         self._latest: _Forward | None = None
@@ -200,14 +200,8 @@ class Repeat:
         for p in self._harness.model.parameters():
             p.grad = before.get(id(p))
         engine = self._harness.engine
-        if engine is None:
-            return
-        engine._let_go()
-        for kept in list(engine.held.values()):
-            if kept.attempt is not None and kept.attempt.done is not None:
-                kept.attempt.done.result()  # it reads the memory that the gradient comes to again
-            engine._drop(kept)
-        engine.refresh()  # gradients may have taken the place of weights that come and go
+        if engine is not None:
+            engine.forget_gradients()
 
     # what both do
 

@@ -20,33 +20,16 @@ from safetensors.torch import save_file as save_with_the_library
 
 import holdall
 from holdall import checkpoints
-from holdall.actions.place import Place, streamable
 from holdall.checkpoints import folders, plain, tensors
 from holdall.errors import HoldallError, InvalidInput, Unsupported
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.registry import member_class
 from holdall.runtime.harness import Harness
-from holdall.runtime.updating import Updater
 from holdall.testing.contracts import problem_for
+from holdall.testing.states import Layer, differences, place_of
 from holdall.testing.worlds import machine
 from holdall.tiers.far import Far
-
-KINDS = {
-    "device": ("resident", "device"),
-    "host": ("resident", "host"),
-    "through": ("resident", "through"),
-    "streamed": ("streamed", "host"),
-}
-
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + torch.nn.functional.dropout(self.down(self.up(self.norm(x)).relu()), 0.1, self.training)
 
 
 class Net(torch.nn.Module):
@@ -147,32 +130,9 @@ def begin(seed=5):
     torch.manual_seed(seed)
 
 
-def differences(mine, theirs, path=""):
-    """Paths at which two nests of dicts, lists, tensors and values are not the same, bit for bit."""
-    if isinstance(theirs, dict):
-        if not isinstance(mine, dict) or mine.keys() != theirs.keys():
-            return [f"{path}: keys"]
-        return [d for k in theirs for d in differences(mine[k], theirs[k], f"{path}/{k}")]
-    if isinstance(theirs, (list, tuple)):
-        if type(mine) is not type(theirs) or len(mine) != len(theirs):
-            return [f"{path}: length or type"]
-        return [d for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) for d in differences(a, b, f"{path}/{n}")]
-    if isinstance(theirs, torch.Tensor):
-        same = isinstance(mine, torch.Tensor) and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-        return [] if same else [path]
-    return [] if mine == theirs else [path]
-
-
 @cache
 def plan_of(place):
-    """`host spill`: every unit that allows it, updated there and then; `mixed`: all kinds in turn."""
-    trace = traced()
-    kind, when = place.split()
-    can = streamable(trace)
-    turn = list(KINDS.values()) if kind == "mixed" else [KINDS[kind]]
-    rows = {u.name: turn[n % len(turn)] for n, u in enumerate(trace.units)}
-    placed = {u: ("resident" if u not in can else w, d) for u, (w, d) in rows.items()}
-    return finish(Nop(), problem_for(trace), [Place.of(trace, placed, when=when, share=False)])
+    return finish(Nop(), problem_for(traced()), [place_of(traced(), place)])
 
 
 @cache
@@ -212,15 +172,6 @@ def my_numbers():
 def numbers_of_others():
     with my_numbers():
         yield
-
-
-@pytest.fixture
-def slow_host(monkeypatch):
-    """Updates on the host come late: a save that does not wait for them writes the old values."""
-    import time
-
-    submit = Updater.submit
-    monkeypatch.setattr(Updater, "submit", lambda self, job: submit(self, lambda: (time.sleep(0.005), job())[1]))
 
 
 # resuming

@@ -228,19 +228,19 @@ def test_the_benchmark_writes_every_row_and_stops_at_its_limit(bench, small, tmp
     bench.main()
     rows = list(csv.DictReader(out.open()))
     assert [(r["name"], r["setting"], r["status"]) for r in rows] == [
-        ("eager", "plain", "ok"), ("chen", "50%", "does not fit"), ("chen", "100%", "ok"),
+        ("eager", "plain", "ok"), ("eager", "plain, again", "ok"), ("chen", "50%", "does not fit"), ("chen", "100%", "ok"),
         ("checkpoint", "every block", "ok"), ("nop", "50%", "does not fit"), ("nop", "100%", "ok"),
         ("chen:variant=sqrt", "50%", "does not fit"), ("chen:variant=sqrt", "100%", "ok"),
     ]  # fmt: skip
     assert all(r["losses_equal"] == "True" for r in rows if r["status"] == "ok")
-    assert rows[7]["same_as"] == "chen at 100%" and rows[7]["measured_s"] == rows[2]["measured_s"]
+    assert rows[8]["same_as"] == "chen at 100%" and rows[8]["measured_s"] == rows[3]["measured_s"]
     assert {r["commit"] for r in rows} == {"abc"} and {r["hardware"] for r in rows} == {"small"}
-    chen, checkpoint, nop = (float(rows[n]["share"]) for n in (2, 3, 5))
+    chen, checkpoint, nop = (float(rows[n]["share"]) for n in (3, 4, 6))
     assert checkpoint < chen < nop and nop == pytest.approx(1, abs=0.01)
     monkeypatch.setattr(sys, "argv", [*words, "--time-limit", "0"])
     capsys.readouterr()
     bench.main()
-    assert len(list(csv.DictReader(out.open()))) == len(rows) + 1  # only what everything is held against
+    assert len(list(csv.DictReader(out.open()))) == len(rows) + 2  # only what everything is held against
     assert "7 rows were not begun" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ import torch
 
 import holdall
 from holdall.errors import OverBudget
-from holdall.runtime import harness as harness_module
+from holdall.runtime import counting
 from holdall.runtime.recorder import Recorder
 from holdall.testing.worlds import family, machine
 
@@ -146,7 +146,7 @@ class Limit:
 @pytest.fixture
 def limited(monkeypatch):
     """Makes a small model with a plan, whose harness sets a limit."""
-    monkeypatch.setattr(harness_module, "CpuMeter", Limit)
+    monkeypatch.setattr(counting, "CpuMeter", Limit)
     monkeypatch.setattr(Limit, "on", 0)
 
     def make():

@@ -18,17 +18,15 @@ from holdall.testing.worlds import family, machine
 from holdall.types import Outcome, Plan
 
 
-def loop(model, batch, optimizer, steps):
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = model(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+def train(model, batch, optimizer, n):
+    """The nth step; returns its loss."""
+    torch.manual_seed(n)
+    loss = model(*batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
 
 
 @pytest.mark.parametrize("when", ["step", "spill"])
@@ -43,19 +41,14 @@ def test_a_plan_can_be_changed_in_the_middle_of_a_run(when):
         finish(Nop(), problem_for(trace), [Recompute.of(trace, [b]) for b in layers]),
         finish(Nop(), problem_for(trace), [Place.all(trace, update="through", when=when)]),
     ]
-    expected = loop(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True), 9)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    expected = [train(reference, batch, plain, n) for n in range(9)]
     got = []
     with holdall.apply(plans[0], model, optimizer, enforce=False) as harness:
-        for step in range(9):
-            if step in (3, 6):
-                harness.switch(plans[step // 3])
-            torch.manual_seed(step)
-            loss = model(*batch)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            got.append(float(loss.detach()))
+        for n in range(9):
+            if n in (3, 6):
+                harness.switch(plans[n // 3])
+            got.append(train(model, batch, optimizer, n))
         assert harness.plan is plans[2]
         assert len(harness.step_seconds) == 3
     assert got == expected

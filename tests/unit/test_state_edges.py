@@ -17,16 +17,13 @@ from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
 from holdall.runtime.updating import Updater
 from holdall.testing.contracts import problem_for
+from holdall.testing.states import Layer, differences, place_of
 from holdall.testing.worlds import family, machine
 from holdall.tiers.far import Far
 from holdall.types import Problem
 
-KINDS = {
-    "device": ("resident", "device"),
-    "host": ("resident", "host"),
-    "through": ("resident", "through"),
-    "streamed": ("streamed", "host"),
-}
+pytestmark = pytest.mark.usefixtures("no_modes_left")
+
 PLACES = ["host step", "host spill", "through step", "streamed spill", "mixed spill"]
 every_place = pytest.mark.parametrize("place", PLACES)
 
@@ -40,15 +37,6 @@ def cases(values, failing, reason):
     """Values for `parametrize`, those in `failing` marked."""
     marks = {False: (), True: known(reason)}
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=marks[v in failing]) for v in values]
-
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + torch.nn.functional.dropout(self.down(self.up(self.norm(x)).relu()), 0.1, self.training)
 
 
 class Net(torch.nn.Module):
@@ -127,15 +115,6 @@ def traced(make):
     return model, holdall.trace(model, ids(), optimizer=adamw(model))
 
 
-def place_of(trace, place):
-    """`host spill`: every unit that allows it, updated there and then; `mixed`: all kinds in turn."""
-    kind, when = place.split()
-    can = streamable(trace)
-    turn = list(KINDS.values()) if kind == "mixed" else [KINDS[kind]]
-    rows = {u.name: turn[n % len(turn)] for n, u in enumerate(trace.units)}
-    return Place.of(trace, {u: ("resident" if u not in can else w, d) for u, (w, d) in rows.items()}, when=when, share=False)
-
-
 @cache
 def planned(make, place):
     trace = traced(make)[1]
@@ -153,22 +132,6 @@ def fresh(make, optimize=adamw):
 
 def states(model, optimizer):
     return copy.deepcopy({"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()})
-
-
-def differences(mine, theirs, path=""):
-    """Paths at which two nests of dicts, lists, tensors and values are not the same, bit for bit."""
-    if isinstance(theirs, dict):
-        if not isinstance(mine, dict) or mine.keys() != theirs.keys():
-            return [f"{path}: keys"]
-        return [d for k in theirs for d in differences(mine[k], theirs[k], f"{path}/{k}")]
-    if isinstance(theirs, (list, tuple)):
-        if len(mine) != len(theirs):
-            return [f"{path}: length"]
-        return [d for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) for d in differences(a, b, f"{path}/{n}")]
-    if isinstance(theirs, torch.Tensor):
-        same = isinstance(mine, torch.Tensor) and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-        return [] if same else [path]
-    return [] if mine == theirs else [path]
 
 
 def backward(model, n=0):
@@ -208,26 +171,6 @@ def assert_the_same_or_refused(make, place, loop):
         assert_the_same(make, place, loop)
     except Unsupported as refused:
         assert refused.hint
-
-
-@pytest.fixture(autouse=True)
-def no_modes_left():
-    """A mode that a failing test left on this thread must not slow or fail the others."""
-    before = torch._C._len_torch_dispatch_stack()
-    yield
-    while torch._C._len_torch_dispatch_stack() > before:
-        torch.utils._python_dispatch._pop_mode()
-
-
-@pytest.fixture
-def slow_host(monkeypatch):
-    """Updates on the host come late: who does not wait for them sees the old values."""
-    submit = Updater.submit
-
-    def later(self, job):
-        return submit(self, lambda: (time.sleep(0.01), job())[1])
-
-    monkeypatch.setattr(Updater, "submit", later)
 
 
 # models

@@ -21,9 +21,12 @@ from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for
+from holdall.testing.states import differences
 from holdall.testing.worlds import HUGGING_FACE, PLAIN, family
 from holdall.tiers.far import Far
 from holdall.tracing.step import default_loss
+
+pytestmark = pytest.mark.usefixtures("no_modes_left")
 
 STEPS = 5
 OPTIMIZERS = {
@@ -57,15 +60,6 @@ def cases(values, failing, reason):
     """Values for `parametrize`, those in `failing` marked."""
     marks = {False: (), True: known(reason)}
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=marks[v in failing]) for v in values]
-
-
-@pytest.fixture(autouse=True)
-def no_modes_left():
-    """A mode that a failing test left on this thread must not slow or fail the others."""
-    before = torch._C._len_torch_dispatch_stack()
-    yield
-    while torch._C._len_torch_dispatch_stack() > before:
-        torch.utils._python_dispatch._pop_mode()
 
 
 def make_optimizer(rule, model):
@@ -112,22 +106,6 @@ def run(model, optimizer, batches, *, clip, steps=STEPS, meddle=None, backward=N
         optimizer.zero_grad()
         seen += scheduler.get_last_lr()
     return seen
-
-
-def differences(mine, theirs, path=""):
-    """Paths at which two nests of dicts, lists, tensors and values are not the same, bit for bit."""
-    if isinstance(theirs, dict):
-        if not isinstance(mine, dict) or mine.keys() != theirs.keys():
-            return [f"{path}: keys"]
-        return [d for k in theirs for d in differences(mine[k], theirs[k], f"{path}/{k}")]
-    if isinstance(theirs, (list, tuple)):
-        if len(mine) != len(theirs):
-            return [f"{path}: length"]
-        return [d for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) for d in differences(a, b, f"{path}/{n}")]
-    if isinstance(theirs, torch.Tensor):
-        same = isinstance(mine, torch.Tensor) and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-        return [] if same else [path]
-    return [] if mine == theirs else [path]
 
 
 def everything(model, optimizer, seen):

@@ -1,0 +1,143 @@
+"""What `optimizer.step()` becomes: every unit's update, made when and where the plan says.
+
+The user's optimizer finds nothing to do for the parameters that were placed: while its step runs, they are not in its groups.
+Their updates are made before: at once ("step"), or begun to go on beside the next forward ("spill"), or they were made as soon
+as the gradients were there ("backward"). How one is made is in `updating.py`; who waits for it, in `pending.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from holdall.errors import Unsupported
+from holdall.optim._part import Groups, snapshot
+from holdall.runtime.ahead import Ahead
+from holdall.runtime.collecting import Collector, is_spent, spend
+from holdall.runtime.held import Held
+from holdall.runtime.pending import Pending
+from holdall.runtime.scaling import unscale
+from holdall.runtime.units import DEVICE, THROUGH, Unit
+from holdall.runtime.updating import Order, Updater
+
+BACKWARD, SPILL, STEP = "backward", "spill", "step"
+
+
+class Stepping:
+    """`slots`: how many units at most pass through the device at a time."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        updater: Updater,
+        collector: Collector,
+        pending: Pending,
+        ahead: Ahead,
+        *,
+        when: str,
+        slots: int,
+    ) -> None:
+        self._units = units
+        self._updater = updater
+        self._collector = collector
+        self._pending = pending
+        self._ahead = ahead
+        self._device = updater.device
+        self._when = when
+        self._slots = slots
+        self._aside: list[list[torch.Tensor]] = []  # the optimizer's groups, while its own step runs
+
+    # around the optimizer's own step
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the updates, and leave to the optimizer what is not placed."""
+        groups = snapshot(optimizer)
+        is_skipped = unscale(optimizer, self._collector.held.values(), are_used_up=self._when == BACKWARD)
+        if self._when != BACKWARD and not is_skipped:
+            self._update_all(groups)
+        self._aside = [group["params"] for group in optimizer.param_groups]
+        placed = {id(m.home) for u in self._units for m in u.trained if u.needs_work}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in placed]
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has all its parameters again, and nobody reads one whose update is under way."""
+        for group, params in zip(optimizer.param_groups, self._aside, strict=True):
+            group["params"] = params
+        self._pending.raise_guard(optimizer)
+
+    def _update_all(self, groups: Groups) -> None:
+        held = self._collector.take()
+        self._ahead.begin_step()
+        self._prepare_room(held.values())
+        for unit in self._units:
+            if unit.name in held:
+                self.update(held[unit.name], groups, self._collector.asked(held[unit.name]))
+                spend(held[unit.name])
+            elif is_spent(unit):
+                raise Unsupported(
+                    f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
+                    hint="step once after every backward, and clear gradients in between",
+                )
+        self._ahead.end_step()
+
+    # one update
+
+    def update(self, held: Held, groups: Groups, scale: torch.Tensor | None) -> None:
+        """Make the update, or have it made."""
+        unit, updater = held.unit, self._updater
+        if not held.which:
+            return
+        after = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        order = Order(groups, held.which, scale, after)
+        if unit.update == DEVICE:
+            updater.on_device(unit, order, held.here)
+            held.here = []
+            unit.note_versions()
+        elif unit.update == THROUGH and updater.adopt(unit):
+            self._pass_through(held, order)
+        else:
+            is_right = self._ahead.judge(held, order)
+
+            def job() -> Any:
+                return self._on_host(held, order, is_right)
+
+            is_first = not all(updater.states([unit.trained[n] for n in held.which]))
+            # a first step makes states, which whoever looks expects
+            if self._when == STEP or (is_first and self._when == SPILL):
+                self._pending.add(unit, job())
+                self._pending.finish(unit)
+            else:
+                self._pending.add(unit, updater.submit(job))
+
+    def _on_host(self, held: Held, order: Order, is_right: bool) -> Any:
+        if held.attempt is not None and is_right:
+            return self._updater.accept(held.unit, held.attempt, order)
+        event = self._updater.on_host(held.unit, order, held.on_host())
+        self._free_sum(held)
+        return event
+
+    def _prepare_room(self, held: Iterable[Held]) -> None:
+        """Memory for the units that pass through the device, from here until they all have."""
+        updater = self._updater
+        passing = [h for h in held if h.unit.update == THROUGH and updater.adopt(h.unit)]
+        if passing and self._device.type == "cuda":
+            updater.room(max(updater.through_bytes(h.unit, h.layout) for h in passing), min(self._slots, len(passing)))
+
+    def _pass_through(self, held: Held, order: Order) -> None:
+        inline = self._device.type != "cuda"
+        if inline:
+            self._updater.room(self._updater.through_bytes(held.unit, held.layout), 1)
+        self._pending.add(held.unit, self._updater.through(held.unit, order, held.ticket, held.layout))
+        if inline:
+            self._updater.leave_room()
+            self._pending.finish(held.unit)
+        self._free_sum(held)
+
+    def _free_sum(self, held: Held) -> None:
+        if held.sum is not None:
+            assert self._updater.store is not None
+            self._updater.store.free(held.sum)
+            held.sum = None

@@ -1,0 +1,28 @@
+"""Fixtures that several files about model states use."""
+
+import time
+
+import pytest
+import torch
+
+from holdall.runtime.updating import Updater
+
+
+@pytest.fixture
+def no_modes_left():
+    """A mode that a failing test left on this thread must not slow or fail the others."""
+    before = torch._C._len_torch_dispatch_stack()
+    yield
+    while torch._C._len_torch_dispatch_stack() > before:
+        torch.utils._python_dispatch._pop_mode()
+
+
+@pytest.fixture
+def slow_host(monkeypatch):
+    """Updates on the host come late: who does not wait for them sees the old values."""
+    submit = Updater.submit
+
+    def later(self, job):
+        return submit(self, lambda: (time.sleep(0.01), job())[1])
+
+    monkeypatch.setattr(Updater, "submit", later)
