@@ -1,59 +1,15 @@
-"""A planner's plan with updates in backward put into it, for the ladder and its benchmark.
-
-Planners count gradients as a step holds them. Where they are used up in backward the planner is shown the step without them; if
-what updates take on the way then passes the budget, it is asked again for less.
-"""
+"""The plan of a rung of the ladder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
-from holdall.actions.in_backward import InBackward, used_up
-from holdall.errors import Infeasible
-from holdall.planners._finish import finish, over_budget
+from holdall.planners._in_backward import at_most, plan_with_updates
 from holdall.registry import build_member
-from holdall.types import Action, Plan, Problem
-
-_TRIES = 4
+from holdall.types import Plan, Problem
 
 
 def decide(problem: Problem, name: str, options: dict[str, Any], *, in_backward: bool = False) -> Plan:
     """The plan for the problem's budget; if none fits, the one with the least memory that was found."""
     planner = build_member("planners", name, options, f"planner {name}")
-    if not in_backward:
-        return _at_most(planner, problem)
-    told = replace(problem, trace=used_up(problem.trace))
-    roomy = _with_budget(problem, problem.hardware.tier(problem.home).capacity)
-    for _ in range(_TRIES):
-        made = _at_most(planner, told)
-        actions = with_updates(problem, made.actions)
-        why = (*made.why, "parameters are updated as their gradients come")
-        ended = replace(finish(planner, roomy, actions, why=why), solve_seconds=made.solve_seconds)
-        excess = over_budget(problem, ended.predicted).get(problem.home, 0)
-        if not excess or over_budget(told, made.predicted):
-            break
-        told = _with_budget(told, told.limit(problem.home) - excess)
-    return replace(ended, budget={**ended.budget, **problem.budget}) if not excess else ended
-
-
-def with_updates(problem: Problem, actions: Iterable[Action]) -> list[Action]:
-    """The actions with updates in backward; a `place` that only makes working copies is replaced."""
-    kept = [a for a in actions if a.name != "place"]
-    return [*kept, InBackward.of(problem.trace, kept)]
-
-
-def _at_most(planner: Any, problem: Problem) -> Plan:
-    """Within the budget, or within the least one that was found."""
-    try:
-        made: Plan = planner(problem)
-    except Infeasible as error:
-        if error.smallest is None:
-            raise
-        made = planner(_with_budget(problem, error.smallest))
-    return made
-
-
-def _with_budget(problem: Problem, nbytes: int) -> Problem:
-    return replace(problem, budget={**problem.budget, problem.home: nbytes})
+    return plan_with_updates(planner, problem) if in_backward else at_most(planner, problem)

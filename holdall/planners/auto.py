@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdall.actions.place import Place
+from holdall.errors import Infeasible, Unsupported
 from holdall.planners._finish import finish, over_budget
+from holdall.planners._in_backward import plan_with_updates
 from holdall.planners._search import Candidate, Search, usable
 from holdall.planners._states import Placements, Spread
-from holdall.types import Action, Outcome, Plan, Problem
+from holdall.types import Action, Outcome, Phase, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
@@ -40,14 +42,30 @@ class Auto:
         less = usable(problem)
         if not over_budget(less, plain.outcome):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
+        other = self._with_updates_in_backward(problem)
         search.run(less)
         best = search.fastest(less)
         if best is not None:
             best = search.begin_ahead(best)
-            return finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
+            made = finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
+            return made if other is None or made.predicted.seconds <= other.predicted.seconds else other
+        if other is not None:
+            return other
         search.segments(search.tightest())
         least = min(search.found, key=lambda c: c.outcome.peak[problem.home])
         return finish(self, problem, least.actions, why=_why(problem, plain, least, search.found), began=began)
+
+    def _with_updates_in_backward(self, problem: Problem) -> Plan | None:
+        """The best mix of activations where gradients are used up as they come: by consent, since nothing else sees them."""
+        is_asked = "in_backward" in problem.allow and not problem.clips and problem.accumulate == 1
+        copies = problem.trace.about.get("precision") is not None  # whose updates `place` makes in backward
+        if not is_asked or copies or not any(op.site.phase is Phase.STEP for op in problem.trace.ops):
+            return None
+        try:
+            made = plan_with_updates(self, replace(problem, allow=problem.allow - {"in_backward", "place"}))
+        except (Infeasible, Unsupported):
+            return None
+        return None if over_budget(problem, made.predicted) else made
 
 
 class _Search(Search):

@@ -50,7 +50,8 @@ def record_fake_step(
         swapped |= {id(p): masters[name] for name, p in model.named_parameters() if name in masters}
         buffers = {name: _fake_like(b, on) for name, b in model.named_buffers(remove_duplicate=False)}
         made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor, and must stay one
-        fake_batch = tree_map_only(torch.Tensor, lambda t: _fake_input(t, on, values, made), batch)
+        bases: dict[int, torch.Tensor] = {}
+        fake_batch = tree_map_only(torch.Tensor, lambda t: _fake_input(t, on, values, made, _base_of(t, device, bases)), batch)
         recorder.seed(unique.items(), Kind.PARAM)
         recorder.seed(((f"{name}.master", m) for name, m in masters.items()), Kind.STATE)
         recorder.seed(buffers.items(), Kind.BUFFER)
@@ -132,9 +133,24 @@ def _fake_like(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
 
-def _fake_input(t: torch.Tensor, device: torch.device, values: KnownValues, made: dict[int, torch.Tensor]) -> torch.Tensor:
+def _base_of(t: torch.Tensor, device: torch.device, bases: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """For a piece of something larger that lies on the device: a fake of the whole, which stays there with it."""
+    storage = t.untyped_storage() if t.layout is torch.strided and t.device.type == device.type else None
+    if storage is None or storage.nbytes() <= t.nbytes:
+        return None
+    if storage._cdata not in bases:
+        bases[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+    return bases[storage._cdata]
+
+
+def _fake_input(
+    t: torch.Tensor, device: torch.device, values: KnownValues, made: dict[int, torch.Tensor], base: torch.Tensor | None
+) -> torch.Tensor:
     if id(t) not in made:
-        made[id(t)] = _fake_like(t, device).requires_grad_(t.requires_grad)
+        like = _fake_like(t, device)
+        if base is not None:
+            like.set_(base.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+        made[id(t)] = like.requires_grad_(t.requires_grad)
         if t.device.type != "meta":
             values.tell(made[id(t)], t)
     return made[id(t)]

@@ -16,7 +16,7 @@ from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
 from holdall.runtime.replaying import Made, Result, Segment
 from holdall.testing.contracts import problem_for, train
-from holdall.testing.worlds import family
+from holdall.testing.worlds import family, machine
 from holdall.tiers.far import Far
 
 WIDTH = 32
@@ -278,3 +278,17 @@ def test_gradients_are_used_up_one_by_one_although_the_heads_was_made_in_forward
     trace = holdall.trace(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), head=8)
     gone = sorted(moments(trace).values())
     assert gone[len(gone) // 2] < gone[-1] - (gone[-1] - gone[0]) // 4
+
+
+def test_a_batch_that_is_a_piece_of_something_larger_keeps_all_of_it_in_memory():
+    """Only the piece was counted; two pieces of one storage are one storage."""
+    torch.manual_seed(0)
+    model = Stack([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+    data = torch.randn(64, WIDTH)
+    batch = (data[8:12],)
+    trace = holdall.trace(model, batch)
+    assert [t.nbytes for t in trace.tensors.values() if t.name.startswith("batch.")] == [data.nbytes]
+    plan = holdall.plan(trace, planner="nop", hardware=machine())
+    with holdall.apply(plan, model) as harness:
+        model(*batch).backward()
+    assert harness.step_peaks == [plan.predicted.peak["cpu"]]

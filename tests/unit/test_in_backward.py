@@ -334,3 +334,27 @@ def test_swapped_codes_get_a_tier_and_fp16_is_refused_in_one_line():
         with pytest.raises(Unsupported, match="loss scaled") as refused:
             holdall.trace(model, batch, precision=word)
         assert "bf16" in refused.value.hint and "\n" not in refused.value.fact
+
+
+def test_auto_uses_it_up_where_that_was_allowed_and_pays():
+    """A wide model on a short batch: gradients are most of what can go."""
+    model, batch = family("tiny-llama")
+    batch = {k: v[:1, :8] for k, v in batch.items()}
+    reference = copy.deepcopy(model)
+    expected = train(reference, batch, torch.optim.SGD(reference.parameters(), lr=1e-2, foreach=False), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+    trace = holdall.trace(model, batch, optimizer=optimizer)
+    plain = holdall.plan(trace, planner="nop", hardware=machine()).predicted
+    grads = sum(t.nbytes for t in trace.tensors.values() if t.kind.value == "grad")
+    given = {"budget": plain.peak["cpu"] - grads // 2, "hardware": machine(), "clips": False}
+    without = ["recompute", "offload"]
+    with pytest.raises(holdall.Infeasible):
+        holdall.plan(trace, **given, allow=without)
+    plan = holdall.plan(trace, **given, allow=[*without, "in_backward"])
+    assert plan.planner == "auto" and any(a.name == "in_backward" for a in plan.actions)
+    with holdall.apply(plan, model, optimizer) as harness:
+        assert train(model, batch, optimizer, 2) == expected
+    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    clipping = holdall.plan(trace, **{**given, "clips": True, "budget": plain.peak["cpu"]}, allow=[*without, "in_backward"])
+    assert not any(a.name == "in_backward" for a in clipping.actions)
