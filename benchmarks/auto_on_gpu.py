@@ -4,7 +4,8 @@ python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,24@1e9,24@1e-3+1e
 
 A budget may name its planner; `24:auto-host` is auto without updates that pass through the device. `24@1e9` clips to that norm,
 which is to say never, and `24@1e-3` always: an update may begin before it is known whether gradients are clipped, so both are
-worth a row. `24@1e-3+1e9` is both, one after the other in one run: a row for each, warmed up anew. Rows have the columns of
+worth a row. `24@1e-3+1e9` is both, one after the other in one run: a row for each, warmed up anew. `24:auto-through` lets units
+pass through the device whatever the probe says. All plans are made first, in processes side by side. Rows have the columns of
 `gpu_budget_curve.py`, are added at the end of the file as they come, and can be plotted with its.
 """
 
@@ -15,11 +16,17 @@ import collections
 import csv
 import gc
 import json
+import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -29,8 +36,10 @@ from peers import ADAMW, SHAPES, build_ids, build_model
 import holdall
 from holdall.api import environment
 from holdall.optim import _host
+from holdall.runtime.meter import device_context
 from holdall.types import Hardware, Plan
 
+CONTEXT = 20 * 2**20  # bytes of kernels that the first steps still load
 MORE = (
     "max_norm",
     "steps_clipped",
@@ -69,7 +78,18 @@ def main() -> None:
     ids = build_ids(options.shape, batch=options.batch, seq=options.seq, device="cuda")
     batch = {"input_ids": ids, "labels": ids}
     print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
-    trace, hardware = (None, None) if options.plans else look(model, batch, options)
+    with tempfile.TemporaryDirectory() as made:
+        if not options.plans:
+            look(model, batch, options, Path(made))
+            plan_all(Path(made), options)
+        first = [model]
+        del model  # a row lets go of its model when it is over
+        rows(first, batch, options, Path(options.plans or made), started)
+
+
+def rows(first, batch, options, plans, started):
+    """A row for every budget and norm. `first`: holds the model of the first one."""
+    model = first.pop()
     about = {
         "method": "ours",
         "precision": "bf16 weights, fp32 master",
@@ -89,8 +109,6 @@ def main() -> None:
             break
         of, _, norms = text.partition("@")
         budget, _, planner = of.partition(":")
-        name, _, option = planner.partition("-")
-        extra = {"through": False} if option == "host" else {}
         max_norms = [float(n) for n in norms.split("+")] if norms else [options.max_norm]
         row = {**about, "budget_gib": budget, "planner": planner or options.planner, "max_norm": max_norms[0], "fits": False}
         row |= {"clip": "off" if options.no_clip else "yes"}
@@ -98,18 +116,7 @@ def main() -> None:
             model = build_model(options.shape, seq=options.seq, dtype=torch.float32, device="cpu").train()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
         try:
-            plan = (
-                Plan.load(f"{options.plans}/{of.replace(':', '-')}.json")
-                if options.plans
-                else holdall.plan(
-                    trace,
-                    budget=f"{budget}GiB",
-                    hardware=hardware,
-                    planner=name or options.planner,
-                    clips=not options.no_clip,
-                    **extra,
-                )
-            )
+            plan = load_plan(plans, of)
             for found in run(plan, model, optimizer, batch, options, max_norms):
                 row |= found
                 write(options.out, row)
@@ -126,8 +133,42 @@ def main() -> None:
         torch.cuda.empty_cache()
 
 
-def look(model, batch, options):
-    """The trace of a step, and the machine."""
+def plan_all(folder: Path, options) -> None:
+    """A plan for every budget, each by a process of its own: planning wants the host's cores and not the GPU."""
+    began = time.perf_counter()
+    asked = list(dict.fromkeys(text.partition("@")[0] for text in options.budgets.split(",")))
+    workers = max(1, min(len(asked), (os.cpu_count() or 1) // 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for _ in pool.map(partial(make_plan, folder, options.planner, clips=not options.no_clip), asked):
+            pass
+    print(f"planned for {', '.join(asked)} in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def make_plan(folder: Path, usual: str, of: str, *, clips: bool) -> None:
+    """Written to the folder, or why there is none."""
+    budget, _, planner = of.partition(":")
+    name, _, option = planner.partition("-")
+    extra = {"host": {"through": False}, "through": {"through": True}}.get(option, {})
+    given = {"budget": f"{budget}GiB", "hardware": folder / "hardware.json", "planner": name or usual, "clips": clips}
+    try:
+        holdall.plan(folder / "trace.json", **given, **extra).save(_plan_file(folder, of))
+    except holdall.HoldallError as error:
+        _plan_file(folder, of).with_suffix(".txt").write_text(str(error))
+
+
+def load_plan(folder: Path, of: str) -> Plan:
+    refused = _plan_file(folder, of).with_suffix(".txt")
+    if refused.exists():
+        raise holdall.Infeasible(refused.read_text())
+    return Plan.load(_plan_file(folder, of))
+
+
+def _plan_file(folder: Path, of: str) -> Path:
+    return folder / f"{of.replace(':', '-')}.json"
+
+
+def look(model, batch, options, folder: Path) -> None:
+    """Write down the trace of a step, and the machine."""
     began = time.perf_counter()
     hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
     print(
@@ -142,10 +183,11 @@ def look(model, batch, options):
     head = int(options.head) if options.head.isdigit() else options.head
     trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head=head)
     print(f"traced in {time.perf_counter() - began:.1f} s; ops {sum(o.seconds for o in trace.ops):.3f} s", flush=True)
-    if options.trace:
-        trace.save(f"{options.trace}/trace.json")
-        hardware.save(f"{options.trace}/hardware.json")
-    return trace, hardware
+    kernels = device_context(torch.device("cuda", 0))  # more of them are loaded by now
+    hardware = replace(hardware, context=max(hardware.context, kernels) + CONTEXT)
+    for place in (folder, Path(options.trace)) if options.trace else (folder,):
+        trace.save(place / "trace.json")
+        hardware.save(place / "hardware.json")
 
 
 def write(path: str, row: Row) -> None:
