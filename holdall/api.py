@@ -208,7 +208,7 @@ def fit(
         batch,
         tracing={"optimizer": optimizer, "loss": loss, "device": on, "precision": precision, "head": head},
         planning={**asked, "planner": planner, "clips": clips, "progress": progress, **options},
-        adjust=partial(_to_be_compiled, {**asked, "clips": clips}) if compile else lambda plan, _: plan,
+        adjust=partial(to_be_compiled, {**asked, "clips": clips}) if compile else lambda plan, _: plan,
     )
     tighten = sizes.tighten if repeat else None
     if lengths is not None:
@@ -232,7 +232,7 @@ def fit(
     )
 
 
-def _to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
+def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
     """Every block that can be is run by a program: those that are kept too, or compiled ones would stand beside eager ones."""
     from holdall.planners._programs import by_programs
 

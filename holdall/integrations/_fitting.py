@@ -157,7 +157,8 @@ def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     """`holdall.fit`, with some of the budget left to what a trainer keeps beside the step."""
     options = dict(wish.options)
     tracing: dict[str, Any] = {name: options.pop(name) for name in ("device", "precision", "head") if name in options}
-    applying: dict[str, Any] = {name: options.pop(name) for name in ("enforce", "record") if name in options}
+    applying: dict[str, Any] = {name: options.pop(name) for name in ("enforce", "record", "compile") if name in options}
+    is_compiled = api.resolve_backend(applying.get("compile", False)) is not None
     lengths, repeat = options.pop("lengths", None), options.pop("repeat", True)
     tracing["device"] = tracing.get("device") or api._device_of_batch(batch) or _device_of(model)
     machine = api.resolve_hardware(options.pop("hardware", None), torch.device(tracing["device"]).type)
@@ -165,12 +166,17 @@ def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     batches = accumulate * sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
     room = _Room(budget=api.resolve_budget(wish.budget, machine), machine=machine, accumulate=accumulate, batches=batches)
     asked = {"budget": room.left, "hardware": machine, "accumulate": accumulate, "allow": options.pop("allow", None)}
+
+    def adjust(plan: Plan, trace: Trace) -> Plan:
+        given = {**asked, "clips": options.get("clips", True)}
+        return room.as_measured(api.to_be_compiled(given, plan, trace) if is_compiled else plan, trace)
+
     sizes = Sizes(
         model,
         batch,
         tracing={"optimizer": optimizer, "loss": wish.loss, **tracing},
         planning={**asked, "planner": wish.planner, **options},
-        adjust=room.as_measured,
+        adjust=adjust,
     )
     applying["tighten"] = sizes.tighten if repeat else None
     with room.explaining():
@@ -178,9 +184,10 @@ def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
             made, buckets = sizes.buckets(lengths)
             return api.apply(made, model, optimizer, buckets=buckets, **applying)
         made, traced = sizes.sample()
-    fallback = api._fallback_for(made, traced, **asked)
+    fallback = None if is_compiled else api._fallback_for(made, traced, **asked)
     fallback = sizes.know(fallback, traced) if fallback is not None else None
-    correct = sizes.correct if traced.about.get("device") == "cuda" and made.planner == "auto" else None
+    is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
+    correct = sizes.correct if is_corrected else None
     return api.apply(made, model, optimizer, fallback=fallback, correct=correct, **applying)
 
 

@@ -84,7 +84,9 @@ def _refuse(args: Any) -> None:
     if args.gradient_checkpointing:
         raise Unsupported("`gradient_checkpointing` is on", hint="set it to False: the plan says what is recomputed")
     if args.torch_compile:
-        raise Unsupported("`torch_compile` is on", hint="set it to False: a plan is carried out op by op")
+        raise Unsupported(
+            "`torch_compile` is on", hint="set it to False; `compile=True` here compiles the blocks that a plan runs op by op"
+        )
     if args.world_size > 1 or args.n_gpu > 1:
         hint = "train on one device: CUDA_VISIBLE_DEVICES=0"
         raise Unsupported(f"the trainer uses {max(args.world_size, args.n_gpu)} devices", hint=hint)

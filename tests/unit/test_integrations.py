@@ -180,6 +180,16 @@ def test_figures_reach_the_log_and_the_trackers_that_were_there_before(tmp_path)
     assert is_untouched(model)
 
 
+def test_blocks_can_be_compiled_under_the_trainer(tmp_path):
+    plain, expected = train(tmp_path)
+    ours = callback("64MiB", compile="aot_eager")
+    trainer, model = train(tmp_path, ours)
+    assert logged(trainer) == logged(plain) and same_weights(model, expected)
+    assert ours.harness.compiler.count > 0
+    with pytest.raises(holdall.InvalidInput, match="did you mean"):
+        train(tmp_path, callback("64MiB", compile="aot_eagr"))
+
+
 def test_saving_generating_and_evaluating_between_steps_change_nothing(tmp_path):
     class Between(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
