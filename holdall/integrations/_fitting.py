@@ -24,6 +24,7 @@ from holdall.asking.sizes import Sizes
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, MissingExtra
 from holdall.reporting import Report
+from holdall.runtime.compiled import resolve_backend
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss, call_model, default_loss
 from holdall.types import Hardware, Phase, Plan, Trace
@@ -158,7 +159,7 @@ def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     options = dict(wish.options)
     tracing: dict[str, Any] = {name: options.pop(name) for name in ("device", "precision", "head") if name in options}
     applying: dict[str, Any] = {name: options.pop(name) for name in ("enforce", "record", "compile") if name in options}
-    is_compiled = api.resolve_backend(applying.get("compile", False)) is not None
+    is_compiled = resolve_backend(applying.get("compile", False)) is not None
     lengths, repeat = options.pop("lengths", None), options.pop("repeat", True)
     tracing["device"] = tracing.get("device") or api._device_of_batch(batch) or _device_of(model)
     machine = api.resolve_hardware(options.pop("hardware", None), torch.device(tracing["device"]).type)
