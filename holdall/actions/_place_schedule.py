@@ -106,7 +106,8 @@ class _Rewrite:
                     f"`{unit.name}` cannot be streamed and updated {update}",
                     hint="update streamed units on the host" + (", or through the device" if self.is_narrow else ""),
                 )
-            last = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
+            made = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
+            last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it is over
             first = blocks[0] if blocks else None
             self.units.append(_Placed(unit, streamed, update, first, max(last, default=-1), cast=cast))
 

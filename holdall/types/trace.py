@@ -192,7 +192,12 @@ class Trace:
         what it had saved lives on, as a gradient that was made in forward does: then others ask and let go in between.
         """
         last = next((op.id for op in self.ops if op.site.phase is Phase.STEP), len(self.ops)) - 1
-        known = [(s.unpacked, min(s.released, last)) for s in self.saves if s.unpacked is not None and s.released is not None]
+        handed_on = {x for op in self.ops if op.site.phase is Phase.BACKWARD for x in op.mutates}  # a gradient made in forward
+        known = [
+            (s.unpacked, min(s.released, last))
+            for s in self.saves
+            if s.unpacked is not None and s.released is not None and s.tensor not in handed_on
+        ]
         ends: dict[OpId, OpId] = {}
         soonest = last + 1  # end of a save that was asked for at the same op or later
         for unpacked, released in sorted(known, key=lambda k: (-k[0], k[1])):
