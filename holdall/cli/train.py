@@ -54,6 +54,9 @@ def train(
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, dropout and the order of the data.")] = 0,
     dtype: given.Dtype = "float32",
     field: Annotated[str, typer.Option("--field", metavar="NAME", help="Field of a JSONL line that holds the text.")] = "text",
+    fused: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile blocks; sums are then added in another order.")
+    ] = False,
     record: Annotated[
         Path | None,
         typer.Option("--record", metavar="FOLDER", help="Write what was in memory there, should it run out."),
@@ -93,6 +96,7 @@ def train(
         seed=seed,
         dtype=DTYPE_ALIASES.get(dtype, dtype),
         field=field,
+        compile=fused,
         record=record,
     )
     try:

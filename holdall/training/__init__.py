@@ -42,6 +42,7 @@ class TrainOptions:
     keep: int = 2  # checkpoints
     resume: bool = True  # go on from the latest checkpoint in `out`, where there is one
     seed: int = 0
+    compile: bool | str = False  # blocks that the plan runs op by op; a string names a back end of torch.compile
     record: Path | None = None  # a folder for what was in memory where it runs out
 
     def __post_init__(self) -> None:

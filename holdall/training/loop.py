@@ -95,6 +95,7 @@ def run_training(
             device=device,
             accumulate=options.accumulate,
             record=options.record,
+            compile=options.compile,
             progress=progress,
         ) as harness:
             run = _Run(

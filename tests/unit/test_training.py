@@ -401,6 +401,13 @@ def test_what_was_in_memory_is_written_down_where_a_run_runs_out(tmp_path, monke
     assert seen["record"] == tmp_path / "oom"
 
 
+def test_blocks_can_be_compiled(tmp_path):
+    plain = run_training(options(tmp_path / "plain", steps=2))
+    compiled = run_training(options(tmp_path / "compiled", steps=2, compile="aot_eager"))
+    assert compiled.loss == plain.loss
+    assert any("are compiled by `aot_eager`" in note for note in compiled.notes)
+
+
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     with pytest.raises(HoldallError, match=r"is (nan|inf) at step \d; .* step \d is intact") as caught:
         run_training(options(tmp_path, lr=1e30, clip=0.0, save_every=1, warmup=0))
