@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdall.errors import Unsupported, unknown_name
 from holdall.optim import _host
 from holdall.runtime.meter import device_context
-from holdall.runtime.updating import host_threads
+from holdall.runtime.threads import host_threads
 from holdall.tiers import Store
 from holdall.types import Hardware, Progress, Rate, Tier
 from holdall.types.plan import silent
@@ -135,7 +135,9 @@ def _measure(request: _Request) -> Hardware:
         overlap=kind == "cuda",
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
-        updates=_updates(clock, host_threads(clock.device)) if kind == "cuda" else bandwidth / _UPDATE_BYTES,
+        updates=max(_updates(clock, n) for n in set(host_threads(clock.device)))
+        if kind == "cuda"
+        else bandwidth / _UPDATE_BYTES,
         passing=_has_rate_to_spare(clock),
         context=context,
         resident=resident,
@@ -152,10 +154,15 @@ _BESIDE = 0.85  # of the host's rate is left while copies use its memory too
 
 def _has_rate_to_spare(clock: _Clock) -> bool:
     """Whether more threads still make the host's updates faster: then its memory is not what limits them."""
-    threads = host_threads(clock.device)
+    threads, _ = host_threads(clock.device)
     if clock.device.type != "cuda" or threads < 2:
         return False
     return _updates(clock, threads) > 1.6 * _updates(clock, threads // 2)
+
+
+def _best_updates(clock: _Clock) -> float:
+    """With whichever number of threads is faster; a run finds that out too."""
+    return max(_updates(clock, threads) for threads in set(host_threads(clock.device)))
 
 
 def _updates(clock: _Clock, threads: int) -> float:

@@ -6,7 +6,6 @@ in what must be moved for it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch
 from holdall.errors import OverBudget
 from holdall.optim import _host
 from holdall.optim._part import PIECE, Groups, Part, snapshot
+from holdall.runtime.threads import Threads, host_threads
 from holdall.runtime.units import DEVICE, Layout, Member, Unit, like
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -71,14 +71,6 @@ class Slot:
         self.free: Any = None  # event after which it may be overwritten
 
 
-def host_threads(device: torch.device) -> int:
-    """Threads for updates on the host: of the processors, a quarter is left to whoever launches the device's work."""
-    if device.type == "cpu":
-        return torch.get_num_threads()
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, count * 3 // 4)
-
-
 class Updater:
     """Makes updates. `quiet` hides work on the host's memory from whoever counts the device's."""
 
@@ -90,7 +82,6 @@ class Updater:
         *,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
         away: set[int] | None = None,
-        threads: int | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.store = store
@@ -99,7 +90,7 @@ class Updater:
         self.back = store.lane() if store is not None else None  # new weights do not queue behind passing states
         self.quiet = quiet
         self.away = away if away is not None else set()  # storages that are not the device's
-        self.threads = threads or host_threads(device)
+        self._threads = Threads(*host_threads(device))
         self.outside = 0  # bytes of optimizer state in ordinary host memory
         self._done, self._took = 0, 0.0  # parameters that the host has updated by its fast kernel, and the seconds of that
         self._counts_there = {
@@ -185,7 +176,7 @@ class Updater:
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Let the host's processors do it, beside this thread."""
         if self._pool is None:
-            threads = self.threads
+            threads = self._threads.few
             self._pool = ThreadPoolExecutor(
                 max_workers=1, thread_name_prefix="holdall-update", initializer=lambda: torch.set_num_threads(threads)
             )
@@ -320,6 +311,7 @@ class Updater:
     ) -> None:
         """All of the update in one walk over the host's memory, group by group; `steps`, `into`: not in place."""
         began = time.perf_counter()
+        threads = self._threads.awaited() if into is None else self._threads.few
         for number, at in self.part(unit).by_group(order.which).items():
             group = order.groups[number]
             _host.update(
@@ -339,10 +331,13 @@ class Updater:
                 into=([into[n][0] for n in at], [into[n][1] for n in at], [into[n][2] for n in at])
                 if into is not None
                 else None,
-                threads=self.threads,
+                threads=threads,
             )
-        self._done += sum(m.home.numel() for m in members)
-        self._took += time.perf_counter() - began
+        elements, seconds = sum(m.home.numel() for m in members), time.perf_counter() - began
+        self._done += elements
+        self._took += seconds
+        if into is None:
+            self._threads.took(threads, elements, seconds)
 
     @property
     def rate(self) -> float | None:
