@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from holdall.types import Block, Hardware, Kind, Op, Phase, Save, Site, TensorInfo, Tier, Trace
 
@@ -185,6 +186,26 @@ class Tied(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class SharedTwice(nn.Module):
+    """A tied embedding, a middle layer used twice, dropout; `reentrant`: that layer by torch's own checkpoints of this kind."""
+
+    def __init__(self, reentrant: bool | None = None, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed, self.drop, self.reentrant = nn.Embedding(40, 16), nn.Dropout(dropout), reentrant
+        self.middle, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.middle(self.norm(x))))  # type: ignore[no-any-return]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for _ in range(2):
+            x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
 class Branching(nn.Module):

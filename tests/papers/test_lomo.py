@@ -5,7 +5,6 @@ import gc
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,32 +14,12 @@ from holdall.optim import in_backward
 from holdall.optim.lomo import Lomo
 from holdall.runtime.ledger import Ledger
 from holdall.testing.contracts import train as train_family
-from holdall.testing.worlds import family, machine
-
-
-class Tied(nn.Module):
-    """A tiny language model: tied embedding, a middle layer used twice, dropout."""
-
-    def __init__(self, reentrant=None, dropout=0.1):
-        super().__init__()
-        self.embed, self.drop, self.reentrant = nn.Embedding(40, 16), nn.Dropout(dropout), reentrant
-        self.middle, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
-        self.head = nn.Linear(16, 40, bias=False)
-        self.head.weight = self.embed.weight
-
-    def block(self, x):
-        return x + self.drop(torch.tanh(self.middle(self.norm(x))))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for _ in range(2):
-            x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+from holdall.testing.worlds import SharedTwice, family, machine
 
 
 def make(**options):
     torch.manual_seed(0)
-    return Tied(**options), [torch.randint(0, 40, (3, 5)) for _ in range(10)]
+    return SharedTwice(**options), [torch.randint(0, 40, (3, 5)) for _ in range(10)]
 
 
 def same(model, other):

@@ -24,7 +24,7 @@ from holdall.optim.flora import Flora
 from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
 from holdall.runtime.ledger import Ledger
-from holdall.testing.worlds import family, machine
+from holdall.testing.worlds import SharedTwice, family, machine
 
 LIMIT = 0.3
 BACKWARD = torch.Tensor.backward
@@ -36,29 +36,9 @@ def nothing_is_left_behind():
     assert torch.Tensor.backward is BACKWARD
 
 
-class Tied(nn.Module):
-    """A tiny language model: tied embedding, a middle layer used twice, dropout."""
-
-    def __init__(self, reentrant=None, dropout=0.1):
-        super().__init__()
-        self.embed, self.drop, self.reentrant = nn.Embedding(40, 16), nn.Dropout(dropout), reentrant
-        self.middle, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
-        self.head = nn.Linear(16, 40, bias=False)
-        self.head.weight = self.embed.weight
-
-    def block(self, x):
-        return x + self.drop(torch.tanh(self.middle(self.norm(x))))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for _ in range(2):
-            x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-
-
 def make(steps=4, **options):
     torch.manual_seed(0)
-    return Tied(**options), [torch.randint(0, 40, (3, 5)) for _ in range(steps)]
+    return SharedTwice(**options), [torch.randint(0, 40, (3, 5)) for _ in range(steps)]
 
 
 def same(model, other):

@@ -13,6 +13,7 @@ import holdall
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
 from holdall.errors import OverBudget
+from holdall.optim import in_backward
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.runtime import programs
@@ -77,6 +78,10 @@ def train(model, optimizer, *, before=lambda step: None, micro=1, steps=4):
         optimizer.step()
         optimizer.zero_grad()
     return losses, torch.rand(3), random.random()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
 def adam(model):
@@ -159,6 +164,44 @@ def test_a_step_that_runs_out_is_repeated_with_the_same_bits(monkeypatch, phase,
     assert same(model, reference)
     assert len(harness.notes) == 1
     assert f"out of memory in {phase}: the step was repeated" in harness.notes[0]
+
+
+def train_in_backward(model, optimizer, *, before=lambda step: None, **options):
+    torch.manual_seed(0)
+    random.seed(0)
+    losses = []
+    with in_backward(optimizer, **options):
+        for step, (x, y) in enumerate(data()):
+            before(step)
+            loss = loss_of(model, x, y)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def test_gradients_that_are_held_for_their_norm_are_dropped_and_come_again(monkeypatch):
+    """Those of the first try must neither count in the norm nor be added to."""
+    model, reference = make()
+    expected = train_in_backward(reference, sgd(reference), max_norm=0.5)
+    optimizer = sgd(model)
+    with fit(model, optimizer) as harness:
+        fails = Fails(monkeypatch, "backward")
+        got = train_in_backward(model, optimizer, max_norm=0.5, before=lambda step: fails.arm() if step == 1 else None)
+    assert fails.left == 0 and len(harness.notes) == 1
+    assert got == expected
+    assert same(model, reference)
+
+
+def test_a_step_whose_updates_were_begun_in_backward_is_not_repeated(monkeypatch):
+    model, _ = make()
+    optimizer = sgd(model)
+    with fit(model, optimizer):
+        fails = Fails(monkeypatch, "backward")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            train_in_backward(model, optimizer, before=lambda step: fails.arm() if step == 1 else None)
+    assert "parameters were already updated in this backward" in caught.value.__notes__[0]
 
 
 class Plain(nn.Module):
