@@ -5,12 +5,11 @@ and used up one by one. "twice": `loss.backward()` walks the graph once for the 
 and a second time to update (one more backward; activations live through both).
 
 The norm has the bits of `clip_grad_norm_` over the same parameters in the same order: those of the optimizer's groups.
-While somebody watches, `Tensor.backward` goes through here; with the last watcher torch has its own method again.
+While somebody watches, `Tensor.backward` goes through here (`_interception`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from holdall.errors import InvalidInput, Unsupported
+from holdall.optim._interception import Interception, current_backward
 from holdall.optim._planned import PLANNED
 
 WAYS = ("twice", "hold")
@@ -35,11 +35,6 @@ def check_ways(clip: str | None, accumulate: int) -> None:
         raise InvalidInput(
             f"the gradients of {accumulate} backwards are held anyway: a second walk would save nothing", hint='use clip="hold"'
         )
-
-
-def current_backward() -> int:
-    """The number of the backward that is running on this thread; -1: none."""
-    return int(torch._C._current_graph_task_id())
 
 
 # the norm
@@ -94,24 +89,7 @@ class Watcher(Protocol):
         ...
 
 
-_watching: weakref.WeakSet[Any] = weakref.WeakSet()
-_original: list[Callable[..., None]] = []
 _first_pass = False  # under way: nobody updates, and nobody else's gradients count
-
-
-def watch_backward(watcher: Watcher) -> None:
-    """From here on the watcher hears of backwards."""
-    if not _original:
-        _original.append(Tensor.backward)
-        Tensor.backward = _backward  # type: ignore[method-assign]
-    _watching.add(watcher)
-
-
-def unwatch_backward(watcher: Watcher) -> None:
-    """One less; with the last, torch has its own method again."""
-    _watching.discard(watcher)
-    if _original and not list(_watching) and Tensor.backward is _backward:  # else somebody put another in front of it
-        Tensor.backward = _original.pop()  # type: ignore[method-assign]
 
 
 def in_first_pass() -> bool:
@@ -119,10 +97,16 @@ def in_first_pass() -> bool:
 
 
 def _backward(
-    self: Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    original: Callable[..., None],
+    watching: list[Watcher],
+    self: Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
-    original = _original[0]
-    watching: list[Watcher] = list(_watching) if current_backward() < 0 and not _first_pass else []
+    if current_backward() >= 0 or _first_pass:  # not of the loop
+        watching = []
     for watcher in watching:
         watcher.begin()
     wanting = [w for w in watching if w.wants_norm()]
@@ -134,6 +118,10 @@ def _backward(
     original(self, gradient, retain_graph, create_graph, inputs)
     for watcher in watching:
         watcher.end()
+
+
+_method: Interception[Watcher] = Interception(Tensor, "backward", _backward)
+watch_backward, unwatch_backward = _method.watch, _method.unwatch
 
 
 @contextmanager

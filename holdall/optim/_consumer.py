@@ -19,15 +19,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.optim._clipping import (
-    check_ways,
-    current_backward,
-    in_first_pass,
-    norm_of,
-    total_norm,
-    unwatch_backward,
-    watch_backward,
-)
+from holdall.optim._clipping import check_ways, in_first_pass, norm_of, total_norm, unwatch_backward, watch_backward
+from holdall.optim._interception import current_backward
 from holdall.optim._rng import rewound
 
 _READ_HINT = (

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from holdall.runtime.ledger import Ledger
+from holdall.runtime.neighbours import own_bytes
 
 
 class Meter(Protocol):
@@ -81,9 +82,12 @@ _FIRST = 3  # steps after which no more kernels are expected
 
 
 def device_context(device: torch.device) -> int:
-    """Bytes of a GPU that are taken and are not the allocator's: driver, kernels, other processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device))
+    """Bytes of a GPU that are taken and are not the allocator's: driver, kernels, and others if they cannot be told apart."""
+    taken = own_bytes(device)
+    if taken is None:
+        free, total = torch.cuda.mem_get_info(device)
+        taken = total - free
+    return max(0, taken - torch.cuda.memory_reserved(device))
 
 
 class CudaMeter:

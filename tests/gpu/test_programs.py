@@ -1,7 +1,14 @@
-"""Recomputation op by op, nested and online on a real GPU: the same bits as plain training, inside the budget."""
+"""Recomputation op by op, nested and online on a real GPU: the same bits as plain training, inside the budget.
+
+Compiled programs: eager kernels to the bit, fused ones close, both in about the predicted memory.
+"""
 
 import copy
 import gc
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +57,22 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
-def run(build, planner, options, hardware, share):
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    losses: list[float]
+    expected: list[float]  # without a plan
+    same: bool  # the weights, to the bit
+    plan: Any
+    harness: Any
+
+
+def run(build, planner, options, hardware, share, *, steps, **how):
+    """Train plainly and under a plan that has `share` less of activations; `how` it is applied."""
     gc.collect()
     torch.manual_seed(0)
     model, batch = build()
     reference = copy.deepcopy(model)
-    expected = train(reference, batch, sgd(reference), 2)
+    expected = train(reference, batch, sgd(reference), steps)
     weights = {k: v.cpu() for k, v in reference.state_dict().items()}
     del reference
     gc.collect()
@@ -65,13 +82,28 @@ def run(build, planner, options, hardware, share):
     plain = holdall.plan(trace, planner="nop", hardware=hardware).predicted
     held = sum(v for k, v in plain.peak_kinds.items() if k.value == "activation")
     plan = holdall.plan(trace, planner=planner, budget=plain.peak["gpu"] - int(share * held), hardware=hardware, **options)
-    with holdall.apply(plan, model, optimizer) as harness:
-        losses = train(model, batch, optimizer, 2)
-    assert losses == expected
-    assert all(torch.equal(v.cpu(), weights[k]) for k, v in model.state_dict().items())
-    assert max(harness.step_peaks) <= plan.budget["gpu"]
-    assert harness.notes == []
-    return plan, harness
+    with holdall.apply(plan, model, optimizer, **how) as harness:
+        losses = train(model, batch, optimizer, steps)
+    same = all(torch.equal(v.cpu(), weights[k]) for k, v in model.state_dict().items())
+    return Trained(losses=losses, expected=expected, same=same, plan=plan, harness=harness)
+
+
+def exact(build, planner, options, hardware, share):
+    """The plan and the harness of a run that kept the bits and the budget."""
+    made = run(build, planner, options, hardware, share, steps=2)
+    assert made.losses == made.expected
+    assert made.same
+    assert max(made.harness.step_peaks) <= made.plan.budget["gpu"]
+    assert made.harness.notes == []
+    return made.plan, made.harness
+
+
+def compiled(hardware, backend, **options):
+    """A run of programs that a back end of `torch.compile` has compiled."""
+    made = run(partial(llama, **options), "rockmate", {"menus": "cut"}, hardware, 0.3, steps=3, enforce=False, compile=backend)
+    assert any(a.name == "reschedule" for a in made.plan.actions)
+    assert made.harness.compiler.count
+    return made
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
@@ -79,7 +111,7 @@ def run(build, planner, options, hardware, share):
 def test_the_same_bits_in_less_memory(build, planner, hardware):
     if planner == "checkmate":
         pytest.importorskip("scipy")
-    plan, harness = run(build, planner, PLANNERS[planner], hardware, 0.4)
+    plan, harness = exact(build, planner, PLANNERS[planner], hardware, 0.4)
     if planner in ("auto", "rockmate", "rotor", "checkmate"):
         said, seen = plan.predicted.peak["gpu"], max(harness.step_peaks)
         assert abs(said - seen) <= 0.03 * seen
@@ -90,7 +122,24 @@ def test_flash_attention_is_run_again_to_the_same_bits(hardware):
     torch.use_deterministic_algorithms(True)
     try:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            plan, _ = run(lambda: llama(attention="sdpa", dtype=torch.bfloat16), "rockmate", {"menus": "cut"}, hardware, 0.25)
+            plan, _ = exact(lambda: llama(attention="sdpa", dtype=torch.bfloat16), "rockmate", {"menus": "cut"}, hardware, 0.25)
     finally:
         torch.use_deterministic_algorithms(False)
     assert any(a.name == "reschedule" for a in plan.actions)
+
+
+def test_compiled_eager_kernels_give_the_same_bits(hardware):
+    made = compiled(hardware, "aot_eager")
+    assert made.losses == made.expected and made.same
+    said, seen = made.plan.predicted.peak["gpu"], max(made.harness.step_peaks[1:])
+    assert abs(said - seen) <= 0.03 * seen
+
+
+@pytest.mark.parametrize(("attention", "dtype"), [("eager", torch.float32), ("sdpa", torch.bfloat16)])
+def test_fused_kernels_are_close(attention, dtype, hardware):
+    before = dict(os.environ)
+    made = compiled(hardware, True, attention=attention, dtype=dtype)
+    assert len(made.harness.notes) == 1
+    assert made.losses == pytest.approx(made.expected, rel=1e-4 if dtype is torch.float32 else 2e-2)
+    assert max(made.harness.step_peaks[1:]) <= 1.1 * made.plan.predicted.peak["gpu"]
+    assert dict(os.environ) == before

@@ -1,0 +1,72 @@
+"""A GPU that is shared: only what this process takes is its own."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from holdall.runtime import neighbours
+from holdall.runtime.meter import device_context
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver whose list of processes (number -> bytes) is to be filled in."""
+    taken = {}
+
+    class NVMLError(Exception):
+        pass
+
+    def processes(handle):
+        assert handle == "GPU-1234"
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in taken.items()]
+
+    calls = []
+    library = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: calls.append("in"),
+        nvmlShutdown=lambda: calls.append("out"),
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=processes,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6000, 10000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 500)
+    yield SimpleNamespace(taken=taken, library=library)
+    assert calls.count("in") == calls.count("out")
+
+
+def test_what_others_take_is_not_the_context_of_this_process(driver):
+    driver.taken.update({os.getpid(): 700, 1: 3000})
+    assert device_context(GPU) == 200
+
+
+def test_alone_all_that_the_device_sees_counts(driver):
+    driver.taken[os.getpid()] = 700  # the driver's own few bytes are in nobody's figure
+    assert device_context(GPU) == 3500
+
+
+@pytest.mark.parametrize("taken", [{1: 3000, 2: 700}, {os.getpid(): None, 1: 3000}, {}])
+def test_where_processes_cannot_be_told_apart_all_counts(driver, taken):
+    driver.taken.update(taken)
+    assert neighbours.own_bytes(GPU) is None
+    assert device_context(GPU) == 3500
+
+
+def test_a_driver_that_refuses_to_say_is_no_error(driver):
+    def refuse(uuid):
+        raise driver.library.NVMLError(uuid)
+
+    driver.library.nvmlDeviceGetHandleByUUID = refuse
+    assert neighbours.own_bytes(GPU) is None
+
+
+def test_without_the_library_all_counts(driver, monkeypatch):
+    driver.taken.update({os.getpid(): 700, 1: 3000})
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert device_context(GPU) == 3500
