@@ -52,6 +52,7 @@ def main() -> None:
                 paths[f"torch bf16, {mi} Mi"] = (world.ours(_host._step_torch, threads, int(mi) << 20), BF16_BYTES)
             if native:
                 paths["native bf16"] = (world.ours(native, threads), BF16_BYTES)
+                paths["native bf16, beside"] = (world.ours(native, threads, beside=True), BF16_BYTES)
             for path, (run, nbytes) in paths.items():
                 seconds, best = median_and_best(run, options.repeats)
                 rate = world.size / seconds / 1e9
@@ -82,6 +83,7 @@ class World:
         self.steps = [torch.tensor(10.0) for _ in shapes]
         self.grads = [torch.full(s, 1e-3, dtype=torch.bfloat16) for s in shapes]
         self.full_grads = [torch.full(s, 1e-3) for s in shapes]
+        self.new = [tuple(torch.full(s, 0.0) for _ in range(3)) for s in shapes]  # for values that go beside the old ones
 
     def plain(self, threads: int) -> Callable[[], None]:
         def run() -> None:
@@ -104,13 +106,13 @@ class World:
 
         return run
 
-    def ours(self, step: _host.Step, threads: int, length: int = _host.SLICE) -> Callable[[], None]:
+    def ours(self, step: _host.Step, threads: int, length: int = _host.SLICE, *, beside: bool = False) -> Callable[[], None]:
         rule = _host.Rule(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, scale=0.5)
 
         def run() -> None:
             _host.SLICE = length
             arrays = _host._gather(self.params, self.exp_avg, self.exp_avg_sq, self.steps, self.grads, self.grads)
-            step(arrays, rule, threads)
+            step([a._replace(new=n) for a, n in zip(arrays, self.new, strict=True)] if beside else arrays, rule, threads)
 
         return run
 
