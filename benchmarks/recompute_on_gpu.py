@@ -35,7 +35,9 @@ import argparse
 import csv
 import gc
 import os
+import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -162,9 +164,16 @@ def peer_row(bench: Bench, course: Course, variant: Variant, over: str) -> None:
         row |= {"measured_peak": seen.peak, "measured_s": seen.seconds, "setup_s": seen.setup_seconds}
         row["losses_equal"] = seen.losses == course.losses
     except Exception as error:  # one peer's failure is one row
-        row |= {"status": "failed", "why": reason(error)}
+        row |= failed(error)
         bench.model = None
     bench.note(row, _kind(variant), began)
+
+
+def failed(error: Exception) -> Row:
+    """What a row says of it; where it happened goes to the screen, unless it is an answer."""
+    if not isinstance(error, holdall.HoldallError):
+        traceback.print_exception(error, limit=-12)
+    return {"status": "failed", "why": reason(error)}
 
 
 def _kind(variant: Variant) -> str:
@@ -196,7 +205,7 @@ def plan_row(bench: Bench, course: Course, choice: Choice, target: Target, *, ki
     except holdall.Infeasible as error:
         row |= {"status": "does not fit", "why": f"needs {error.smallest}" if error.smallest else error.fact}
     except Exception as error:
-        row |= {"status": "failed", "why": reason(error)}
+        row |= failed(error)
         bench.model = None  # wherever it was caught, the next row gets a new one
     bench.note(row, f"{kind} {choice.label}", began)
 
@@ -230,6 +239,7 @@ def run_plan(bench: Bench, course: Course, made: Plan, *, kind: str, backend: st
     same = tuple(loss.item() for loss in losses) == course.losses
     peak = measured.peak[bench.home]
     if harness.compiler is not None:
+        print(*harness.compiler.faults, sep="\n", end="", file=sys.stderr, flush=True)
         if not harness.compiler.count:
             raise holdall.Unsupported(f"nothing was compiled: {'; '.join(harness.notes)}")
         peak = max(harness.step_peaks[1:] or harness.step_peaks)

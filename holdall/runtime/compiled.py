@@ -6,12 +6,17 @@ by the model's own view ops, which compilers see through, and not by strides. On
 none that was given; whoever calls looks at them as the captured block does, so that nothing aliases that did not before.
 
 Two halves with the same code on tensors of the same layouts are one function: a model of many equal blocks is compiled once.
+
+A back end that fails, as it compiles or at the first call, costs speed and not the run: such halves run op by op. Therefore
+the first call holds on to what it is given, if there is room.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,12 +43,18 @@ class Half:
     gives: tuple[Slot, ...]
     lets_go: tuple[Slot, ...]  # storages that nobody asks for afterwards
 
-    def run(self, values: Values, look: Look) -> None:
-        """All ops of the half at once, on these storages."""
-        boxed = [look(ref, values) for ref in self.takes]
+    def run(self, values: Values, look: Look) -> bool:
+        """All ops of the half at once, on these storages. False: it cannot, and they are as they were."""
+        found = None
+        if self.function.is_new:
+            found = self.function.attempt([look(ref, values) for ref in self.takes])
+        if self.function.is_broken:
+            return False
+        boxed = [] if found is not None else [look(ref, values) for ref in self.takes]
         for slot in self.lets_go:
             values.pop(slot, None)
-        values.update(zip(self.gives, self.function(boxed), strict=True))
+        values.update(zip(self.gives, self.function(boxed) if found is None else found, strict=True))
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +68,8 @@ class Compiler:
 
     def __init__(self, backend: str, note: Callable[[str], None]) -> None:
         self.backend = backend
-        self.count = 0  # functions that were compiled
+        self.count = 0  # functions that were compiled, and have not failed since
+        self.faults: list[str] = []  # tracebacks of back ends that failed
         self._note = note
         self._functions: dict[Any, Function | str] = {}  # by code and layouts; or why there is none
 
@@ -101,24 +113,51 @@ class Compiler:
         key = (module.code, tuple(takes), tuple(gives))
         if key not in self._functions:
             try:
-                self._functions[key] = Function(_compile(module, self.backend, takes), gives)
+                self._functions[key] = Function(_compile(module, self.backend, takes), gives, self._broken)
                 self.count += 1
             except Exception as error:  # whatever a back end does not know
-                line = str(error).strip().split("\n")[0][:200]
-                self._functions[key] = f"`{self.backend}` cannot compile a block ({type(error).__name__}: {line})"
+                self._functions[key] = f"`{self.backend}` cannot compile a block ({self._fault(error)})"
         found = self._functions[key]
         if isinstance(found, str):
             raise Unsupported(f"{found}: such blocks are run op by op")
         return found
 
+    def _broken(self, error: Exception) -> None:
+        self.count -= 1
+        why = self._fault(error)
+        self._note(f"what `{self.backend}` made of a block failed at its first call ({why}): such blocks are run op by op")
+
+    def _fault(self, error: Exception) -> str:
+        """What went wrong in a line; where, as text, since a traceback would hold tensors."""
+        self.faults.append("".join(traceback.format_exception(error, limit=-12)))
+        line = str(error).strip().split("\n")[0][:200]
+        return f"{type(error).__name__}: {line}"
+
 
 class Function:
     """A compiled half, with results that lie in memory as those of the single ops would."""
 
-    def __init__(self, run: Boxed, gives: Sequence[Layout]) -> None:
+    def __init__(self, run: Boxed, gives: Sequence[Layout], broken: Callable[[Exception], None]) -> None:
+        self.is_broken = False
         self._run = run
         self._gives = gives
+        self._tell = broken
         self._odd: list[int] | None = None  # results that lie otherwise; None: it has not run yet
+
+    @property
+    def is_new(self) -> bool:
+        return self._odd is None and not self.is_broken
+
+    def attempt(self, boxed: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """A first call, by someone who still holds what is given. None: it is broken, or there was no room for holding that."""
+        try:
+            return self(boxed)
+        except (torch.OutOfMemoryError, MemoryError):
+            return None
+        except Exception as error:  # kernels are finished only now, and results were promised but not seen
+            self.is_broken = True
+            self._tell(error)
+            return None
 
     def __call__(self, boxed: list[torch.Tensor]) -> list[torch.Tensor]:
         found = self._first(boxed) if self._odd is None else list(self._run(boxed))
@@ -136,14 +175,22 @@ class Function:
 
 
 def _is_odd(tensor: torch.Tensor, layout: Layout, given: set[StorageWeakRef]) -> bool:
-    """Other strides, a piece of something larger, or memory that was handed in."""
-    is_alike = layout.fits(tensor) and not tensor.storage_offset()
+    """Another shape or other strides, a piece of something larger, or memory that was handed in."""
+    is_alike = tensor.shape == layout.shape and layout.fits(tensor) and not tensor.storage_offset()
     return not is_alike or StorageWeakRef(tensor.untyped_storage()) in given
 
 
 def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A copy with these strides."""
-    return torch.empty_strided(tensor.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    """A copy with this shape and these strides.
+
+    Inductor of torch 2.11 returns a sum that keeps its dimensions as a flat one, where one kernel adds along rows and columns.
+    """
+    if tensor.shape != layout.shape:
+        mine, asked = ([n for n in shape if n != 1] for shape in (tensor.shape, layout.shape))
+        if mine != asked and (tensor.dim() != 1 or tensor.numel() != math.prod(asked)):
+            raise Unsupported(f"a compiled block gives {list(tensor.shape)} where {list(layout.shape)} was asked for")
+        tensor = tensor.reshape(layout.shape)
+    return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def obstacle(graph: Graph) -> str:

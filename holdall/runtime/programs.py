@@ -185,9 +185,7 @@ class _Call:
         for slot in program.kept_inputs:
             self.kept[slot] = values[slot]
         with without_autocast():
-            if program.halves is not None:
-                program.halves.forward.run(values, self._look)
-            else:
+            if program.halves is None or not program.halves.forward.run(values, self._look):
                 for turn in program.forward:
                     self._run(turn, values)
         for slot in program.saved:
@@ -211,9 +209,7 @@ class _Call:
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = self._as_captured(slot, t)
         with without_autocast():
-            if program.halves is not None:
-                program.halves.backward.run(values, self._look)
-            else:
+            if program.halves is None or not program.halves.backward.run(values, self._look):
                 for turn in program.backward:
                     self._run(turn, values)
         found: list[torch.Tensor | None] = []
