@@ -2,8 +2,9 @@
 
 python benchmarks/host_update.py [--threads 1,4,8,12,16] [--worlds block,one,small] [--slices 1,2,4] [--out host_update.csv]
 
-GB/s counts what must cross memory: 24 bytes per parameter for the fp32 weight and its moments, read and written, and the
-gradient's and the low-precision weight's own. A scratch that stays in cache is not counted.
+GB/s counts what must cross memory: 24 bytes per parameter for the fp32 weight and its moments, read and written (12 where the
+new weight alone is asked for), and the gradient's and the low-precision weight's own. A scratch that stays in cache is not
+counted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ WORLDS: dict[str, Shapes] = {
     "small": [(768, 768)] * 16 + [(768,)] * 32,
 }
 BF16_BYTES = 24 + 2 + 2
+PEEK_BYTES = 12 + 2 + 2
 FP32_BYTES = 24 + 4
 
 
@@ -52,6 +54,7 @@ def main() -> None:
                 paths[f"torch bf16, {mi} Mi"] = (world.ours(_host._step_torch, threads, int(mi) << 20), BF16_BYTES)
             if native:
                 paths["native bf16"] = (world.ours(native, threads), BF16_BYTES)
+                paths["native, weights only"] = (world.ours(native, threads, peek=True), PEEK_BYTES)
                 paths["native bf16, beside"] = (world.ours(native, threads, beside=True), BF16_BYTES)
             for path, (run, nbytes) in paths.items():
                 seconds, best = median_and_best(run, options.repeats)
@@ -106,13 +109,15 @@ class World:
 
         return run
 
-    def ours(self, step: _host.Step, threads: int, length: int = _host.SLICE, *, beside: bool = False) -> Callable[[], None]:
+    def ours(self, step: _host.Step, threads: int, length: int = _host.SLICE, *, beside: bool = False, peek: bool = False):
         rule = _host.Rule(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, scale=0.5)
 
         def run() -> None:
             _host.SLICE = length
             arrays = _host._gather(self.params, self.exp_avg, self.exp_avg_sq, self.steps, self.grads, self.grads)
-            step([a._replace(new=n) for a, n in zip(arrays, self.new, strict=True)] if beside else arrays, rule, threads)
+            if beside or peek:
+                arrays = [a._replace(new=n if beside else None, is_peek=peek) for a, n in zip(arrays, self.new, strict=True)]
+            step(arrays, rule, threads)
 
         return run
 

@@ -147,10 +147,8 @@ class Bench:
             plan = decide(problem, "auto", {}, in_backward=method.in_backward)
         else:  # the update is not in the trace: its states and what it takes on the way are kept free
             optimizer = self.optimizer(method.optimizer)
-            largest = max(p.numel() for p in self.model.parameters())
-            kept = (
-                self.states(optimizer) + 16 * largest + 24 * min(largest, piece_of(torch.device(self.device)))
-            )  # 32 bits for embeddings; codes in stretches
+            piece = piece_of(torch.device(self.device))
+            kept = self.states(optimizer) + 48 * piece  # a stretch of values, gradient, moments and codes on the way
             problem = self.problem(used_up(self.trace("")), limit - kept, method)
             plan = decide(problem, "auto", {})
         fits = plan.predicted.peak[self.hardware.home.name] <= problem.limit(problem.home)

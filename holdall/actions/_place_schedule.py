@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdall.actions.place import Place
 
 _BESIDE_OLD = 1.1  # of the time of an update in place, for one that leaves the old values where they are
+_WEIGHTS_FIRST = 0.85  # likewise, for one that makes the new weights alone
 _PIECE = 1 << 26  # parameters whose gradients are widened at a time
 
 
@@ -327,9 +328,10 @@ class _Rewrite:
         """An update in its place, everything in a row."""
         return self._host_steps(placed) if placed.update == "host" else self._through_steps(placed, -1)
 
-    def _host_steps(self, placed: _Placed) -> list[Step]:
+    def _host_steps(self, placed: _Placed, *, weights_first: bool = False) -> list[Step]:
         unit = placed.unit
         is_ahead = self._is_ahead(placed) and not self.problem.clipped
+        factor = _BESIDE_OLD if is_ahead else _WEIGHTS_FIRST if weights_first else 1.0
         touched = tuple(dict.fromkeys((*placed.buffer, *(unit.weights if placed.streamed else ()))))
         steps: list[Step] = [
             Run(
@@ -337,7 +339,7 @@ class _Rewrite:
                 reads=(),
                 writes=(),
                 mutates=touched,
-                seconds=unit.numel / self.hardware.updates * (_BESIDE_OLD if is_ahead else 1.0),
+                seconds=unit.numel / self.hardware.updates * factor,
                 name=f"update of {unit.name}",
                 stream="host",
             )
@@ -399,19 +401,44 @@ class _Rewrite:
         passing = [p for p in self.units if p.update == "through" and p.buffer]
         slots = [self._slot(passing) for _ in range(min(self.place.slots, len(passing)))]
         steps: list[Step] = [Run(op=-1, reads=(), writes=(s,), name="room for updates") for s in slots]
+        first = self._weights_first()
         for placed in self.units:
             if not placed.buffer:
                 continue
             if placed.update == "through":
                 steps += self._through_steps(placed, slots[passing.index(placed) % len(slots)])
             else:
-                steps += self._host_steps(placed)[1 if self._is_ahead(placed) and not self.problem.clipped else 0 :]
+                begun = 1 if self._is_ahead(placed) and not self.problem.clipped else 0
+                steps += self._host_steps(placed, weights_first=placed.unit.name in first)[begun:]
             if not placed.streamed and placed.block is not None:
                 done = placed.unit.weights if placed.update == "through" else placed.buffer
                 self._before(placed.block.first, [Wait(tensors=done)])
+        steps += [
+            Run(op=-1, reads=(), writes=(), seconds=seconds, name=f"rest of the update of {unit}", stream="host")
+            for unit, seconds in first.items()
+        ]
         self.schedule.insert(-1, steps, first=True)
         release = self.trace.block(self.place.release).first if self.place.release else self.end
         for slot in slots:
             self.schedule.holds[slot] = [(release - 1, 0)]
         if slots:
             self._before(release, [Wait(tensors=tuple(slots))])
+
+    def _weights_first(self) -> dict[str, float]:
+        """Units whose new weights are made before the rest of their update, with the seconds of that rest.
+
+        The host does more work in all then, and so as many as it has time for in a step.
+        """
+        if not self.problem.clipped or self.problem.accumulate > 1:
+            return {}
+        on_host = {p.unit.name: p.unit.numel / self.hardware.updates for p in self.units if p.update == "host" and p.buffer}
+        left = sum(op.seconds for op in self.trace.ops) - sum(on_host.values())
+        found = {}
+        for placed in self.units:
+            name, unit = placed.unit.name, placed.unit
+            swaps = not placed.streamed or placed.buffer == unit.weights  # its buffers can change places
+            can = name in on_host and self._is_ahead(placed) and swaps and len(unit.grads) == len(unit.weights)
+            if can and left >= _WEIGHTS_FIRST * on_host[name]:
+                left -= _WEIGHTS_FIRST * on_host[name]
+                found[name] = on_host[name]
+        return found

@@ -26,7 +26,10 @@ class Place:
     units: tuple[Row, ...]  # every unit of the trace, in its order
     when: str = "step"  # of updates: "step", "spill" (beside the next forward) or "backward" (as gradients come)
     slots: int = 2  # units that may be passing through the device at once
-    ahead: bool = False  # spilled host updates begin in backward, as if gradients were not clipped, and are redone if they are
+    ahead: bool = (
+        False  # spilled host updates begin in backward as if gradients were not clipped; if they are, the next forward's
+    )
+    # weights are made first, and the rest of the update beside the next backward
     share: bool = True  # gradients on the host take the room of streamed weights, which are new after the update
     release: str = ""  # block at whose forward the room for passing units is given back
 

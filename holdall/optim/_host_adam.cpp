@@ -1,6 +1,7 @@
 // One step of Adam or AdamW over a list of arrays, in one pass over memory: what is read is the gradient, the fp32 weight and
 // its two moments; what is written is the weight and the moments, and beside them the weight in low precision where asked.
-// With bf16 in and out that is 28 bytes per parameter, and memory is the limit from a few cores on.
+// With bf16 in and out that is 28 bytes per parameter, and memory is the limit from a few cores on. Where the low-precision weight
+// alone is asked for, it is 16.
 //
 // The order of operations is that of torch's own CPU kernel (ATen/native/cpu/FusedAdamKernel.cpp), so that the bits agree. That
 // kernel leaves it to its compiler which products join the sum behind them without rounding in between; FUSE says what it did:
@@ -44,7 +45,8 @@ struct Array {  // the same fields in the same order in _host.py
   const float* param;
   const float* exp_avg;
   const float* exp_avg_sq;
-  float* new_param;  // where the new values go; may be the old ones' places, for an element is read before it is written
+  float* new_param;  // where the new values go; may be the old ones' places, for an element is read before it is written;
+                     // null: nowhere, `out` alone is asked for
   float* new_exp_avg;
   float* new_exp_avg_sq;
   const void* grad;
@@ -162,7 +164,7 @@ Coefficients coefficients(const Rule& rule, double step) {
   return c;
 }
 
-template <class Grad, class Out, bool kCoupled>
+template <class Grad, class Out, bool kCoupled, bool kKeeps>
 void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) {
   const float* param = array.param;
   const float* exp_avg = array.exp_avg;
@@ -188,19 +190,22 @@ void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) 
     const float v = second_moment(exp_avg_sq[i], c.beta2, c.rest2 * g, g);
     const float denominator = std::sqrt(v) / c.root2 + c.eps;
     p = p + c.step_size * m / denominator;
-    new_exp_avg[i] = m;
-    new_exp_avg_sq[i] = v;
-    new_param[i] = p;
+    if (kKeeps) {
+      new_exp_avg[i] = m;
+      new_exp_avg_sq[i] = v;
+      new_param[i] = p;
+    }
     Out::write(out, i, p);
   }
 }
 
 template <class Grad, class Out>
 void walk_either(const Array& array, const Coefficients& c, int64_t begin, int64_t end) {
+  const bool keeps = array.new_param != nullptr;
   if (c.decay != 0.0f) {
-    walk<Grad, Out, true>(array, c, begin, end);
+    (keeps ? walk<Grad, Out, true, true> : walk<Grad, Out, true, false>)(array, c, begin, end);
   } else {
-    walk<Grad, Out, false>(array, c, begin, end);
+    (keeps ? walk<Grad, Out, false, true> : walk<Grad, Out, false, false>)(array, c, begin, end);
   }
 }
 
@@ -222,16 +227,18 @@ void walk_any(const Array& array, const Coefficients& c, int64_t begin, int64_t 
 }
 
 // To memory past the caches: a place that is only written need not be read first, which would be 12 bytes more a parameter.
-void write_past(float* to, const float* from, int64_t count) {
+void write_past(void* to, const void* from, int64_t nbytes) {
 #if defined(__SSE__)
   if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    int64_t i = 0;
-    for (; i + 4 <= count; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
-    for (; i < count; ++i) to[i] = from[i];
+    const int64_t whole = nbytes / 16;
+    auto* there = static_cast<__m128i*>(to);
+    const auto* here = static_cast<const __m128i*>(from);
+    for (int64_t i = 0; i < whole; ++i) _mm_stream_si128(there + i, _mm_load_si128(here + i));
+    std::memcpy(there + whole, here + whole, size_t(nbytes % 16));
     return;
   }
 #endif
-  std::memcpy(to, from, size_t(count) * sizeof(float));
+  std::memcpy(to, from, size_t(nbytes));
 }
 
 char* moved(const void* pointer, int32_t kind, int64_t elements) {
@@ -264,21 +271,28 @@ void walk_in_place(const Array& array, const Coefficients& c, int64_t begin, int
   }
 }
 
-// The new values go elsewhere than the old ones: a tile at a time, through the cache.
+// The new values go elsewhere than the old ones, or only the low-precision weight goes anywhere: a tile at a time, through the
+// cache.
 void walk_aside(const Array& array, const Coefficients& c, int64_t begin, int64_t end) {
   alignas(64) float param[kTile], exp_avg[kTile], exp_avg_sq[kTile];
+  alignas(64) uint16_t out[kTile];
+  const bool keeps = array.new_param != nullptr;
   for (int64_t at = begin; at < end; at += kTile) {
     const int64_t count = std::min(kTile, end - at);
     fetch_ahead(array, at);
     Array tile = array;
     tile.param += at, tile.exp_avg += at, tile.exp_avg_sq += at;
-    tile.new_param = param, tile.new_exp_avg = exp_avg, tile.new_exp_avg_sq = exp_avg_sq;
     tile.grad = moved(array.grad, array.grad_kind, at);
-    tile.out = moved(array.out, array.out_kind, at);
+    tile.out = keeps ? moved(array.out, array.out_kind, at) : reinterpret_cast<char*>(out);
+    if (keeps) tile.new_param = param, tile.new_exp_avg = exp_avg, tile.new_exp_avg_sq = exp_avg_sq;
     walk_any(tile, c, 0, count);
-    write_past(array.new_param + at, param, count);
-    write_past(array.new_exp_avg + at, exp_avg, count);
-    write_past(array.new_exp_avg_sq + at, exp_avg_sq, count);
+    if (keeps) {
+      write_past(array.new_param + at, param, count * 4);
+      write_past(array.new_exp_avg + at, exp_avg, count * 4);
+      write_past(array.new_exp_avg_sq + at, exp_avg_sq, count * 4);
+    } else {
+      write_past(moved(array.out, array.out_kind, at), out, count * 2);
+    }
   }
 #if defined(__SSE__)
   _mm_sfence();

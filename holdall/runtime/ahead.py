@@ -1,6 +1,6 @@
 """Updates begun ahead: in backward, in the hope that the loop will not clip, where it did not in the step before.
 
-An attempt is made on the host beside the old values (`Updater.attempt`). At the step it is either what the loop asks for, and
+An attempt is made on the host beside the old values (`beside.py`). At the step it is either what the loop asks for, and
 its values become the parameters, or it is forgotten and the update is made from the old ones. Both give the same bits.
 """
 
@@ -9,16 +9,18 @@ from __future__ import annotations
 import torch
 
 from holdall.optim._part import snapshot
+from holdall.runtime.beside import Beside
 from holdall.runtime.held import Held
 from holdall.runtime.units import HOST
-from holdall.runtime.updating import Order, Updater
+from holdall.runtime.updating import Order
 
 
 class Ahead:
     """Begins updates, and learns from every step whether that is worth while. `is_on`: the plan asks for it."""
 
-    def __init__(self, updater: Updater, *, is_on: bool) -> None:
-        self._updater = updater
+    def __init__(self, beside: Beside, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
+        self._beside = beside
+        self._optimizer = optimizer
         self._is_on = is_on  # begin updates on the host before it is known whether gradients are clipped
         self._is_plain = False  # the last step used its gradients as they were, so the next one may begin its updates ahead
         self._tried = self._right = 0  # updates begun ahead in this step, and those of them that were asked for
@@ -32,7 +34,7 @@ class Ahead:
             return
         if not self._is_plain:
             return
-        held.attempt = self._updater.attempt(held.unit, snapshot(self._updater.optimizer), held.which, held.on_host)
+        held.attempt = self._beside.attempt(held.unit, snapshot(self._optimizer), held.which, held.on_host)
 
     def give_up(self, held: Held) -> None:
         """Gradients are added to: what was begun is not asked for, and nothing is begun ahead from here on."""

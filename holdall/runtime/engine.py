@@ -12,9 +12,10 @@ home whose update is still under way waits for it.
 
 The engine sets the units up, hears of all this by hooks, and says in which order its parts do their work:
 
-    streaming.py    weights that come and go         evaluating.py   forwards without gradients, and memory lent to weights
-    collecting.py   gradients, until their update    ahead.py        updates begun before the loop can clip
-    stepping.py     updates, when they are due       pending.py      updates that are under way
+    streaming.py    weights that come and go         evaluating.py      forwards without gradients, and memory lent to weights
+    collecting.py   gradients, until their update    ahead.py           updates begun before the loop can clip
+    stepping.py     updates, when they are due       weights_first.py   updates whose weights are wanted before the rest of them
+    pending.py      updates that are under way
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from torch.utils._pytree import tree_map_only
 from holdall.errors import Unsupported
 from holdall.optim._part import is_separable, snapshot
 from holdall.runtime.ahead import Ahead
+from holdall.runtime.beside import Beside
 from holdall.runtime.collecting import Collector
 from holdall.runtime.evaluating import Evaluating
+from holdall.runtime.guard import watch_calls
 from holdall.runtime.held import Held
 from holdall.runtime.lending import Lender
 from holdall.runtime.pending import Pending
@@ -76,14 +79,26 @@ class Engine:
         self.streaming = Streaming(model, self.units, calls, store=store, device=device, tell=tell)
         self._evaluating = Evaluating(self, self.streaming)
         self._pending = Pending(self.units, device, self.settle)
-        ahead = Ahead(self.updater, is_on=placing.ahead and self.when == SPILL) if self.updater is not None else None
+        is_beside = placing.ahead and self.when == SPILL  # there is room for values beside the old ones
+        self._beside = beside = Beside(self.updater) if self.updater is not None else None
+        ahead = Ahead(beside, optimizer, is_on=is_beside) if beside is not None and optimizer is not None else None
         self.were_ahead: list[bool] = ahead.were_right if ahead is not None else []
         self._collector = Collector(store, device, are_used_up=self.when == BACKWARD, ahead=ahead, quiet=quiet)
         self._stepping: Stepping | None = None
-        if self.updater is not None and ahead is not None:
+        if self.updater is not None and beside is not None and ahead is not None:
             self._stepping = Stepping(
-                self.units, self.updater, self._collector, self._pending, ahead, when=self.when, slots=placing.slots
+                self.units,
+                self.updater,
+                self._collector,
+                self._pending,
+                beside,
+                ahead,
+                when=self.when,
+                slots=placing.slots,
+                weights_first=is_beside,
             )
+        if is_beside:
+            self._undo.append(watch_calls(self))
         self._install(calls)
 
     # setting up and taking down
@@ -171,15 +186,15 @@ class Engine:
         for unit in self.units:
             if self.updater is not None:
                 self.updater.return_states(unit)
-            has_spare = self.updater is not None and self.updater.has_spare(unit)
+            has_spare = self._beside is not None and self._beside.has_spare(unit)
             unit.put_back(self.store, in_store=has_spare)
-        if self.updater is not None:
-            self.updater.free_spares()
+        if self._beside is not None:
+            self._beside.free_spares()
         for home, grad in kept:
             home.grad = grad.to(home.device)
         self.units.clear()
         self._collector.close()
-        self._stepping = self.updater = None
+        self._stepping = self._beside = self.updater = None
 
     # forward
 
@@ -194,6 +209,8 @@ class Engine:
                     if m.is_swapped:
                         m.work.grad = None
         self._evaluating.begin(args, kwargs)
+        if self._collector.held:  # no step since the backward: weights may have to be made from the homes again
+            self._pending.finish_all()
         self._collector.make_way()
         self._swap(True)
         move = tree_map_only(torch.Tensor, self._here, (args, kwargs))
@@ -231,12 +248,24 @@ class Engine:
     def end_forward(self, *, failed: bool = False) -> None:
         """Without a backward to come, the homes return at once."""
         if torch.is_grad_enabled() and not failed:
+            self._guard()
             return
         kept = self._evaluating.end(failed=failed)
         self.streaming.release_all(kept)
         self._swap(False)
 
+    def _guard(self) -> None:
+        """The loop goes on by itself: should it read a home whose update has not come to its end, it waits."""
+        if self.optimizer is not None and self._pending.count_late():
+            self._pending.raise_guard(self.optimizer)
+
     # backward
+
+    def before_backward(self) -> None:
+        self._pending.guard.lower()  # it would look at every op
+
+    def after_backward(self) -> None:
+        self._guard()
 
     def _hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
         def arrived(_: torch.Tensor) -> None:
@@ -311,6 +340,7 @@ class Engine:
 
     def refresh(self) -> None:
         """The homes were changed from outside: working weights follow."""
+        self._pending.finish_all()
         for unit in self.units:
             unit.copy_from_homes(self.store)
 

@@ -1,19 +1,24 @@
-"""Nobody reads a parameter whose update is still under way."""
+"""Nobody reads a parameter whose update is still under way.
+
+The guard looks at ops of the loop, not at those of forward and backward: these would become slow. The engine knows where its
+forwards begin and end; of backwards it hears by `watch_calls`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter
 
+from holdall.optim._interception import Interception, current_backward
 from holdall.runtime.gradients import Gradient
 
 
 class Guard(TorchDispatchMode):
-    """On between a step and the next forward while updates are under way: an op that touches a home waits for its update."""
+    """On while the loop is by itself and updates are under way: an op that touches a home waits for its update."""
 
     supports_higher_order_operators = True
 
@@ -42,3 +47,23 @@ class Guard(TorchDispatchMode):
                 if isinstance(t, torch.Tensor) and not isinstance(t, Gradient):
                     self._touched(t.untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))
+
+
+class Watcher(Protocol):
+    def before_backward(self) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
+def _backward(original: Callable[..., None], watching: list[Watcher], *args: Any, **kwargs: Any) -> None:
+    if current_backward() >= 0:  # not of the loop
+        watching = []
+    for watcher in watching:
+        watcher.before_backward()
+    original(*args, **kwargs)
+    for watcher in watching:
+        watcher.after_backward()
+
+
+_calls: Interception[Watcher] = Interception(torch.autograd, "backward", _backward)
+watch_calls, unwatch_calls = _calls.watch, _calls.unwatch

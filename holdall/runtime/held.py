@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from holdall.runtime.beside import Attempt
 from holdall.runtime.units import Layout, Unit
-from holdall.runtime.updating import Attempt
 from holdall.tiers import Keeper, Ticket
 
 

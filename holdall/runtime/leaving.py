@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from holdall.runtime.backwards import unwatch_backward
+from holdall.runtime.guard import unwatch_calls
 from holdall.runtime.ledger import Ledger
 from holdall.runtime.meter import Meter
 
@@ -25,6 +26,7 @@ def leave_with(owner: object, meter: Meter, stop_recording: Callable[[], None]) 
 
 def _leave(stop: Callable[[], None], stop_recording: Callable[[], None]) -> None:
     unwatch_backward()
+    unwatch_calls()
     stop_recording()
     stop()
 

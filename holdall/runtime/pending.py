@@ -1,12 +1,15 @@
 """Updates that are under way, and whoever must wait for them.
 
 An update that is made beside the loop is known here by its unit, until somebody needs what it makes: the forward of a module
-that uses the unit; the loop, where it touches a parameter or a state (`guard.py` tells); or whoever wants all to be over.
+that uses the unit; the loop, where it touches a parameter or a state (`guard.py` tells); or whoever wants all to be over. Where
+the weights are made first (`weights_first.py`), a forward waits for them alone, and the loop for the rest too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +26,24 @@ class Pending:
         self._device = device
         self._settle = settle
         self._updates: dict[str, Any] = {}  # unit -> future or event of its update
+        self._rests: list[tuple[Unit, Future[None]]] = []  # of parameters and states whose new weights were made first
         self._homes: set[int] = set()  # storages of homes whose update is under way
         self.guard = Guard(self._touched)
 
     def add(self, unit: Unit, update: Any) -> None:
         """An update was begun. `update`: a future of an event, an event, or None where it is over already."""
         self._updates[unit.name] = update
+
+    def add_rest(self, unit: Unit, rest: Future[None]) -> None:
+        """The unit's weights are its update's; its parameters and states follow."""
+        self._rests.append((unit, rest))
+
+    def count_late(self) -> int:
+        """How many of those have not followed yet."""
+        over, self._rests = [r for r in self._rests if r[1].done()], [r for r in self._rests if not r[1].done()]
+        for _, rest in over:
+            rest.result()  # an error is raised
+        return len(self._rests)
 
     def finish(self, unit: Unit) -> None:
         """From here on the unit's new weights may be used."""
@@ -41,25 +56,31 @@ class Pending:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish_all(self) -> None:
-        """The same of every unit; an error in one of the updates is raised when all are over."""
+        """The same of every unit, parameters and states too; an error in one of the updates is raised when all are over."""
         wrong: Exception | None = None
-        for unit in self._units:
+        for finish in self._all():
             try:
-                self.finish(unit)
+                finish()
             except Exception as error:  # of the user's optimizer, or for want of memory
                 wrong = wrong or error
         self.guard.lower()
         if wrong is not None:
             raise wrong
 
+    def _all(self) -> Iterator[Callable[[], None]]:
+        yield from (partial(self.finish, unit) for unit in self._units)
+        rests, self._rests = self._rests, []
+        yield from (rest.result for _, rest in rests)
+
     def raise_guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step is over and the loop goes on: what updates will still change is not to be read before."""
-        under_way = [m for u in self._units if u.name in self._updates for m in u.trained]
+        """The loop goes on by itself: what updates will still change is not to be read before."""
+        late = {u.name for u, rest in self._rests if not rest.done()} | set(self._updates)
+        under_way = [m for u in self._units if u.name in late for m in u.trained]
         self._homes = {m.home.untyped_storage()._cdata for m in under_way}
         for m in under_way:
             values = optimizer.state.get(m.home, {}).values()
             self._homes |= {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
-        if self._updates:
+        if late:
             self.guard.rise()
 
     def _touched(self, key: int) -> None:

@@ -135,9 +135,7 @@ def _measure(request: _Request) -> Hardware:
         overlap=kind == "cuda",
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
-        updates=max(_updates(clock, n) for n in set(host_threads(clock.device)))
-        if kind == "cuda"
-        else bandwidth / _UPDATE_BYTES,
+        updates=_best_updates(clock) if kind == "cuda" else bandwidth / _UPDATE_BYTES,
         passing=_has_rate_to_spare(clock),
         context=context,
         resident=resident,
@@ -149,7 +147,6 @@ def _measure(request: _Request) -> Hardware:
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
 _UPDATED = 1 << 26  # parameters
 _PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
-_BESIDE = 0.85  # of the host's rate is left while copies use its memory too
 
 
 def _has_rate_to_spare(clock: _Clock) -> bool:
@@ -190,7 +187,7 @@ def _updates(clock: _Clock, threads: int) -> float:
         )
 
     seconds = replace(clock, budget=max(clock.budget, _PATIENCE)).seconds(update)
-    return count / seconds * _BESIDE
+    return count / seconds
 
 
 def _resident(device: torch.device) -> int:

@@ -8,6 +8,7 @@ as the gradients were there ("backward"). How one is made is in `updating.py`; w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ import torch
 from holdall.errors import Unsupported
 from holdall.optim._part import Groups, snapshot
 from holdall.runtime.ahead import Ahead
+from holdall.runtime.beside import Beside
 from holdall.runtime.collecting import Collector, is_spent, spend
 from holdall.runtime.held import Held
 from holdall.runtime.pending import Pending
 from holdall.runtime.scaling import unscale
 from holdall.runtime.units import DEVICE, THROUGH, Unit
 from holdall.runtime.updating import Order, Updater
+from holdall.runtime.weights_first import WeightsFirst
 
 BACKWARD, SPILL, STEP = "backward", "spill", "step"
 
@@ -34,16 +37,20 @@ class Stepping:
         updater: Updater,
         collector: Collector,
         pending: Pending,
+        beside: Beside,
         ahead: Ahead,
         *,
         when: str,
         slots: int,
+        weights_first: bool,
     ) -> None:
         self._units = units
         self._updater = updater
         self._collector = collector
         self._pending = pending
+        self._beside = beside
         self._ahead = ahead
+        self._weights_first = WeightsFirst(beside, pending, updater.submit, is_on=weights_first)
         self._device = updater.device
         self._when = when
         self._slots = slots
@@ -71,6 +78,7 @@ class Stepping:
     def _update_all(self, groups: Groups) -> None:
         held = self._collector.take()
         self._ahead.begin_step()
+        self._weights_first.begin_step()
         self._prepare_room(held.values())
         for unit in self._units:
             if unit.name in held:
@@ -82,6 +90,7 @@ class Stepping:
                     hint="step once after every backward, and clear gradients in between",
                 )
         self._ahead.end_step()
+        self._weights_first.end_step()
 
     # one update
 
@@ -100,10 +109,8 @@ class Stepping:
             self._pass_through(held, order)
         else:
             is_right = self._ahead.judge(held, order)
-
-            def job() -> Any:
-                return self._on_host(held, order, is_right)
-
+            first = self._weights_first.take(held, order) if not is_right else None
+            job = first or partial(self._on_host, held, order, is_right)
             is_first = not all(updater.states([unit.trained[n] for n in held.which]))
             # a first step makes states, which whoever looks expects
             if self._when == STEP or (is_first and self._when == SPILL):
@@ -114,7 +121,7 @@ class Stepping:
 
     def _on_host(self, held: Held, order: Order, is_right: bool) -> Any:
         if held.attempt is not None and is_right:
-            return self._updater.accept(held.unit, held.attempt, order)
+            return self._beside.accept(held.unit, held.attempt, order)
         event = self._updater.on_host(held.unit, order, held.on_host())
         self._free_sum(held)
         return event

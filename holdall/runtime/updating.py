@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from holdall.errors import OverBudget
 from holdall.optim import _host
 from holdall.optim._part import PIECE, Groups, Part, snapshot
 from holdall.runtime.threads import Threads, host_threads
@@ -32,26 +31,6 @@ class Order:
     which: tuple[int, ...]  # members, among the trained, that have a gradient
     scale: torch.Tensor | None
     after: Any  # event: from here on the working weights may be overwritten
-
-
-@dataclass(slots=True)
-class Attempt:
-    """An update made before it is known whether its gradients will be clipped; its values lie beside the old ones."""
-
-    groups: Groups
-    which: tuple[int, ...]
-    members: list[Member]
-    steps: list[torch.Tensor]
-    done: Future[None] | None = None
-
-
-@dataclass(slots=True)
-class Spare:
-    """Room on the host for the values of an attempt."""
-
-    tickets: tuple[Ticket, Ticket]  # of parameters and moments; of the new working weights
-    new: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # trained member -> parameter, moments
-    weights: list[torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -90,7 +69,8 @@ class Updater:
         self.back = store.lane() if store is not None else None  # new weights do not queue behind passing states
         self.quiet = quiet
         self.away = away if away is not None else set()  # storages that are not the device's
-        self._threads = Threads(*host_threads(device))
+        few, many = host_threads(device)
+        self._threads = {peek: Threads(few, many) for peek in (False, True)}  # what limits a peek need not limit an update
         self.outside = 0  # bytes of optimizer state in ordinary host memory
         self._done, self._took = 0, 0.0  # parameters that the host has updated by its fast kernel, and the seconds of that
         self._counts_there = {
@@ -98,14 +78,13 @@ class Updater:
         }
         self._parts: dict[str, Part] = {}
         self._chunks: dict[str, Chunk] = {}
-        self._spares: dict[str, Spare | None] = {}
         self._slots: list[Slot] = []
         self._sent: list[Ticket] = []  # copies out of the slots
         self._turn = 0
         self._pool: ThreadPoolExecutor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if store is not None:
-            self._is_plain_adam(snapshot(optimizer))  # finds the fast kernel now rather than in the first step
+            self.is_plain_adam(snapshot(optimizer))  # finds the fast kernel now rather than in the first step
 
     def close(self) -> None:
         if self._pool is not None:
@@ -176,7 +155,7 @@ class Updater:
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Let the host's processors do it, beside this thread."""
         if self._pool is None:
-            threads = self._threads.few
+            threads = self._threads[False].few
             self._pool = ThreadPoolExecutor(
                 max_workers=1, thread_name_prefix="holdall-update", initializer=lambda: torch.set_num_threads(threads)
             )
@@ -192,8 +171,8 @@ class Updater:
             is_first = not any(states)
             every = unit.host_weights(self.lane)
             narrow = [every[n] for n in order.which] if every else None
-            if all(states) and self._is_plain_adam(order.groups, members):
-                self._one_pass(unit, order, members, grads, states, scale, narrow)
+            if all(states) and self.is_plain_adam(order.groups, members):
+                self.one_pass(unit, order, members, grads, states, scale, narrow)
             else:
                 values = [m.home.detach() for m in members]
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
@@ -202,7 +181,7 @@ class Updater:
             self.outside += sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
         return None if unit.is_streamed else self.refresh(unit, order)
 
-    def _is_plain_adam(self, groups: Groups, members: Sequence[Member] = ()) -> bool:
+    def is_plain_adam(self, groups: Groups, members: Sequence[Member] = ()) -> bool:
         """Whether the fast host kernel does what the optimizer would: fused Adam or AdamW of float32 without extras."""
         if any(m.home.dtype != torch.float32 for m in members):
             return False
@@ -212,91 +191,7 @@ class Updater:
             return False
         return _host.is_exact() or self.device.type != "cpu"  # a CPU's own bits are the reference there
 
-    # on the host, ahead of the step
-
-    def attempt(
-        self, unit: Unit, groups: Groups, which: tuple[int, ...], grads: Callable[[], list[torch.Tensor]]
-    ) -> Attempt | None:
-        """Begin the update as if gradients were not clipped, without touching what is there; None: not for this unit."""
-        members = [unit.trained[n] for n in which]
-        states = self.states(members)
-        is_whole = len(unit.trained) == len(unit.members)
-        if self.lane is None or not unit.is_narrow or not all(states) or not self._is_plain_adam(groups, members):
-            return None
-        if unit.is_streamed and not is_whole:
-            return None
-        if unit.name not in self._spares:
-            self._spares[unit.name] = self._make_spare(unit)
-        spare = self._spares[unit.name]
-        if spare is None:
-            return None
-        attempt = Attempt(groups, which, members, [s["step"].clone() for s in states])
-        order = Order(groups, which, None, None)
-
-        def job() -> None:
-            with self.quiet():
-                new = [spare.new[n] for n in which]
-                weights = [spare.weights[n] for n in which]
-                self._one_pass(unit, order, members, grads(), states, None, weights, steps=attempt.steps, into=new)
-
-        attempt.done = self.submit(job)
-        return attempt
-
-    def _make_spare(self, unit: Unit) -> Spare | None:
-        assert self.lane is not None
-        layout = Layout.of(pattern for m in unit.trained for pattern in (like(m.home),) * 3)
-        try:
-            values = self.lane.reserve(layout.nbytes, pinned=False)
-            weights = self.lane.reserve(unit.grads.nbytes)
-        except OverBudget:
-            return None  # without room, updates wait for the norm
-        views = layout.views(self.lane.memory(values))
-        new = {n: (views[3 * n], views[3 * n + 1], views[3 * n + 2]) for n in range(len(unit.trained))}
-        return Spare((values, weights), new, unit.grads.views(self.lane.memory(weights)))
-
-    def accept(self, unit: Unit, attempt: Attempt, order: Order) -> Any:
-        """The gradients were not clipped: the attempt's values become the parameters and states. Returns as `on_host`."""
-        spare = self._spares[unit.name]
-        assert spare is not None and attempt.done is not None and self.back is not None and unit.flat is not None
-        attempt.done.result()
-        for n, m, step in zip(attempt.which, attempt.members, attempt.steps, strict=True):
-            state = self.optimizer.state[m.home]
-            old = (m.home.data, state["exp_avg"], state["exp_avg_sq"])
-            m.home.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
-            spare.new[n] = old
-            state["step"].copy_(step)
-            self.away.add(m.home.untyped_storage()._cdata)
-        if unit.is_streamed:
-            self._exchange(unit, attempt, spare)
-            return None
-        if len(attempt.which) == len(unit.members):
-            return self.back.pull(spare.tickets[1], unit.flat, after=order.after)
-        for n in attempt.which:
-            copy_tensor(unit.trained[n].work.data, spare.weights[n])
-        return None
-
-    def _exchange(self, unit: Unit, attempt: Attempt, spare: Spare) -> None:
-        """The attempt's weights are those that will be fetched; what was fetched before is room for the next attempt."""
-        assert self.lane is not None and unit.source is not None
-        old, new = unit.source, spare.tickets[1]
-        for n, view in enumerate(unit.grads.views(self.lane.memory(old))):
-            if n not in attempt.which:  # not updated: as it was
-                copy_tensor(spare.weights[n], unit.trained[n].home.data)
-            spare.weights[n] = view
-        unit.buffer = new if unit.buffer is old else unit.buffer
-        unit.source, spare.tickets = new, (spare.tickets[0], old)
-
-    def has_spare(self, unit: Unit) -> bool:
-        return self._spares.get(unit.name) is not None
-
-    def free_spares(self) -> None:
-        for spare in self._spares.values():
-            if spare is not None and self.lane is not None:
-                for ticket in spare.tickets:
-                    self.lane.free(ticket)
-        self._spares = {}
-
-    def _one_pass(
+    def one_pass(
         self,
         unit: Unit,
         order: Order,
@@ -308,14 +203,20 @@ class Updater:
         *,
         steps: Sequence[torch.Tensor] | None = None,
         into: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
+        peek: bool = False,
+        is_awaited: bool = True,
     ) -> None:
-        """All of the update in one walk over the host's memory, group by group; `steps`, `into`: not in place."""
+        """All of the update in one walk over the host's memory, group by group; `steps`, `into`: not in place.
+
+        `peek`: the new weights alone, into `narrow`. `is_awaited`: the next forward will wait for it.
+        """
         began = time.perf_counter()
-        threads = self._threads.awaited() if into is None else self._threads.few
+        choice = self._threads[peek]
+        threads = choice.awaited() if is_awaited else choice.few
         for number, at in self.part(unit).by_group(order.which).items():
             group = order.groups[number]
             _host.update(
-                [members[n].home.detach() for n in at],
+                [members[n].home.data for n in at],  # no version of the home's: nobody but us wrote into it
                 [states[n]["exp_avg"] for n in at],
                 [states[n]["exp_avg_sq"] for n in at],
                 [steps[n] if steps is not None else states[n]["step"] for n in at],
@@ -331,13 +232,15 @@ class Updater:
                 into=([into[n][0] for n in at], [into[n][1] for n in at], [into[n][2] for n in at])
                 if into is not None
                 else None,
+                peek=peek,
                 threads=threads,
             )
         elements, seconds = sum(m.home.numel() for m in members), time.perf_counter() - began
-        self._done += elements
-        self._took += seconds
-        if into is None:
-            self._threads.took(threads, elements, seconds)
+        if not peek:
+            self._done += elements
+            self._took += seconds
+        if is_awaited:
+            choice.took(threads, elements, seconds)
 
     @property
     def rate(self) -> float | None:

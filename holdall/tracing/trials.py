@@ -5,10 +5,16 @@ gradients keep whole copies, the backward of a layer norm over many rows keeps p
 copy between two layouts takes. So every kind of op of a step is run a few times alone, on tensors of the traced shapes, while
 clock and allocator watch; a step has a few hundred of them, and its layers repeat. The workspace of matrix products is left
 out: it is taken once and stays (`Hardware.resident`).
+
+A few runs of a product are faster than a step full of them, in which the device comes to the limit of its power and lowers its
+clock. By how much is measured once, and charged to whatever is bound by arithmetic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +38,14 @@ _HIDING = (  # tried however small: what they take need not follow from what the
     "logsumexp",
 )
 _PRODUCTS = ("mm.", "mm_", "matmul", "linear")  # addmm, bmm, baddbmm among them
+_BOUND = (*_PRODUCTS, "attention", "convolution")  # by arithmetic
 _SMALL = MiB  # an op on less than this takes the time of a launch, which hides behind the ops before it
 _LARGE = 8 * GiB  # of tensors that are made to try an op
 _FLOOR = 3e-6  # seconds of a kernel that does next to nothing
 _RUNS = 3
 _CYCLES = 500_000  # a quarter of a millisecond
+_SIDE = 8192  # of the product that is run for long
+_LONG = 0.6  # seconds after which a device has found the clock that it can hold
 
 
 class Trial(NamedTuple):
@@ -53,6 +62,7 @@ class Trials:
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" and torch.cuda.is_available() else None
         self._known: dict[Any, Trial] = {}
+        self._slowdown: float | None = None
 
     @property
     def is_timed(self) -> bool:
@@ -99,16 +109,40 @@ class Trials:
             after = torch.cuda.memory_allocated(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
             del out
-            begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            _keep_busy()  # in a step the device is behind the thread that launches, so what launching takes is not seen
-            begun.record()
-            for _ in range(_RUNS):
-                func(*real_args, **real_kwargs)
-            ended.record()
-            ended.synchronize()
+            seconds = _seconds(partial(func, *real_args, **real_kwargs), _RUNS)
+            if any(kind in str(func) for kind in _BOUND):
+                seconds *= self._in_the_long_run()
         assert after >= before
         is_product = any(kind in str(func) for kind in _PRODUCTS) and "_grouped_mm" not in str(func)
-        return Trial(0 if is_product else peak - after, max(_FLOOR, begun.elapsed_time(ended) / 1000 / _RUNS))
+        return Trial(0 if is_product else peak - after, max(_FLOOR, seconds))
+
+    def _in_the_long_run(self) -> float:
+        """How much longer a product takes among many than among few."""
+        if self._slowdown is None:
+            self._slowdown = 1.0
+            with suppress(torch.OutOfMemoryError):
+                dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+                a, b = (torch.empty(_SIDE, _SIDE, dtype=dtype, device=self._device).normal_() for _ in range(2))
+                product = partial(torch.mm, a, b)
+                product()
+                torch.cuda.synchronize(self._device)
+                few = _seconds(product, _RUNS)
+                count = max(_RUNS, round(_LONG / few))
+                _seconds(product, count)
+                self._slowdown = max(1.0, _seconds(product, count // 2) / few)
+        return self._slowdown
+
+
+def _seconds(call: Callable[[], Any], count: int) -> float:
+    """Of one of so many calls in a row."""
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    _keep_busy()  # in a step the device is behind the thread that launches, so what launching takes is not seen
+    begun.record()
+    for _ in range(count):
+        call()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1000 / count
 
 
 def _keep_busy() -> None:

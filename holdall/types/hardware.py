@@ -48,7 +48,7 @@ class Hardware:
     overlap: bool = True  # copies run beside computation (false where the CPU does both)
     efficiency: float = 0.6  # share of peak FLOP/s that a large matmul reaches, where nothing was measured
     table: tuple[Rate, ...] = ()  # measured points; empty: datasheet only
-    updates: float = 1e9  # parameters per second that the host's processors update, beside copies
+    updates: float = 1e9  # parameters per second that the host's processors update
     passing: bool = False  # updates that pass through the device add to the host's: its memory has rate to spare
     context: int = 0  # bytes of the device that its driver and kernels take before any tensor
     resident: int = 0  # bytes that libraries take once and keep (cuBLAS workspaces)

@@ -109,6 +109,23 @@ def test_low_precision_in_and_out_equals_the_explicit_casts(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
+def test_a_peek_gives_the_weights_of_the_update_and_changes_nothing(backend, dtype):
+    world = World([*SHAPES, (300_001,)], grad=dtype)
+    world.update()
+    before = [t.clone() for t in (*world.state(), *world.grads)]
+    seen, out = ([torch.full_like(g, 7) for g in world.grads] for _ in range(2))
+    world.update(scale=0.37, out=seen, peek=True)
+    assert all(map(torch.equal, (*world.state(), *world.grads), before))
+    world.update(scale=0.37, out=out)
+    assert all(map(torch.equal, seen, out))
+
+
+def test_a_peek_without_a_place_for_the_weights_is_refused(backend):
+    with pytest.raises(ValueError, match="`peek` writes `out` and nothing else"):
+        World().update(peek=True)
+
+
+@pytest.mark.parametrize("dtype", LOW)
 def test_the_low_precision_weight_may_take_the_gradients_memory(backend, dtype):
     apart, shared = World([(300_001,), (5,)], dtype), World([(300_001,), (5,)], dtype)
     out = [torch.empty_like(g) for g in apart.grads]

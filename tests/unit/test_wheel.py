@@ -28,7 +28,18 @@ EXTRAS = {
     "docs": {"sphinx", "myst-parser", "furo"},
 }
 # Asked for by name alone where they are needed, or done without: no extra of their own.
-OTHERS = {"torchao", "triton", "highspy", "pytorch_lightning", "rockmate", "tqdm", "bitsandbytes", "datasets", "deepspeed"}
+OTHERS = {
+    "torchao",
+    "triton",
+    "highspy",
+    "pytorch_lightning",
+    "rockmate",
+    "tqdm",
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "pynvml",
+}
 OPTIONAL = sorted(set().union(*EXTRAS.values()) | OTHERS)
 
 

@@ -1,0 +1,190 @@
+"""Updates on the host that leave the old values where they are, for a time or for good.
+
+    attempt         begun before the loop can clip; its values lie in spare room until it is `accept`ed or forgotten
+    weights first   the new weights go to spare room in a quick walk, since a forward waits for them; parameters and states
+                    follow when nobody waits (`catch_up`), from the same gradient
+
+Both need a second buffer of a unit's weights on the host. It changes places with the first: what held the gradient is spare
+when the new weights are in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdall.errors import OverBudget
+from holdall.optim._part import Groups
+from holdall.runtime.units import Layout, Member, Unit, like
+from holdall.runtime.updating import Order, Updater
+from holdall.tiers import Keeper, Ticket
+from holdall.tiers._buffers import copy_tensor
+
+
+@dataclass(slots=True)
+class Attempt:
+    """An update made before it is known whether its gradients will be clipped; its values lie beside the old ones."""
+
+    groups: Groups
+    which: tuple[int, ...]
+    members: list[Member]
+    steps: list[torch.Tensor] = field(default_factory=list)
+    done: Future[None] | None = None
+
+
+@dataclass(slots=True)
+class Spare:
+    """Room on the host for values beside the old ones."""
+
+    tickets: tuple[Ticket, Ticket]  # of parameters and moments; of the new working weights
+    new: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # trained member -> parameter, moments
+    weights: list[torch.Tensor]
+
+
+class Beside:
+    """Makes them, by the updater's kernel. All that changes a unit here runs in the updater's one thread, in order."""
+
+    def __init__(self, updater: Updater) -> None:
+        self._updater = updater
+        self._spares: dict[str, Spare | None] = {}
+
+    # begun ahead
+
+    def attempt(
+        self, unit: Unit, groups: Groups, which: tuple[int, ...], grads: Callable[[], list[torch.Tensor]]
+    ) -> Attempt | None:
+        """Begin the update as if gradients were not clipped, without touching what is there; None: not for this unit."""
+        if unit.is_streamed and len(unit.trained) < len(unit.members):
+            return None
+        members = [unit.trained[n] for n in which]
+        spare = self._spare(unit, groups, members)
+        if spare is None:
+            return None
+        states = self._updater.states(members)
+        attempt = Attempt(groups, which, members)
+        order = Order(groups, which, None, None)
+
+        def job() -> None:
+            with self._updater.quiet():
+                attempt.steps = [s["step"].clone() for s in states]  # not before: the update before may be catching up
+                self._updater.one_pass(
+                    unit,
+                    order,
+                    members,
+                    grads(),
+                    states,
+                    None,
+                    [spare.weights[n] for n in which],
+                    steps=attempt.steps,
+                    into=[spare.new[n] for n in which],
+                    is_awaited=False,
+                )
+
+        attempt.done = self._updater.submit(job)
+        return attempt
+
+    def accept(self, unit: Unit, attempt: Attempt, order: Order) -> Any:
+        """The gradients were not clipped: the attempt's values become the parameters and states. Returns as `on_host`."""
+        spare, updater = self._spares[unit.name], self._updater
+        assert spare is not None and attempt.done is not None and updater.back is not None and unit.flat is not None
+        attempt.done.result()
+        for n, m, step in zip(attempt.which, attempt.members, attempt.steps, strict=True):
+            state = updater.optimizer.state[m.home]
+            old = (m.home.data, state["exp_avg"], state["exp_avg_sq"])
+            m.home.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
+            spare.new[n] = old
+            state["step"].copy_(step)
+            updater.away.add(m.home.untyped_storage()._cdata)
+        if unit.is_streamed:
+            for n, m in enumerate(unit.trained):
+                if n not in attempt.which:  # not updated: as it was
+                    copy_tensor(spare.weights[n], m.home.data)
+            self._exchange(unit, spare)
+            return None
+        if len(attempt.which) == len(unit.members):
+            return updater.back.pull(spare.tickets[1], unit.flat, after=order.after)
+        for n in attempt.which:
+            copy_tensor(unit.trained[n].work.data, spare.weights[n])
+        return None
+
+    # weights first
+
+    def can_be_first(self, unit: Unit, order: Order) -> bool:
+        """Whether the weights may be made apart: all of the unit is updated, and its buffers can change places."""
+        is_whole = len(order.which) == len(unit.members)
+        swaps = not unit.is_streamed or unit.source is unit.buffer
+        return is_whole and swaps and self._spare(unit, order.groups, unit.trained) is not None
+
+    def weights_first(self, unit: Unit, order: Order, grads: list[torch.Tensor]) -> Any:
+        """Make the new weights; returns as `on_host`. The gradients stay, in what is the spare buffer from here on."""
+        spare, updater = self._spares[unit.name], self._updater
+        assert spare is not None and updater.back is not None and unit.flat is not None
+        with updater.quiet():
+            states = updater.states(unit.trained)
+            updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), spare.weights, peek=True)
+        self._exchange(unit, spare)
+        if unit.is_streamed:
+            return None
+        assert unit.buffer is not None
+        return updater.back.pull(unit.buffer, unit.flat, after=order.after)
+
+    def catch_up(self, unit: Unit, order: Order, grads: list[torch.Tensor]) -> None:
+        """Parameters and states of what `weights_first` has begun."""
+        with self._updater.quiet():
+            states = self._updater.states(unit.trained)
+            self._updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), None, is_awaited=False)
+
+    # spare room
+
+    def _spare(self, unit: Unit, groups: Groups, members: list[Member]) -> Spare | None:
+        """Room for the unit's new values; None: there is none, or its update is not by the fast kernel."""
+        updater = self._updater
+        if updater.lane is None or not unit.is_narrow or not all(updater.states(members)):
+            return None
+        if not updater.is_plain_adam(groups, members):
+            return None
+        if unit.name not in self._spares:
+            self._spares[unit.name] = _make_spare(unit, updater.lane)
+        return self._spares[unit.name]
+
+    def _exchange(self, unit: Unit, spare: Spare) -> None:
+        """The new weights are those that will be fetched, or sent; what was there before is room for the next ones."""
+        lane = self._updater.lane
+        old, new = unit.buffer, spare.tickets[1]
+        if unit.is_streamed:
+            old = unit.source
+            unit.source = new
+        assert lane is not None and old is not None
+        unit.buffer = new if unit.buffer is old else unit.buffer
+        spare.tickets = (spare.tickets[0], old)
+        spare.weights = unit.grads.views(lane.memory(old))
+
+    def has_spare(self, unit: Unit) -> bool:
+        return self._spares.get(unit.name) is not None
+
+    def free_spares(self) -> None:
+        for spare in self._spares.values():
+            if spare is not None and self._updater.lane is not None:
+                for ticket in spare.tickets:
+                    self._updater.lane.free(ticket)
+        self._spares = {}
+
+
+def _make_spare(unit: Unit, lane: Keeper) -> Spare | None:
+    layout = Layout.of(pattern for m in unit.trained for pattern in (like(m.home),) * 3)
+    try:
+        values = lane.reserve(layout.nbytes, pinned=False)
+        weights = lane.reserve(unit.grads.nbytes)
+    except OverBudget:
+        return None  # without room, updates wait for the norm
+    views = layout.views(lane.memory(values))
+    new = {n: (views[3 * n], views[3 * n + 1], views[3 * n + 2]) for n in range(len(unit.trained))}
+    return Spare((values, weights), new, unit.grads.views(lane.memory(weights)))
+
+
+def _on_host(order: Order) -> torch.Tensor | None:
+    return order.scale.cpu() if order.scale is not None else None
