@@ -206,6 +206,7 @@ def run(plan, model, optimizer, batch, options, max_norms) -> Iterator[Row]:
     print(f"planned in {plan.solve_seconds:.1f} s: {plan.summary()}", flush=True)
     print(collections.Counter(r[1:] for r in place.units) if place else "", plan.why[1:2], flush=True)
     began = time.perf_counter()
+    gc.collect()  # now rather than in a step: tracing and planning left much to look through
     torch.cuda.reset_peak_memory_stats()
     with holdall.apply(plan, model, optimizer) as harness:
         setup = time.perf_counter() - began

@@ -7,7 +7,8 @@ clock and allocator watch; a step has a few hundred of them, and its layers repe
 out: it is taken once and stays (`Hardware.resident`).
 
 A few runs of a product are faster than a step full of them, in which the device comes to the limit of its power and lowers its
-clock. By how much is measured once, and charged to whatever is bound by arithmetic.
+clock. By how much is measured once, on products with a pass over memory between them as a step has it, and charged to whatever
+is bound by arithmetic.
 """
 
 from __future__ import annotations
@@ -121,16 +122,27 @@ class Trials:
         if self._slowdown is None:
             self._slowdown = 1.0
             with suppress(torch.OutOfMemoryError):
-                dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-                a, b = (torch.empty(_SIDE, _SIDE, dtype=dtype, device=self._device).normal_() for _ in range(2))
-                product = partial(torch.mm, a, b)
-                product()
-                torch.cuda.synchronize(self._device)
-                few = _seconds(product, _RUNS)
-                count = max(_RUNS, round(_LONG / few))
-                _seconds(product, count)
-                self._slowdown = max(1.0, _seconds(product, count // 2) / few)
+                self._slowdown = max(1.0, self._compare())
         return self._slowdown
+
+    def _compare(self) -> float:
+        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        a, b = (torch.empty(_SIDE, _SIDE, dtype=dtype, device=self._device).normal_() for _ in range(2))
+        product = partial(torch.mm, a, b)
+        product()
+        torch.cuda.synchronize(self._device)
+        few = _seconds(product, _RUNS)
+        passes = max(1, round(few / 2 / _seconds(a.clone, _RUNS)))  # a third of the time goes to memory
+
+        def both() -> None:
+            product()
+            for _ in range(passes):
+                a.clone()
+
+        alone = _seconds(both, _RUNS)
+        count = max(_RUNS, round(_LONG / alone))
+        _seconds(both, count)
+        return 1 + (_seconds(both, count // 2) - alone) / few  # clocks of arithmetic sink, those of memory do not
 
 
 def _seconds(call: Callable[[], Any], count: int) -> float:
@@ -142,7 +154,7 @@ def _seconds(call: Callable[[], Any], count: int) -> float:
         call()
     ended.record()
     ended.synchronize()
-    return begun.elapsed_time(ended) / 1000 / count
+    return float(begun.elapsed_time(ended)) / 1000 / count
 
 
 def _keep_busy() -> None:

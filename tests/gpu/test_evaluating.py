@@ -153,10 +153,11 @@ def twin(model, precision):
 
 
 def assert_like(got, expected, update, precision):
-    """The same bits where the device updates; the host's Adam rounds otherwise than the GPU's, by an ulp."""
+    """The same bits where the device updates. The host's Adam rounds otherwise than the GPU's, by an ulp; and it makes the
+    first update of units that pass through the device, which have no states yet."""
     assert len(got) == len(expected)
     for a, b in zip(map(torch.as_tensor, got), map(torch.as_tensor, expected), strict=True):
-        if update != "host":
+        if update == "device":
             assert torch.equal(a, b.to(a.device))
         else:
             far = (a.double() - b.to(a.device).double()).norm() / b.double().norm().to(a.device)

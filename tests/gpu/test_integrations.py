@@ -32,8 +32,10 @@ LARGER = {  # so that tensors are large beside what libraries keep
 @pytest.fixture(autouse=True)
 def same_bits():
     """Attention whose backward adds in one order, and no other kernel that does not."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         yield
+    torch.use_deterministic_algorithms(False)
     torch.cuda.set_per_process_memory_fraction(1.0)  # a script that failed left its harness on
 
 

@@ -43,6 +43,12 @@ def driver(monkeypatch):
 
 def test_what_others_take_is_not_the_context_of_this_process(driver):
     driver.taken.update({os.getpid(): 700, 1: 3000})
+    assert device_context(GPU) == 200 + 150  # and half of what the driver counts to neither
+
+
+def test_what_came_between_two_looks_is_nobodys_share(driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 4 << 30))
+    driver.taken.update({os.getpid(): 700, 1: 3000})
     assert device_context(GPU) == 200
 
 
