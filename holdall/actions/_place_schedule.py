@@ -185,14 +185,14 @@ class _Rewrite:
         streaming = sorted(p.block.id for p in self.units if p.streamed and not p.cast and p.block is not None)
         at = streaming.index(block.id)
         from_block = blocks[streaming[at - 1]] if at else blocks[0]
-        self._before(from_block.first, [fetch])
+        self._before(from_block.first if self.place.overlap else block.first, [fetch])
         self._before(block.first, [wait])
         self.schedule.hold_more(unit.weights, (block.last, 0))
         if block.backward is None:
             return
         later = [b for b in blocks[block.id + 1 :] if b.backward is not None]
         after = blocks[streaming[at + 1]] if at + 1 < len(streaming) else (later[-1] if later else block)
-        begins = after.backward if after.backward is not None else block.backward
+        begins = after.backward if after.backward is not None and self.place.overlap else block.backward
         if begins < block.backward:
             self.schedule.insert(begins, [fetch], first=True)  # before what is run again there
             self.schedule.insert(block.backward, [wait], first=True)
@@ -245,8 +245,10 @@ class _Rewrite:
             steps += self._elsewhere(placed)
         elif self._is_ahead(placed) and not self.problem.clipped:
             steps.append(self._host_steps(placed)[0])
+        if not self.place.overlap:
+            steps.append(Wait(tensors=(flat,)))
         schedule.insert(placed.ready, steps)
-        return flat
+        return flat if self.place.overlap else -1
 
     def _is_ahead(self, placed: _Placed) -> bool:
         """Updated in backward, in the hope that nothing is clipped."""

@@ -26,10 +26,10 @@ class Place:
     units: tuple[Row, ...]  # every unit of the trace, in its order
     when: str = "step"  # of updates: "step", "spill" (beside the next forward) or "backward" (as gradients come)
     slots: int = 2  # units that may be passing through the device at once
-    ahead: bool = (
-        False  # spilled host updates begin in backward as if gradients were not clipped; if they are, the next forward's
-    )
-    # weights are made first, and the rest of the update beside the next backward
+    # Spilled updates on the host begin in backward, as if gradients were not clipped; where they are, the weights that the next
+    # forward wants are made first, the rest beside the next backward. Takes room on the host for values beside the old ones.
+    ahead: bool = False
+    overlap: bool = True  # weights set out, and gradients leave, while the device computes; else it waits, in less memory
     share: bool = True  # gradients on the host take the room of streamed weights, which are new after the update
     release: str = ""  # block at whose forward the room for passing units is given back
 
@@ -59,11 +59,12 @@ class Place:
         slots: int = 2,
         share: bool = True,
         ahead: bool = False,
+        overlap: bool = True,
     ) -> Place:
         """Units that are not named stay on the device."""
         table = tuple((u.name, *rows.get(u.name, ("resident", "device"))) for u in trace.units)
         release = trace.blocks[-1].name if trace.blocks else ""
-        return Place(units=table, when=when, slots=slots, share=share, ahead=ahead, release=release)
+        return Place(units=table, when=when, slots=slots, share=share, ahead=ahead, overlap=overlap, release=release)
 
     @staticmethod
     def samples(trace: Trace) -> list[Place]:
@@ -100,6 +101,7 @@ class Place:
                 slots=self.slots,
                 share=self.share,
                 ahead=self.ahead,
+                overlap=self.overlap,
                 release=self.release.partition("#")[0],
             )
         )

@@ -22,6 +22,7 @@ class Spread:
     device: int
     streamed: int
     through: bool = True  # units may be updated on their way through the device, which takes room there
+    overlap: bool = True  # copies of weights and gradients go on beside the device's work, which takes room too
 
 
 class Placements:
@@ -70,7 +71,8 @@ class Placements:
             is_through = spread.through and self._may_pass(unit, weights) and by_link < by_host
             rows[unit.name] = (weights, "through" if is_through else "host")
             host, link = (host, by_link) if is_through else (by_host, link)
-        return Place.of(self.problem.trace, rows, when=self.when, share=self.problem.accumulate == 1)
+        share = self.problem.accumulate == 1
+        return Place.of(self.problem.trace, rows, when=self.when, share=share, overlap=spread.overlap)
 
     def _may_pass(self, unit: Unit, weights: str) -> bool:
         is_narrow = self.problem.trace.about.get("precision") is not None

@@ -84,6 +84,9 @@ class _Search(Search):
             for spread in self._spreads(problem):
                 place = self.placements.at(spread)
                 self.mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
+            if self.fastest(problem) is None and self.placements.streamable:
+                spread = self._least_of_all()
+                self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
         best = self.fastest(problem)
         if best is not None:
             self.hide(problem, tuple(a for a in best.actions if isinstance(a, Place)))
@@ -142,17 +145,22 @@ class _Search(Search):
         for label in ("recompute", "recompute + offload"):
             yield self.outcome((*self.uniform(label), place))
 
+    def _least_of_all(self) -> Spread:
+        """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""
+        return Spread(0, len(self.placements.streamable), through=False, overlap=False)
+
     def tightest(self) -> list[tuple[Action, ...]]:
         """Placements that take the least of the device."""
         if not self.placements.is_possible:
             return [()]
-        spreads = [Spread(0, len(self.placements.streamable), through=False), Spread(0, 0, through=False)]
+        spreads = [self._least_of_all(), Spread(0, 0, through=False)]
         return [(self.placements.at(spread),) for spread in spreads]
 
 
 def _describe(spread: Spread, count: int) -> str:
     text = f"{spread.device} of {count} units updated on the device"
     text += f", {spread.streamed} streamed" if spread.streamed else ""
+    text += "" if spread.overlap else ", copies waited for"
     return text if spread.through else f"{text}, none passing through"
 
 

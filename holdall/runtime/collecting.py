@@ -21,7 +21,8 @@ from holdall.tiers import Keeper
 
 
 class Collector:
-    """`are_used_up`: by updates in backward, so that nobody will ask for them. `ahead`: may begin updates as they arrive."""
+    """`are_used_up`: by updates in backward, so that nobody will ask for them. `overlap`: the device goes on while they leave.
+    `ahead`: may begin updates as they arrive."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Collector:
         device: torch.device,
         *,
         are_used_up: bool,
+        overlap: bool,
         ahead: Ahead | None,
         quiet: Callable[[], AbstractContextManager[object]],
     ) -> None:
@@ -36,6 +38,7 @@ class Collector:
         self._store = store
         self._device = device
         self._are_used_up = are_used_up
+        self._overlap = overlap
         self._ahead = ahead
         self._quiet = quiet
         self._leaving: list[Held] = []
@@ -79,6 +82,8 @@ class Collector:
         assert unit.buffer is not None
         self._store.push(unit.buffer, held.flat)
         self._leaving.append(held)
+        if not self._overlap:
+            self.let_go()
 
     def let_go(self) -> None:
         """Those that are on their way out have left; their memory on the device is free."""

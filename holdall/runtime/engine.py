@@ -76,14 +76,17 @@ class Engine:
         self._set_up(share=placing.share)
         self._move_buffers()
         self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}  # gradients that are still to come
-        self.streaming = Streaming(model, self.units, calls, store=store, device=device, tell=tell)
+        early = calls if placing.overlap else ()  # else weights set out when they are needed
+        self.streaming = Streaming(model, self.units, early, store=store, device=device, tell=tell)
         self._evaluating = Evaluating(self, self.streaming)
         self._pending = Pending(self.units, device, self.settle)
         is_beside = placing.ahead and self.when == SPILL  # there is room for values beside the old ones
         self._beside = beside = Beside(self.updater) if self.updater is not None else None
         ahead = Ahead(beside, optimizer, is_on=is_beside) if beside is not None and optimizer is not None else None
         self.were_ahead: list[bool] = ahead.were_right if ahead is not None else []
-        self._collector = Collector(store, device, are_used_up=self.when == BACKWARD, ahead=ahead, quiet=quiet)
+        self._collector = Collector(
+            store, device, are_used_up=self.when == BACKWARD, overlap=placing.overlap, ahead=ahead, quiet=quiet
+        )
         self._stepping: Stepping | None = None
         if self.updater is not None and beside is not None and ahead is not None:
             self._stepping = Stepping(

@@ -21,6 +21,7 @@ class Placing:
     slots: int = 2
     share: bool = True
     ahead: bool = False
+    overlap: bool = True
     release: str = ""
 
 

@@ -89,7 +89,7 @@ class Expandable(Ideal):
     """Segments that grow and shrink by pages: holes are given back, but for the pages that live tensors share with them."""
 
     SHARED = 0.03  # of what is live, in pages that are only partly in use: 2 to 3 % at 8, 12 and 24 GiB on an H200
-    PAGES = 64 * MiB  # three pages on top of that, or where little is live,
+    PAGES = 128 * MiB  # six pages on top of that (64 MiB were 28 too few at 6 GiB there), or where little is live,
     SMALL = 1 / 6  # this share of it
 
     def __init__(self, *, limit: Bytes | None = None) -> None:

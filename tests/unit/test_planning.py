@@ -165,3 +165,28 @@ def test_a_refusal_at_the_optimizers_temporaries_says_how_to_avoid_them():
     with pytest.raises(holdall.Infeasible) as refused:
         holdall.plan(trace, budget=1, hardware=machine(), allow=("recompute", "offload"))
     assert "fused=True" in refused.value.hint
+
+
+def test_where_nothing_else_fits_copies_are_waited_for():
+    """The least of all is refused with the bytes that it needs, and with those it is planned."""
+    trace = _with_states()
+    asked = Problem(trace=trace, hardware=machine(overlap=True), budget={"cpu": 1, "far": 2**40})
+    with pytest.raises(Infeasible) as refused:
+        Auto()(asked)
+    budget = {"cpu": refused.value.smallest, "far": 2**40}
+    plan = Auto()(Problem(trace=trace, hardware=machine(overlap=True), budget=budget))
+    (place,) = [a for a in plan.actions if a.name == "place"]
+    assert not place.overlap
+    assert any("copies waited for" in line for line in plan.why)
+    assert plan.predicted.peak["cpu"] <= refused.value.smallest
+    roomy = Auto()(
+        Problem(trace=trace, hardware=machine(overlap=True), budget={"cpu": 2 * refused.value.smallest, "far": 2**40})
+    )
+    assert all(a.overlap for a in roomy.actions if a.name == "place")
+
+
+def _with_states():
+    """Layers whose weights are most of what there is."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return holdall.trace(model, torch.randn(4, 64), optimizer=optimizer, loss=lambda model, x: model(x).sum())

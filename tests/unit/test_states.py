@@ -230,6 +230,17 @@ def test_each_kind_of_placement_takes_the_predicted_bytes(rule, kind, when):
     assert_predicted(assert_plain("tied", rule, [place], clip=None if when == "backward" else 0.5, steps=3), place)
 
 
+@pytest.mark.parametrize("when", ["step", "spill", "backward"])
+@pytest.mark.parametrize("kind", ["host", "streamed host"])
+def test_copies_that_are_waited_for_take_the_predicted_bytes_which_are_fewer(kind, when):
+    trace = traced("tied", "adamw-fused")[2]
+    place = placement_of(trace, kind, when=when, overlap=False)
+    harness = assert_plain("tied", "adamw-fused", [place], clip=None if when == "backward" else 0.5, steps=3)
+    assert_predicted(harness, place)
+    usual = make_plan(trace, [replace(place, overlap=True)]).predicted
+    assert harness.plan.predicted.peak["cpu"] < usual.peak["cpu"] or kind == "host"
+
+
 @pytest.mark.parametrize("name", ["twice", "tiny-t5"])
 def test_streamed_weights_take_the_predicted_bytes_where_a_module_is_called_twice(name):
     """T5's dropout, before and after its layers."""
@@ -343,6 +354,12 @@ def test_copies_in_bfloat16_train_as_the_reference_does(kind, when, accumulate):
     different, harness = in_bfloat16("adamw-fused", place, accumulate=accumulate, clip=clip, steps=3)
     assert different == []
     assert harness.notes == []
+
+
+@pytest.mark.parametrize("kind", ["host", "streamed host", "streamed through"])
+def test_copies_in_bfloat16_may_be_waited_for(kind):
+    place = placement_of(small("adamw-fused")[2], kind, when="spill", share=True, overlap=False)
+    assert in_bfloat16("adamw-fused", place, steps=3)[0] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
