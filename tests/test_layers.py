@@ -26,7 +26,7 @@ ALLOWED = {
     "tiers": BASE | {"torch"},
     "checkpoints": BASE | {"torch"},
     "runtime": BASE | {"ops", "tiers", "optim", "torch"},
-    "actions": BASE | {"optim", "runtime", "torch"},
+    "actions": BASE | {"cost", "optim", "runtime", "torch"},
     "parallel": BASE | {"runtime", "actions", "torch"},
     "planners": BASE | {"cost", "simulator", "actions"},
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from holdall.cost.updates import host_seconds
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
 from holdall.types.trace import OpId, TensorId
@@ -341,7 +342,7 @@ class _Rewrite:
                 reads=(),
                 writes=(),
                 mutates=touched,
-                seconds=unit.numel / self.hardware.updates * factor,
+                seconds=host_seconds(unit, self.trace, self.hardware) * factor,
                 name=f"update of {unit.name}",
                 stream="host",
             )
@@ -433,7 +434,8 @@ class _Rewrite:
         """
         if not self.problem.clipped or self.problem.accumulate > 1:
             return {}
-        on_host = {p.unit.name: p.unit.numel / self.hardware.updates for p in self.units if p.update == "host" and p.buffer}
+        by_host = (p.unit for p in self.units if p.update == "host" and p.buffer)
+        on_host = {unit.name: host_seconds(unit, self.trace, self.hardware) for unit in by_host}
         left = sum(op.seconds for op in self.trace.ops) - sum(on_host.values())
         found = {}
         for placed in self.units:

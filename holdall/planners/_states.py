@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdall.actions.place import Place, streamable
+from holdall.cost.updates import host_seconds
 from holdall.types import Problem, Unit
 
 _TINY = 1e-3  # share of all parameters below which a unit is not worth moving
@@ -80,7 +81,7 @@ class Placements:
         return self.problem.hardware.overlap and fits
 
     def _host_seconds(self, unit: Unit) -> float:
-        return unit.numel / self.problem.hardware.updates
+        return host_seconds(unit, self.problem.trace, self.problem.hardware)
 
     def _link_seconds(self, unit: Unit) -> float:
         """States and gradient come in while others go out."""

@@ -33,6 +33,7 @@ from holdall.actions.offload import Offload, own_inputs
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute, obstacle
 from holdall.cost.link import IN, OUT, copy_seconds
+from holdall.cost.updates import host_seconds
 from holdall.errors import InvalidInput
 from holdall.planners._finish import allocator_of, finish, over_budget, with_traced
 from holdall.simulator import lower, simulate
@@ -486,7 +487,7 @@ def _chunks(
             up=_ticks(copy_seconds(weights, far, hardware, IN)),
             down=_ticks(copy_seconds(grads, far, hardware, OUT) + handling) if grads else 0,
             on_device=_ticks(unit.moved / hardware.bandwidth + 8 * hardware.overhead) if unit.numel else 0,
-            on_host=_ticks(unit.numel / hardware.updates),
+            on_host=_ticks(host_seconds(unit, trace, hardware)),
             stage=next((stage_of[b.id] for b in used[unit.name] if b.id in stage_of), -1),
         )
 

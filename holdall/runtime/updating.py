@@ -182,14 +182,17 @@ class Updater:
         return None if unit.is_streamed else self.refresh(unit, order)
 
     def is_plain_adam(self, groups: Groups, members: Sequence[Member] = ()) -> bool:
-        """Whether the fast host kernel does what the optimizer would: fused Adam or AdamW of float32 without extras."""
+        """Whether the fast host kernel does what the optimizer would: Adam or AdamW of float32 without extras.
+
+        Where a CPU computes, its own bits are the reference: then those of the fused one alone.
+        """
         if any(m.home.dtype != torch.float32 for m in members):
             return False
         if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
             return False
-        if not all(g.get("fused") and not g.get("amsgrad") and not g.get("differentiable") for g in groups):
+        if any(g.get(extra) for g in groups for extra in ("amsgrad", "differentiable")):
             return False
-        return _host.is_exact() or self.device.type != "cpu"  # a CPU's own bits are the reference there
+        return self.device.type != "cpu" or (all(g.get("fused") for g in groups) and _host.is_exact())
 
     def one_pass(
         self,

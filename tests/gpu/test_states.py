@@ -118,6 +118,20 @@ def test_wherever_states_live_the_training_is_the_same(kind, max_norm, world, ha
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
+def test_adam_need_not_be_fused_for_the_fast_kernel_of_the_host(world, hardware):
+    model, batch = copy.deepcopy(world[0]), world[1]
+    expected = reference(world[0], batch, 0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head="whole")
+    problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
+    plan = finish(Nop(), problem, [Place.all(problem.trace, update="host", when="spill")])
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        got = loop(model, batch, optimizer, 0.5)
+        assert harness.engine.updater.rate is not None
+        assert all(float(s["step"]) == STEPS for s in optimizer.state.values())
+    assert got == pytest.approx(expected, rel=2e-2)
+
+
 def test_a_budget_is_kept_as_the_device_sees_it(world, hardware):
     model, batch = copy.deepcopy(world[0]), world[1]
     optimizer = optimizer_of(model)
