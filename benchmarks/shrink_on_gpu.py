@@ -6,7 +6,8 @@ Llama 3.2 3B, bf16 parameters, 4 x 4096 tokens. Each row is written as soon as i
 named at the end. `--tiny`: the same on a CPU with a tiny model, in float32.
 
 alone      the optimizer or technique with nothing else but the chunked head; peak by the allocator (a CPU: by the ledger)
-combined   the planner `auto` at a budget, with the technique; gradients are used up in backward wherever that is said
+combined   the planner `auto` at a budget, with the technique; gradients are used up in backward wherever that is said. Where
+           that does not fit, because weights and states stay on the device, they are placed too (LOMO's rule is then SGD's)
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Method:
     optimizer: str
     in_backward: bool = False
     compress: bool = False  # activations in 4 bits
+    placed: str = ""  # the optimizer whose states and weights may be placed, where nothing else fits
     traced: bool = True  # false: its update has too many ops to trace; the planner is told of its states as so many bytes less
 
 
@@ -51,17 +53,17 @@ METHODS = {
     "adamw": Method("adamw"),
     "adamw in backward": Method("adamw", in_backward=True),
     "galore": Method("galore"),
-    "galore in backward": Method("galore", in_backward=True),
+    "galore in backward": Method("galore", in_backward=True, placed="galore"),
     "adam8bit": Method("adam8bit", traced=False),
     "adam8bit in backward": Method("adam8bit", in_backward=True, traced=False),
-    "lomo": Method("lomo", in_backward=True),
+    "lomo": Method("lomo", in_backward=True, placed="sgd"),
     "actnn": Method("adamw", compress=True),
     "actnn and lomo": Method("lomo", in_backward=True, compress=True),
 }
 COMBINED = {  # method -> GiB at which it may make sense: weights take 6, AdamW's moments in bf16 12, 8-bit ones 6
     "adamw": (24, 16, 12, 8),
     "lomo": (16, 12, 8),
-    "galore in backward": (24, 16, 12),
+    "galore in backward": (24, 16, 12, 8),
     "adam8bit in backward": (24, 16),
     "adamw in backward": (24,),
     "actnn and lomo": (24, 16),
@@ -147,11 +149,16 @@ class Bench:
             plan = decide(problem, "auto", {}, in_backward=method.in_backward)
         else:  # the update is not in the trace: its states and what it takes on the way are kept free
             optimizer = self.optimizer(method.optimizer)
-            piece = piece_of(torch.device(self.device))
+            piece = min(piece_of(torch.device(self.device)), max(p.numel() for p in self.model.parameters()))
             kept = self.states(optimizer) + 48 * piece  # a stretch of values, gradient, moments and codes on the way
             problem = self.problem(used_up(self.trace("")), limit - kept, method)
             plan = decide(problem, "auto", {})
         fits = plan.predicted.peak[self.hardware.home.name] <= problem.limit(problem.home)
+        if not fits and method.placed:
+            method = Method(method.placed)
+            problem = self.problem(self.trace(method.optimizer), limit, method)
+            plan = decide(problem, "auto", {})
+            fits = plan.predicted.peak[self.hardware.home.name] <= problem.limit(problem.home)
         if not fits:
             need = plan.predicted.peak[problem.home] + (limit - problem.limit(problem.home))
             return {"why": f"nothing fits; the least found needs {need / self.unit:.2f}"}
