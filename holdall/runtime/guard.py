@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from holdall.optim._interception import Interception, current_backward
 from holdall.runtime.gradients import Gradient
+from holdall.runtime.ledger import Ledger
 
 
 class Guard(TorchDispatchMode):
@@ -27,6 +28,11 @@ class Guard(TorchDispatchMode):
         self._touched = touched  # told the key of every storage that an op is about to use
         self._is_up = False
         self._is_on = False
+
+    def can_rise(self) -> bool:
+        """Not inside of somebody else's mode: whoever left that would take this one from the stack in its place."""
+        top = _get_current_dispatch_mode()
+        return self._is_up or top is None or isinstance(top, (Guard, Ledger))
 
     def rise(self) -> None:
         self._is_on = True
@@ -60,9 +66,11 @@ def _backward(original: Callable[..., None], watching: list[Watcher], *args: Any
         watching = []
     for watcher in watching:
         watcher.before_backward()
-    original(*args, **kwargs)
-    for watcher in watching:
-        watcher.after_backward()
+    try:
+        original(*args, **kwargs)
+    finally:
+        for watcher in watching:
+            watcher.after_backward()
 
 
 _calls: Interception[Watcher] = Interception(torch.autograd, "backward", _backward)

@@ -75,6 +75,9 @@ class Pending:
     def raise_guard(self, optimizer: torch.optim.Optimizer) -> None:
         """The loop goes on by itself: what updates will still change is not to be read before."""
         late = {u.name for u, rest in self._rests if not rest.done()} | set(self._updates)
+        if late and not self.guard.can_rise():
+            self._settle()  # nobody would look
+            return
         under_way = [m for u in self._units if u.name in late for m in u.trained]
         self._homes = {m.home.untyped_storage()._cdata for m in under_way}
         for m in under_way:

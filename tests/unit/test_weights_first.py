@@ -5,10 +5,12 @@ The reference is the same placement with every update at the step, which is held
 
 import copy
 import time
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdall
 from holdall.actions.place import Place, streamable
@@ -256,6 +258,46 @@ def test_an_error_in_the_rest_reaches_the_loop_and_leaves_nothing(monkeypatch):
             step(model, optimizer, n)
     assert torch.autograd.backward is own
     assert all(type(p.data) is torch.Tensor and p.device.type == "cpu" for p in model.parameters())
+
+
+class Counting(TorchDispatchMode):
+    """A mode of the loop's own."""
+
+    ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+@kinds
+@pytest.mark.parametrize("what", ["forward", "forward and backward", "step"])
+def test_modes_of_the_loop_are_left_as_they_were_entered(kind, what, rests):
+    rests[0][0] = 0.01
+
+    def loop(model, optimizer):
+        homes, seen = list(model.parameters()), []
+        for n in range(3):
+            torch.manual_seed(n)
+            with Counting() if what != "step" else nullcontext() as mode:
+                loss = model(ids(n))
+                if what != "forward":
+                    loss.backward()
+            if what == "forward":
+                loss.backward()
+            seen += [p.sum().item() for p in homes]
+            ops = mode.ops if mode is not None else 0
+            torch.nn.utils.clip_grad_norm_(homes, 1e-3)
+            with Counting() if what == "step" else nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+            seen += [p.sum().item() for p in homes]
+            assert mode is None or mode.ops == ops  # it is off
+        return seen
+
+    ours, reference = both_ways(kind, loop)
+    assert differences(ours, reference) == []
+    assert rests[1]
 
 
 def test_ops_of_forward_and_backward_are_not_looked_at(rests, monkeypatch):
