@@ -409,4 +409,5 @@ def _store_for(plan: Plan, model: torch.nn.Module) -> Any:
     if tiers[1] not in member_names("tiers"):
         raise Unsupported(f"there is no tier `{tiers[1]}`", hint="plan again with this version")
     device = torch.device(str(plan.about.get("device") or next(model.parameters()).device.type))
-    return member_class("tiers", tiers[1])(capacity=plan.budget[tiers[1]], device=device)
+    left = plan.budget[tiers[1]] - int(plan.about.get("process") or 0)
+    return member_class("tiers", tiers[1])(capacity=left, device=device)

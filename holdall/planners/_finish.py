@@ -79,6 +79,7 @@ def _what_the_harness_needs(problem: Problem, actions: Sequence[Action]) -> dict
         "batch": trace.about.get("batch"),
         "precision": trace.about.get("precision"),
         "context": problem.hardware.context,
+        "process": trace.about.get("process") or 0,
         "units": [[u.name, list(u.params)] for u in trace.units],
         "blocks": [[b.name, [list(s) for s in b.shapes]] for b in blocks],
     }

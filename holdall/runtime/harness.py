@@ -394,7 +394,8 @@ class Harness:
     def measured(self) -> Outcome | None:
         """What was seen; None before the first whole step. Seconds are the median of the steps after the first."""
         outside = self.engine.outside if self.engine is not None else self._outside
-        elsewhere = {self.store.name: self.store.peak + outside} if self.store is not None else {}
+        process = int(self.plan.about.get("process") or 0)
+        elsewhere = {self.store.name: self.store.peak + outside + process} if self.store is not None else {}
         return self._results.measured(self.plan, self._home, elsewhere)
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from holdall.errors import InvalidInput
 from holdall.simulator.accumulate import accumulated
-from holdall.types import Action, Copy, Drop, Problem, Run, Schedule, Step, Wait
+from holdall.types import Action, Copy, Drop, Kind, Problem, Run, Schedule, Step, TensorInfo, Wait
 from holdall.types.schedule import Mark
 from holdall.types.trace import TensorId
 
@@ -15,6 +15,7 @@ from holdall.types.trace import TensorId
 def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     """The trace's schedule rewritten by the actions, each in its rank's turn."""
     schedule = Schedule(trace=problem.trace, home=problem.home)
+    _leave_to_process(schedule, problem)
     ordered = sorted(actions, key=lambda a: a.rank)
     _once_per_block(ordered)
     if not any(action.name == "place" for action in ordered):  # which says itself where gradients are added up
@@ -22,6 +23,17 @@ def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     for action in ordered:
         schedule = action.rewrite(schedule, problem)
     return schedule
+
+
+def _leave_to_process(schedule: Schedule, problem: Problem) -> None:
+    """Python, torch and whatever else the process holds lie on the host, if that is the farther tier."""
+    trace, far = problem.trace, problem.hardware.far
+    size = int(trace.about.get("process") or 0)
+    if size and far is not None and problem.hardware.device == "cuda":
+        like = TensorInfo(
+            id=0, name="the process itself", kind=Kind.BUFFER, shape=(size,), dtype="uint8", nbytes=size, born=-1, freed=None
+        )
+        schedule.start[schedule.add(like)] = far.name
 
 
 def blocks_of(action: Action) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from holdall.errors import HoldallError, InvalidInput, Unsupported
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
+from holdall.tracing.process import own_bytes
 from holdall.tracing.step import Loss, Recorded, default_loss
 from holdall.tracing.values import UnknownValue
 from holdall.types import Trace
@@ -67,6 +68,7 @@ def trace_step(
             "precision": str(precision).removeprefix("torch.") if precision is not None else None,
             "timed": torch.cuda.get_device_name(target) if recorded.timed else None,
             "torch": torch.__version__,
+            "process": own_bytes(model, optimizer) if target.type == "cuda" and torch.cuda.is_available() else 0,
             "asked": list(recorded.asked),
             "notes": notes,
         },

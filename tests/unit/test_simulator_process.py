@@ -1,0 +1,63 @@
+"""What the process itself takes of the host is in the plan, where the host is the farther tier."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import holdall
+from holdall.actions.place import Place
+from holdall.cost.presets import gpu
+from holdall.simulator import simulate
+from holdall.tracing.process import own_bytes
+from holdall.types import Problem
+from holdall.units import MiB
+
+SIZE = 100 * MiB
+
+
+@pytest.fixture(scope="module")
+def trace():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return holdall.trace(model, torch.randn(4, 64), optimizer=optimizer, loss=lambda model, x: model(x).sum())
+
+
+def on(trace, hardware, size=SIZE):
+    about = {**trace.about, "process": size}
+    home, host = (tier.name for tier in hardware.tiers[:2])
+    return Problem(trace=replace(trace, about=about), hardware=hardware, budget={home: 2**40, host: 2**40})
+
+
+def test_it_adds_to_what_the_plan_puts_there(trace):
+    hardware = gpu("h200")
+    place = [Place.all(trace, update="host")]
+    without, got = (simulate(on(trace, hardware, size), place, checked=True).peak for size in (0, SIZE))
+    host = hardware.far.name
+    assert got[host] == without[host] + SIZE
+    assert got[hardware.home.name] == without[hardware.home.name]
+
+
+def test_a_host_that_is_too_small_for_both_is_refused(trace):
+    hardware = gpu("h200")
+    budget = {hardware.home.name: 2**30, hardware.far.name: SIZE}
+    holdall.plan(on(trace, hardware, 0).trace, planner="zero_offload", budget=budget, hardware=hardware)
+    with pytest.raises(holdall.Infeasible):
+        holdall.plan(on(trace, hardware).trace, planner="zero_offload", budget=budget, hardware=hardware)
+
+
+def test_where_a_cpu_computes_its_memory_is_the_budget_already(trace):
+    hardware = replace(gpu("h200"), device="cpu")
+    assert hardware.far.name not in simulate(on(trace, hardware), []).peak
+
+
+def test_traces_for_a_gpu_that_is_not_here_know_nothing_of_it(trace):
+    assert trace.about["process"] == 0
+
+
+def test_what_is_the_models_is_not_counted_twice():
+    before = own_bytes(torch.nn.Identity(), None)
+    model = torch.nn.Linear(4096, 8192, bias=False)  # 128 MiB, and touched
+    after = own_bytes(model, torch.optim.SGD(model.parameters()))
+    assert abs(after - before) < 64 * MiB
+    assert own_bytes(torch.nn.Identity(), None) - after > 64 * MiB
