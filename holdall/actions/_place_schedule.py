@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from holdall.cost.updates import host_seconds
+from holdall.actions._place_updates import Placed, Updates
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
 from holdall.types.trace import OpId, TensorId
@@ -14,23 +13,6 @@ from holdall.units import ALIGN
 
 if TYPE_CHECKING:
     from holdall.actions.place import Place
-
-_BESIDE_OLD = 1.1  # of the time of an update in place, for one that leaves the old values where they are
-_WEIGHTS_FIRST = 0.85  # likewise, for one that makes the new weights alone
-_PIECE = 1 << 26  # parameters whose gradients are widened at a time
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A unit, what the plan says of it, and where in the step it is used."""
-
-    unit: Unit
-    streamed: bool
-    update: str
-    block: Block | None  # whose forward is the first to need it
-    ready: OpId  # the op after which its gradients are complete; -1: it has none
-    buffer: tuple[TensorId, ...] = ()  # host memory of its gradients
-    cast: bool = False  # its weights come and go, made from parameters on the device
 
 
 def users(trace: Trace) -> dict[str, list[Block]]:
@@ -49,25 +31,7 @@ def rewrite_placed(schedule: Schedule, problem: Problem, place: Place) -> Schedu
     return _Rewrite(schedule, problem, place).apply()
 
 
-class _Rewrite:
-    def __init__(self, schedule: Schedule, problem: Problem, place: Place) -> None:
-        self.schedule = schedule
-        self.problem = problem
-        self.place = place
-        self.trace = problem.trace
-        self.hardware = problem.hardware
-        self.home = problem.home
-        self.end = next((op.id for op in self.trace.ops if op.site.phase is Phase.STEP), len(self.trace.ops)) - 1
-        self.is_narrow = bool(self.trace.about.get("precision"))
-        self.beside = place.when == "spill" and self.hardware.overlap
-        self.units: list[_Placed] = []
-
-    @property
-    def far(self) -> str:
-        if self.hardware.far is None:
-            raise Unsupported("there is no tier for model states to leave to", hint="plan for hardware with a second tier")
-        return self.hardware.far.name
-
+class _Rewrite(Updates):
     def apply(self) -> Schedule:
         self._remove_step()
         self._locate()
@@ -81,7 +45,7 @@ class _Rewrite:
             before = self._gradient(placed, before)
         if before >= 0:
             self.schedule.insert(self.end, [Wait(tensors=(before,))])
-        self._updates()
+        self.make_updates()
         return self.schedule
 
     # what is where
@@ -111,9 +75,9 @@ class _Rewrite:
             made = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
             last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it is over
             first = blocks[0] if blocks else None
-            self.units.append(_Placed(unit, streamed, update, first, max(last, default=-1), cast=cast))
+            self.units.append(Placed(unit, streamed, update, first, max(last, default=-1), cast=cast))
 
-    def _settle(self, placed: _Placed) -> None:
+    def _settle(self, placed: Placed) -> None:
         """Sizes and tiers of what is there all the time."""
         unit, schedule = placed.unit, self.schedule
         swapped = self.is_narrow or placed.streamed or placed.update != "device"
@@ -149,7 +113,7 @@ class _Rewrite:
                 buffer = (schedule.add(like, name=f"{unit.name}: gradients", kind=Kind.GRAD, nbytes=grads),)
                 self._there(buffer[0])
             self.units[unit.id] = replace(placed, buffer=buffer)
-            if self._is_ahead(placed):
+            if self.is_ahead(placed):
                 values = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in unit.states)
                 self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))
 
@@ -168,7 +132,7 @@ class _Rewrite:
 
     # weights that come and go
 
-    def _stream(self, placed: _Placed) -> None:
+    def _stream(self, placed: Placed) -> None:
         unit, block = placed.unit, placed.block
         assert block is not None
         again = self.schedule.replays.get(block.id)
@@ -186,8 +150,8 @@ class _Rewrite:
         streaming = sorted(p.block.id for p in self.units if p.streamed and not p.cast and p.block is not None)
         at = streaming.index(block.id)
         from_block = blocks[streaming[at - 1]] if at else blocks[0]
-        self._before(from_block.first if self.place.overlap else block.first, [fetch])
-        self._before(block.first, [wait])
+        self.before(from_block.first if self.place.overlap else block.first, [fetch])
+        self.before(block.first, [wait])
         self.schedule.hold_more(unit.weights, (block.last, 0))
         if block.backward is None:
             return
@@ -203,20 +167,17 @@ class _Rewrite:
         gone = placed.ready if whole else self._next_backward(block)
         self.schedule.hold_more(unit.weights, (gone, 0))
 
-    def _cast(self, placed: _Placed, block: Block) -> None:
+    def _cast(self, placed: Placed, block: Block) -> None:
         """Weights from the parameters beside them, right before each use."""
         unit = placed.unit
         moved = 3 * sum(self.schedule.info(x).nbytes for x in unit.weights)  # twice as wide where they come from
         seconds = moved / self.hardware.bandwidth + self.hardware.overhead
         run = Run(op=-1, reads=(), writes=unit.weights, seconds=seconds, name=f"weights of {unit.name}")
-        self._before(block.first, [run])
+        self.before(block.first, [run])
         self.schedule.hold_more(unit.weights, (block.last, 0))
         if block.backward is not None:
             self.schedule.insert(block.backward, [run], first=True)
             self.schedule.hold_more(unit.weights, (placed.ready, 0))
-
-    def _before(self, op: OpId, steps: Sequence[Step]) -> None:
-        self.schedule.insert(op - 1, steps)
 
     def _next_backward(self, block: Block) -> OpId:
         """Where the backward of the block before this one begins: weights without gradients stay until then."""
@@ -225,7 +186,7 @@ class _Rewrite:
 
     # gradients
 
-    def _gradient(self, placed: _Placed, before: TensorId) -> TensorId:
+    def _gradient(self, placed: Placed, before: TensorId) -> TensorId:
         """Complete: they stay, or are gathered and leave. Returns what is on its way."""
         unit, schedule = placed.unit, self.schedule
         if placed.update == "device":
@@ -243,18 +204,13 @@ class _Rewrite:
         steps.append(Run(op=-1, reads=unit.grads, writes=(flat,), seconds=seconds, name=f"gather gradients of {unit.name}"))
         steps.append(Copy(tensors=(flat,), src=self.home, dst=self.far, lands=False, uses=placed.buffer, name=unit.name))
         if self.place.when == "backward":
-            steps += self._elsewhere(placed)
-        elif self._is_ahead(placed) and not self.problem.clipped:
-            steps.append(self._host_steps(placed)[0])
+            steps += self.elsewhere(placed)
+        elif self.is_ahead(placed) and not self.problem.clipped:
+            steps.append(self.host_steps(placed)[0])
         if not self.place.overlap:
             steps.append(Wait(tensors=(flat,)))
         schedule.insert(placed.ready, steps)
         return flat if self.place.overlap else -1
-
-    def _is_ahead(self, placed: _Placed) -> bool:
-        """Updated in backward, in the hope that nothing is clipped."""
-        can = not placed.streamed or len(placed.unit.grads) == len(placed.unit.weights)
-        return self.place.ahead and self.beside and self.is_narrow and placed.update == "host" and can
 
     def _norms(self, unit: Unit) -> Run:
         """One number per gradient, for whoever clips."""
@@ -266,183 +222,3 @@ class _Rewrite:
         moved = sum(self.trace.tensors[g].nbytes for g in unit.grads)
         seconds = moved / self.hardware.bandwidth + 2 * self.hardware.overhead
         return Run(op=-1, reads=unit.grads, writes=(norms,), seconds=seconds, name=f"norms of {unit.name}")
-
-    # updates
-
-    def _updates(self) -> None:
-        plain = [p for p in self.units if p.update == "device" and p.unit.numel and not self.is_narrow]
-        for placed in self.units:
-            if placed.update == "device" and placed.unit.numel and self.is_narrow:
-                self._on_device(placed)
-        if self.place.when != "backward":
-            if self.beside:
-                self._beside()
-            else:
-                for placed in self.units:
-                    if placed.buffer:
-                        steps = self._elsewhere(placed)
-                        copies = [x for s in steps if isinstance(s, Copy) for x in (*s.tensors, *s.uses)]
-                        self.schedule.insert(self.end, [*steps, Wait(tensors=tuple(dict.fromkeys(copies)))])
-        if plain:
-            sizes = [p.unit.workspace for p in plain]
-            self.schedule.insert(
-                self.end,
-                [
-                    Run(
-                        op=-1,
-                        reads=tuple(g for p in plain for g in p.unit.grads),
-                        writes=(),
-                        mutates=tuple(x for p in plain for x in (*p.unit.states, *p.unit.weights)),
-                        seconds=sum(self._device_seconds(p.unit) for p in plain),
-                        workspace=sum(sizes) if self.hardware.device == "cuda" else max(sizes),
-                        name="update on the device",
-                    )
-                ],
-            )
-
-    def _device_seconds(self, unit: Unit) -> float:
-        return unit.moved / self.hardware.bandwidth + 8 * self.hardware.overhead
-
-    def _on_device(self, placed: _Placed) -> None:
-        unit, schedule = placed.unit, self.schedule
-        grads = unit.grads
-        if self.beside:  # at the beginning, with the gradients of the step before
-            for g in unit.grads:
-                schedule.holds[g] = [(len(self.trace.ops), 0)]
-            grads = tuple(
-                schedule.add(self.trace.tensors[g], name=f"{self.trace.tensors[g].name} (before)", born=-1) for g in unit.grads
-            )
-        else:
-            for g in unit.grads:
-                schedule.holds[g] = []
-        run = Run(
-            op=-1,
-            reads=grads,
-            writes=(),
-            mutates=(*unit.states, *(() if placed.cast else unit.weights)),
-            seconds=self._device_seconds(unit),
-            workspace=unit.workspace,
-            name=f"update of {unit.name}",
-        )
-        at = placed.ready if self.place.when == "backward" else -1 if self.beside else self.end
-        schedule.insert(at, [run])
-
-    def _elsewhere(self, placed: _Placed) -> list[Step]:
-        """An update in its place, everything in a row."""
-        return self._host_steps(placed) if placed.update == "host" else self._through_steps(placed, -1)
-
-    def _host_steps(self, placed: _Placed, *, weights_first: bool = False) -> list[Step]:
-        unit = placed.unit
-        is_ahead = self._is_ahead(placed) and not self.problem.clipped
-        factor = _BESIDE_OLD if is_ahead else _WEIGHTS_FIRST if weights_first else 1.0
-        touched = tuple(dict.fromkeys((*placed.buffer, *(unit.weights if placed.streamed else ()))))
-        steps: list[Step] = [
-            Run(
-                op=-1,
-                reads=(),
-                writes=(),
-                mutates=touched,
-                seconds=host_seconds(unit, self.trace, self.hardware) * factor,
-                name=f"update of {unit.name}",
-                stream="host",
-            )
-        ]
-        if not placed.streamed:
-            steps.append(Copy(tensors=placed.buffer, src=self.far, dst=self.home, lands=False, lane="weights", name=unit.name))
-        return steps
-
-    def _through_steps(self, placed: _Placed, slot: TensorId) -> list[Step]:
-        unit, schedule = placed.unit, self.schedule
-        steps: list[Step] = []
-        if slot < 0:
-            slot = self._slot([placed])
-            steps.append(Run(op=-1, reads=(), writes=(slot,), name="room for updates"))
-            schedule.holds[slot] = []
-        moving = (*unit.states, *placed.buffer)
-        steps += [
-            Copy(tensors=moving, src=self.far, dst=self.home, lands=False, lane="update", uses=(slot,), name=unit.name),
-            Run(
-                op=-1,
-                reads=(),
-                writes=(),
-                mutates=tuple(dict.fromkeys((*moving, *unit.weights))),
-                seconds=self._device_seconds(unit),
-                name=f"update of {unit.name}",
-                stream="update",
-            ),
-            Copy(tensors=unit.states, src=self.home, dst=self.far, lands=False, lane="update", uses=(slot,), name=unit.name),
-        ]
-        if placed.streamed:
-            steps.append(
-                Copy(
-                    tensors=placed.buffer,
-                    src=self.home,
-                    dst=self.far,
-                    lands=False,
-                    lane="update",
-                    uses=(slot,),
-                    name=unit.name,
-                )
-            )
-        return steps
-
-    def _slot(self, passing: Iterable[_Placed]) -> TensorId:
-        sizes = []
-        for p in passing:
-            weights = sum(self.schedule.info(x).nbytes for x in p.unit.weights)
-            grads = sum(self.schedule.info(x).nbytes for x in p.buffer)
-            states = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in p.unit.states)
-            homes = 0 if self.is_narrow else weights
-            wide = 4 * min(_PIECE, p.unit.numel) if self.is_narrow else 0
-            sizes.append((states + homes + grads + (weights if p.streamed else 0) + wide, p))
-        size, largest = max(sizes, key=lambda s: s[0])
-        like = self.trace.tensors[largest.unit.weights[0]]
-        return self.schedule.add(like, name="room for updates", kind=Kind.TEMP, nbytes=size, born=0)
-
-    def _beside(self) -> None:
-        """Updates of the step before run beside this forward; a unit's forward waits for its own."""
-        passing = [p for p in self.units if p.update == "through" and p.buffer]
-        slots = [self._slot(passing) for _ in range(min(self.place.slots, len(passing)))]
-        steps: list[Step] = [Run(op=-1, reads=(), writes=(s,), name="room for updates") for s in slots]
-        first = self._weights_first()
-        for placed in self.units:
-            if not placed.buffer:
-                continue
-            if placed.update == "through":
-                steps += self._through_steps(placed, slots[passing.index(placed) % len(slots)])
-            else:
-                begun = 1 if self._is_ahead(placed) and not self.problem.clipped else 0
-                steps += self._host_steps(placed, weights_first=placed.unit.name in first)[begun:]
-            if not placed.streamed and placed.block is not None:
-                done = placed.unit.weights if placed.update == "through" else placed.buffer
-                self._before(placed.block.first, [Wait(tensors=done)])
-        steps += [
-            Run(op=-1, reads=(), writes=(), seconds=seconds, name=f"rest of the update of {unit}", stream="host")
-            for unit, seconds in first.items()
-        ]
-        self.schedule.insert(-1, steps, first=True)
-        release = self.trace.block(self.place.release).first if self.place.release else self.end
-        for slot in slots:
-            self.schedule.holds[slot] = [(release - 1, 0)]
-        if slots:
-            self._before(release, [Wait(tensors=tuple(slots))])
-
-    def _weights_first(self) -> dict[str, float]:
-        """Units whose new weights are made before the rest of their update, with the seconds of that rest.
-
-        The host does more work in all then, and so as many as it has time for in a step.
-        """
-        if not self.problem.clipped or self.problem.accumulate > 1:
-            return {}
-        by_host = (p.unit for p in self.units if p.update == "host" and p.buffer)
-        on_host = {unit.name: host_seconds(unit, self.trace, self.hardware) for unit in by_host}
-        left = sum(op.seconds for op in self.trace.ops) - sum(on_host.values())
-        found = {}
-        for placed in self.units:
-            name, unit = placed.unit.name, placed.unit
-            swaps = not placed.streamed or placed.buffer == unit.weights  # its buffers can change places
-            can = name in on_host and self._is_ahead(placed) and swaps and len(unit.grads) == len(unit.weights)
-            if can and left >= _WEIGHTS_FIRST * on_host[name]:
-                left -= _WEIGHTS_FIRST * on_host[name]
-                found[name] = on_host[name]
-        return found
