@@ -140,9 +140,9 @@ class _Search(Search):
         return min(o.seconds for o in self._least(spread) if not over_budget(problem, o))
 
     def _least(self, spread: Spread) -> Iterator[Outcome]:
-        """What a placement gives where activations take as little as blocks can."""
+        """What a placement gives where activations take as little as blocks can; what likely takes the least comes first."""
         place = self.placements.at(spread)
-        for label in ("recompute", "recompute + offload"):
+        for label in ("recompute + offload", "recompute"):
             yield self.outcome((*self.uniform(label), place))
 
     def _least_of_all(self) -> Spread:

@@ -1,8 +1,10 @@
 """`auto` against brute force: every combination of what may be done with each block, simulated whole."""
 
+import gc
 import itertools
 import random
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -190,3 +192,16 @@ def _with_states():
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return holdall.trace(model, torch.randn(4, 64), optimizer=optimizer, loss=lambda model, x: model(x).sum())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("was_on", [True, False])
+def test_pythons_collector_is_as_it_was_after_planning(fits, was_on):
+    trace = chain([10, 20], [1.0, 1.0])
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with nullcontext() if fits else pytest.raises(Infeasible):
+            holdall.plan(trace, planner="nop", budget=UNLIMITED if fits else 1, hardware=machine())
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
