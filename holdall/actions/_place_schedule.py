@@ -37,6 +37,7 @@ class _Rewrite(Updates):
         self._locate()
         for placed in self.units:
             self._settle(placed)
+        self._move_into_chunks()
         for placed in self.units:
             if placed.streamed:
                 self._stream(placed)
@@ -97,6 +98,9 @@ class _Rewrite(Updates):
             self._accumulated(unit, self.far)
         for x in unit.states:
             schedule.start[x] = self.far
+            info = schedule.info(x)
+            if placed.update == "through" and info.shape:  # in one chunk, each at a boundary; counters stay where they are
+                schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
         like = self.trace.tensors[unit.weights[0]]
         grads = sum(-(-self.trace.tensors[g].nbytes // ALIGN) * ALIGN for g in unit.grads)
         weights = sum(schedule.info(x).nbytes for x in unit.weights)
@@ -126,6 +130,19 @@ class _Rewrite(Updates):
             self.schedule.holds[sums] = [(len(self.trace.ops), 0)]
             if tier:
                 self.schedule.start[sums] = tier
+
+    def _move_into_chunks(self) -> None:
+        """Parameters that pass through the device lie beside their states there, once there are states. As one unit after the
+        other moves, the old place of its parameters is still taken."""
+        passing = [p.unit for p in reversed(self.units) if p.update == "through" and p.unit.numel]  # as gradients come
+        homes = [sum(self.schedule.info(x).nbytes for x in u.weights) * (2 if self.is_narrow else 1) for u in passing]
+        states = [sum(self.schedule.info(x).nbytes for x in u.states) for u in passing]
+        chunks = [s if self.is_narrow else s + h for s, h in zip(states, homes, strict=True)]  # narrow: parameters are states
+        moving = [sum(chunks[: k + 1]) + sum(homes[k:]) for k in range(len(passing))]
+        more = max(moving, default=0) - sum(chunks)
+        if more > 0:
+            like = self.trace.tensors[passing[0].weights[0]]
+            self._there(self.schedule.add(like, name="parameters on their way beside their states", nbytes=more))
 
     def _there(self, tensor: TensorId) -> None:
         self.schedule.start[tensor] = self.far

@@ -76,7 +76,7 @@ class Updates:
                 for placed in self.units:
                     if placed.buffer:
                         steps = self.elsewhere(placed)
-                        copies = [x for s in steps if isinstance(s, Copy) for x in (*s.tensors, *s.uses)]
+                        copies = [x for s in steps if isinstance(s, Copy) for x in (*(() if s.aside else s.tensors), *s.uses)]
                         self.schedule.insert(self.end, [*steps, Wait(tensors=tuple(dict.fromkeys(copies)))])
         if plain:
             sizes = [p.unit.workspace for p in plain]
@@ -155,7 +155,7 @@ class Updates:
             schedule.holds[slot] = []
         moving = (*unit.states, *placed.buffer)
         steps += [
-            Copy(tensors=moving, src=self.far, dst=self.home, lands=False, lane="update", uses=(slot,), name=unit.name),
+            self._aside(moving, out=False, slot=slot, name=unit.name),
             Run(
                 op=-1,
                 reads=(),
@@ -165,21 +165,16 @@ class Updates:
                 name=f"update of {unit.name}",
                 stream="update",
             ),
-            Copy(tensors=unit.states, src=self.home, dst=self.far, lands=False, lane="update", uses=(slot,), name=unit.name),
+            self._aside(unit.states, out=True, slot=slot, name=unit.name),
         ]
         if placed.streamed:
-            steps.append(
-                Copy(
-                    tensors=placed.buffer,
-                    src=self.home,
-                    dst=self.far,
-                    lands=False,
-                    lane="update",
-                    uses=(slot,),
-                    name=unit.name,
-                )
-            )
+            steps.append(self._aside(placed.buffer, out=True, slot=slot, name=unit.name))
         return steps
+
+    def _aside(self, tensors: tuple[TensorId, ...], *, out: bool, slot: TensorId, name: str) -> Copy:
+        """Between the host and the room for updates; neither states nor new weights are on the device by themselves."""
+        src, dst = (self.home, self.far) if out else (self.far, self.home)
+        return Copy(tensors=tensors, src=src, dst=dst, lands=False, lane="update", uses=(slot,), aside=True, name=name)
 
     def _slot(self, passing: Iterable[Placed]) -> TensorId:
         sizes = []
@@ -189,7 +184,7 @@ class Updates:
             states = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in p.unit.states)
             homes = 0 if self.is_narrow else weights
             wide = 4 * min(_PIECE, p.unit.numel) if self.is_narrow else 0
-            sizes.append((states + homes + grads + (weights if p.streamed else 0) + wide, p))
+            sizes.append((states + homes + grads + (weights if p.streamed else 0) + max(wide, p.unit.workspace), p))
         size, largest = max(sizes, key=lambda s: s[0])
         like = self.trace.tensors[largest.unit.weights[0]]
         return self.schedule.add(like, name="room for updates", kind=Kind.TEMP, nbytes=size, born=0)

@@ -91,8 +91,10 @@ def close(schedule: Schedule) -> list[Step]:
         elif isinstance(step, Copy):
             source, target = (tiers.setdefault(tier, ({}, {})) for tier in (step.src, step.dst))
             for x in step.tensors:
-                _put(source[1], x, i)
-                _put(target[0 if step.lands else 1], x, i)
+                if not (step.aside and step.src == home):
+                    _put(source[1], x, i)
+                if not (step.aside and step.dst == home):
+                    _put(target[0 if step.lands else 1], x, i)
         elif isinstance(step, Wait):
             for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
                 for begun, used in tiers.values():

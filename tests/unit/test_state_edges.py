@@ -1029,7 +1029,7 @@ def test_a_store_that_is_too_small_is_noticed_before_anything_has_moved(share, p
     assert_refused(planned(net, place), model, optimizer, OverBudget, "far", store=Far(capacity=int(share * at_once)))
 
 
-@pytest.mark.parametrize("place", cases(PLACES, ["through step"], "moving into a chunk takes both memories for a while"))
+@every_place
 def test_the_predicted_far_tier_is_enough(place):
     model, optimizer = fresh(net)
     plan = planned(net, place)
