@@ -115,9 +115,11 @@ def obstacle(trace: Trace, block: Block) -> str:
     if set(block.outputs) - own:
         return "it returns what it was given"
     mine = {op.id for op in ops}
+    known = {x for op in ops[:count] for x in (*op.reads, *op.writes)}
     given: set[TensorId] = set()  # gradients that the block's backward begins with
     for op in ops[count:]:
-        foreign = {x for x in op.reads if _is_gradient_from_elsewhere(trace, x, mine)}
+        made = {x: trace.tensors[x].born for x in op.reads if x not in known}
+        foreign = {x for x, born in made.items() if born >= 0 and born not in mine}  # a head in pieces makes some in forward
         if op.site.op == "aten.add.Tensor" and foreign - given:
             # autograd adds gradients in the order in which they come; a block that added up its own first would give other bits
             return "what it reads is read elsewhere too, and their gradients are added in turns"

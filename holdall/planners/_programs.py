@@ -12,9 +12,8 @@ from holdall.errors import HoldallError
 from holdall.planners._finish import finish
 from holdall.registry import build_member
 from holdall.simulator.lower import blocks_of
-from holdall.types import Action, Block, Phase, Plan, Problem, Trace
+from holdall.types import Action, Block, Plan, Problem, Trace
 from holdall.types.program import lazily
-from holdall.types.trace import TensorId
 
 
 def by_programs(problem: Problem, plan: Plan) -> Plan:
@@ -56,20 +55,4 @@ def _kept(trace: Trace, actions: list[Action]) -> list[Action]:
 
 
 def _is_able(trace: Trace, block: Block) -> bool:
-    is_trained = bool(block.module and block.saves and block.backward is not None)
-    return is_trained and not obstacle(trace, block) and not _adds_to_the_head(trace, block)
-
-
-def _adds_to_the_head(trace: Trace, block: Block) -> bool:
-    """Whether its backward adds to a gradient that a head in pieces has made in forward already, as that of a tied embedding
-    does: autograd adds them outside of the block."""
-    ops, count = region(trace, block)
-    known = {x for op in ops[:count] for x in (*op.reads, *op.writes)}
-    made = {x for op in trace.ops if op.site.phase is Phase.FORWARD for x in op.writes}
-    given: set[TensorId] = set()  # the gradient that its backward begins with may be the head's work too
-    for op in ops[count:]:
-        foreign = (made - known) & set(op.reads)
-        if op.site.op == "aten.add.Tensor" and foreign - given:
-            return True
-        given |= foreign
-    return False
+    return bool(block.module and block.saves and block.backward is not None) and not obstacle(trace, block)
