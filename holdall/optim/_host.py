@@ -13,15 +13,11 @@ products torch's kernel fuses with the sum behind them was decided by its compil
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import logging
 import math
-import os
-import platform
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,11 +28,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from holdall.optim import _host_library
+
 SLICE = 1 << 21  # elements a call of the torch back end: its scratch, 8 MiB, stays in the cores' caches
 TOLERANCE = 4  # ulps of a tensor's largest element by which the native back end may differ and still be taken
-SOURCE = Path(__file__).with_name("_host_adam.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
 FUSIONS = (2, 3, 1, 0)  # the values of FUSE in the source, likeliest first
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # of the source; 0: none
 
@@ -44,7 +40,6 @@ log = logging.getLogger("holdall")
 _lock = threading.Lock()
 _chosen: _Backend | None = None
 _scratch = threading.local()  # of the torch back end: one a calling thread
-_private: list[tempfile.TemporaryDirectory[str]] = []  # libraries that could not go to the cache; they go with the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +359,7 @@ def _load() -> _Backend:
     reasons = []
     for fusion in FUSIONS:
         try:
-            step = _bind(_library(compiler, fusion))
+            step = _bind(_host_library.build(compiler, fusion))
             found.append((_distance(step), fusion, step))
         except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
             reasons.append(str(error))
@@ -382,45 +377,6 @@ def _load() -> _Backend:
 
 def _by_torch(why: str) -> _Backend:
     return _Backend("torch", why, True, _step_torch)
-
-
-def _library(compiler: str, fusion: int) -> Path:
-    """The compiled source, from the user's cache if it is there. Its name is a hash of all that made it."""
-    flags = (*FLAGS, f"-DFUSE={fusion}")
-    key = "\0".join((SOURCE.read_text(), compiler, *flags, _cpu()))
-    name = f"host_adam-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdall"
-    if (folder / name).exists():
-        return folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        scratch = tempfile.TemporaryDirectory(dir=folder)
-    except OSError:  # a home that cannot be written: compile for this process alone
-        scratch = tempfile.TemporaryDirectory(prefix="holdall-")
-        folder = Path(scratch.name)
-        _private.append(scratch)
-    fresh = Path(scratch.name) / "fresh.so"
-    command = [compiler, *flags, "-shared", "-fPIC", str(SOURCE), "-o", str(fresh)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if done.returncode != 0:
-            complaint = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-            raise RuntimeError(f"{compiler} says: {complaint[0]}")
-        os.replace(fresh, folder / name)  # at once, for other processes may be looking
-    finally:
-        if scratch not in _private:
-            scratch.cleanup()
-    return folder / name
-
-
-def _cpu() -> str:
-    """The model and its instructions: what `-march=native` depends on."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    telling = ("vendor_id", "model", "flags", "Features", "CPU ")
-    return platform.machine() + "".join(line for line in first.splitlines() if line.startswith(telling))
 
 
 def _distance(step: Step) -> float:

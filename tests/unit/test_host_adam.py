@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from holdall.optim import _host
+from holdall.optim import _host, _host_library
 
 SHAPES = [(), (1,), (3,), (16,), (17, 5), (64, 63), (1,), (129, 257), (0,)]
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -31,7 +31,7 @@ def backend(request, monkeypatch):
 @pytest.fixture
 def nothing_chosen(monkeypatch, tmp_path):
     """As in a new process of a new user; compiled without haste, for that is quicker."""
-    monkeypatch.setattr(_host, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in _host.FLAGS))
+    monkeypatch.setattr(_host_library, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in _host_library.FLAGS))
     monkeypatch.setattr(_host, "_chosen", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -304,7 +304,7 @@ def test_a_compiler_that_fails_is_named_and_torch_does_the_work(nothing_chosen, 
 
 def test_a_native_step_that_is_wrong_is_not_taken(nothing_chosen, monkeypatch):
     monkeypatch.setattr(_host.shutil, "which", lambda _name: "c++")
-    monkeypatch.setattr(_host, "_library", lambda _compiler, _fusion: "nowhere")
+    monkeypatch.setattr(_host_library, "build", lambda _compiler, _fusion: "nowhere")
     monkeypatch.setattr(_host, "_bind", lambda _library: lambda _arrays, _rule, _threads: None)
     assert _host.backend().startswith("torch: the native one is")
 
@@ -316,7 +316,7 @@ def test_a_native_step_that_is_nearly_right_says_how_far_it_is(nothing_chosen, m
             a.param[0] = torch.nextafter(a.param[0], torch.tensor(9.0))
 
     monkeypatch.setattr(_host.shutil, "which", lambda _name: "c++")
-    monkeypatch.setattr(_host, "_library", lambda _compiler, _fusion: "nowhere")
+    monkeypatch.setattr(_host_library, "build", lambda _compiler, _fusion: "nowhere")
     monkeypatch.setattr(_host, "_bind", lambda _library: nearly)
     assert "at most 1 ulps" in _host.backend()
     assert not _host.is_exact()
