@@ -81,7 +81,8 @@ def run(build, planner, options, hardware, share, *, steps, **how):
     trace = holdall.trace(model, batch, optimizer=optimizer)
     plain = holdall.plan(trace, planner="nop", hardware=hardware).predicted
     held = sum(v for k, v in plain.peak_kinds.items() if k.value == "activation")
-    plan = holdall.plan(trace, planner=planner, budget=plain.peak["gpu"] - int(share * held), hardware=hardware, **options)
+    most = max(plain.peak["gpu"], plain.reserved or 0)  # with what lies between tensors, which plans leave room for
+    plan = holdall.plan(trace, planner=planner, budget=most - int(share * held), hardware=hardware, **options)
     with holdall.apply(plan, model, optimizer, **how) as harness:
         losses = train(model, batch, optimizer, steps)
     same = all(torch.equal(v.cpu(), weights[k]) for k, v in model.state_dict().items())
