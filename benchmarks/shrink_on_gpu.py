@@ -60,14 +60,9 @@ METHODS = {
     "actnn": Method("adamw", compress=True),
     "actnn and lomo": Method("lomo", in_backward=True, compress=True),
 }
-COMBINED = {  # method -> GiB at which it may make sense: weights take 6, AdamW's moments in bf16 12, 8-bit ones 6
-    "adamw": (24, 16, 12, 8),
-    "lomo": (16, 12, 8),
-    "galore in backward": (24, 16, 12, 8),
-    "adam8bit in backward": (24, 16),
-    "adamw in backward": (24,),
-    "actnn and lomo": (24, 16),
-}
+COMBINED = ("adamw", "lomo", "galore in backward", "adam8bit in backward", "adamw in backward", "actnn and lomo")
+BUDGETS = (24, 16, 12, 8)  # GiB; weights take 6, AdamW's moments in bf16 12, 8-bit ones 6
+TINY = {24: 4, 16: 3, 12: 2.5, 8: 1.5}  # MiB
 FIELDS = (
     "method", "kind", "budget_gib", "tokens_per_s", "step_s", "peak_gib", "device_gib", "predicted_gib", "predicted_s",
     "host_gib", "state_gib", "fits", "actions", "solve_s", "losses", "why",
@@ -263,6 +258,23 @@ class Bench:
         return self.options.time_limit - (time.perf_counter() - self.began)
 
 
+def wanted(methods: str, kind: str) -> list[tuple[str, float | None]]:
+    """(method, GiB; None: alone), in the order of `methods` where those are given."""
+    alone = [(name, None) for name in METHODS] if kind != "combined" else []
+    combined = [(name, budget) for name in COMBINED for budget in BUDGETS] if kind != "alone" else []
+    every: list[tuple[str, float | None]] = [*alone, *combined]
+    if not methods:
+        return every
+    found = []
+    for asked in methods.split(","):
+        name, _, budget = asked.strip().partition("@")
+        these = [job for job in every if job[0] == name and budget in ("", str(job[1]))]
+        if not these:
+            raise SystemExit(f"there is no row {asked.strip()!r}: methods are {', '.join(METHODS)}")
+        found += these
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4)
@@ -271,17 +283,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--commit", default="", help="written into every row")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds after which no further row is begun")
-    parser.add_argument("--methods", default="", help="only these, between commas")
+    parser.add_argument("--methods", default="", help="only these, between commas; `lomo@8`: at 8 GiB only")
     parser.add_argument("--kind", default="both", choices=("both", "alone", "combined"))
     parser.add_argument("--out", default="shrink_on_gpu.csv")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     bench = Bench(options)
-    chosen = [name.strip() for name in options.methods.split(",") if name.strip()] or list(METHODS)
-    tiny = {24: 4, 16: 3, 12: 2.5, 8: 1.5}  # MiB
-    jobs: list[tuple[str, float | None]] = [(name, None) for name in METHODS if name in chosen and options.kind != "combined"]
-    for name, budgets in COMBINED.items() if options.kind != "alone" else ():
-        jobs += [(name, tiny[b] if options.tiny else b) for b in budgets if name in chosen]
+    jobs = wanted(options.methods, options.kind)
+    if options.tiny:
+        jobs = [(name, budget and TINY[budget]) for name, budget in jobs]
     with open(options.out, "w", newline="") as file:
         writer = csv.DictWriter(file, [*FIELDS, *bench.about])
         writer.writeheader()

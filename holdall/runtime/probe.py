@@ -11,10 +11,11 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
+from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -38,6 +39,7 @@ _MEMORY = {  # bytes of one operand
     "cuda": (256 * KiB, 4 * MiB, 64 * MiB, 256 * MiB),
 }
 _COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
+_PIECE = 32 * MiB  # of copies that only keep the link busy
 Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, the call that does them)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -116,6 +118,7 @@ def _measure(request: _Request) -> Hardware:
         resident = _resident(clock.device)
         torch.cuda.empty_cache()
         context = device_context(clock.device)
+    updates = _best_updates(clock) if kind == "cuda" else None
     request.progress("measured", total, total, "")
     large = max(p.work for p in table if p.family == "memory")
     bandwidth = (
@@ -135,8 +138,8 @@ def _measure(request: _Request) -> Hardware:
         overlap=kind == "cuda",
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
-        updates=_best_updates(clock) if kind == "cuda" else bandwidth / _UPDATE_BYTES,
-        passing=_has_rate_to_spare(clock),
+        updates=updates or bandwidth / _UPDATE_BYTES,
+        passing=updates is not None and _adds_to_host(clock, updates, min(far.read, far.write) * duplex),
         context=context,
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
@@ -146,15 +149,44 @@ def _measure(request: _Request) -> Hardware:
 
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
 _UPDATED = 1 << 26  # parameters
+_PASSING_BYTES = 14  # that go to the device for one: parameter, moments and gradient
+_WORTH = 1.2  # how much faster both must be than the host alone
 _PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
 
 
-def _has_rate_to_spare(clock: _Clock) -> bool:
-    """Whether more threads still make the host's updates faster: then its memory is not what limits them."""
-    threads, _ = host_threads(clock.device)
-    if clock.device.type != "cuda" or threads < 2:
-        return False
-    return _updates(clock, threads) > 1.6 * _updates(clock, threads // 2)
+def _adds_to_host(clock: _Clock, alone: float, link: float) -> bool:
+    """Whether updates that pass through the device add to the host's: their states come from the memory that limits those.
+
+    `alone`: parameters per second of the host; `link`: bytes per second each way while both are busy.
+    """
+    with _busy_link(clock.device):
+        beside = _best_updates(clock)
+    return beside + link / _PASSING_BYTES > _WORTH * alone
+
+
+@contextmanager
+def _busy_link(device: torch.device) -> Iterator[None]:
+    """Copies go both ways all the time."""
+    here = [torch.zeros(_PIECE, dtype=torch.uint8, device=device) for _ in range(2)]
+    there = [torch.zeros(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    ways = [(here[0], there[0], torch.cuda.Stream(device)), (there[1], here[1], torch.cuda.Stream(device))]
+    is_over = Event()
+
+    def copy() -> None:
+        while not is_over.is_set():
+            for target, source, stream in ways:
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+            for _, _, stream in ways:
+                stream.synchronize()
+
+    thread = Thread(target=copy, name="holdall-probe", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _best_updates(clock: _Clock) -> float:

@@ -7,6 +7,7 @@ import torch
 
 import holdall
 from holdall.actions.place import Place
+from holdall.asking.sizes import Sizes
 from holdall.cost.presets import gpu
 from holdall.simulator import simulate
 from holdall.tracing.process import own_bytes
@@ -44,6 +45,21 @@ def test_a_host_that_is_too_small_for_both_is_refused(trace):
     holdall.plan(on(trace, hardware, 0).trace, planner="zero_offload", budget=budget, hardware=hardware)
     with pytest.raises(holdall.Infeasible):
         holdall.plan(on(trace, hardware).trace, planner="zero_offload", budget=budget, hardware=hardware)
+
+
+def test_plans_made_in_a_run_do_not_count_what_the_harness_holds(monkeypatch):
+    """A longer batch is traced while the plan's own memory is taken on the host."""
+    found = iter([7, 7000])
+    real = holdall.api.trace
+
+    def trace(*args, **kwargs):
+        made = real(*args, **kwargs)
+        return replace(made, about={**made.about, "process": next(found)})
+
+    monkeypatch.setattr(holdall.api, "trace", trace)
+    model = torch.nn.Linear(8, 8)
+    sizes = Sizes(model, torch.randn(2, 8), tracing={"loss": lambda m, x: m(x).sum()}, planning={})
+    assert [sizes._trace(torch.randn(rows, 8)).trace.about["process"] for rows in (2, 4)] == [7, 7]
 
 
 def test_where_a_cpu_computes_its_memory_is_the_budget_already(trace):
