@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from holdall.cost.updates import host_seconds
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Unit, Wait
-from holdall.types.trace import OpId, TensorId
+from holdall.types.trace import OpId, Seconds, TensorId
 from holdall.units import ALIGN
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Updates:
                 reads=(),
                 writes=(),
                 mutates=touched,
-                seconds=host_seconds(unit, self.trace, self.hardware) * factor,
+                seconds=self._host_seconds(unit) * factor,
                 name=f"update of {unit.name}",
                 stream="host",
             )
@@ -145,6 +145,10 @@ class Updates:
         if not placed.streamed:
             steps.append(Copy(tensors=placed.buffer, src=self.far, dst=self.home, lands=False, lane="weights", name=unit.name))
         return steps
+
+    def _host_seconds(self, unit: Unit) -> Seconds:
+        passes = any(p.update == "through" and p.buffer for p in self.units)
+        return host_seconds(unit, self.trace, self.hardware, beside=passes)
 
     def _through_steps(self, placed: Placed, slot: TensorId) -> list[Step]:
         unit, schedule = placed.unit, self.schedule
@@ -225,7 +229,7 @@ class Updates:
         if not self.problem.clipped or self.problem.accumulate > 1:
             return {}
         by_host = (p.unit for p in self.units if p.update == "host" and p.buffer)
-        on_host = {unit.name: host_seconds(unit, self.trace, self.hardware) for unit in by_host}
+        on_host = {unit.name: self._host_seconds(unit) for unit in by_host}
         left = sum(op.seconds for op in self.trace.ops) - sum(on_host.values())
         found = {}
         for placed in self.units:

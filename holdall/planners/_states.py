@@ -68,7 +68,7 @@ class Placements:
             if not unit.numel:
                 rows[unit.name] = (weights, "device")
                 continue
-            by_host, by_link = host + self._host_seconds(unit), link + self._link_seconds(unit)
+            by_host, by_link = host + self._host_seconds(unit, spread), link + self._link_seconds(unit)
             is_through = spread.through and self._may_pass(unit, weights) and by_link < by_host
             rows[unit.name] = (weights, "through" if is_through else "host")
             host, link = (host, by_link) if is_through else (by_host, link)
@@ -80,8 +80,8 @@ class Placements:
         fits = unit.numel <= 2 * self._common and (weights == "resident" or is_narrow)
         return self.problem.hardware.overlap and fits
 
-    def _host_seconds(self, unit: Unit) -> float:
-        return host_seconds(unit, self.problem.trace, self.problem.hardware)
+    def _host_seconds(self, unit: Unit, spread: Spread) -> float:
+        return host_seconds(unit, self.problem.trace, self.problem.hardware, beside=spread.through)
 
     def _link_seconds(self, unit: Unit) -> float:
         """States and gradient come in while others go out."""

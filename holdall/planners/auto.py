@@ -104,9 +104,9 @@ class _Search(Search):
             return [Spread(0, can, through=False)]
         _, streamed, most = min(levels)
         counts = dict.fromkeys(round(most * share) for share in _SHARES)
-        passing = [Spread(n, streamed) for n in counts] if self.through else []
-        alone = counts if not passing else (most,)
-        found = [*passing, *(Spread(n, streamed, through=False) for n in alone)]
+        found = [
+            Spread(n, streamed, through=through) for through in ((True, False) if self.through else (False,)) for n in counts
+        ]
         if levels[0][1] != streamed:
             found.append(Spread(levels[0][2], levels[0][1], through=False))
         return found

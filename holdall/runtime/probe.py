@@ -114,11 +114,14 @@ def _measure(request: _Request) -> Hardware:
         finally:
             store.close()
     resident = context = 0
+    updates = beside = 0.0
     if kind == "cuda":
+        updates = _best_updates(clock)
+        with _busy_link(clock.device):
+            beside = _best_updates(clock)
         resident = _resident(clock.device)
         torch.cuda.empty_cache()
         context = device_context(clock.device)
-    updates = _best_updates(clock) if kind == "cuda" else None
     request.progress("measured", total, total, "")
     large = max(p.work for p in table if p.family == "memory")
     bandwidth = (
@@ -139,7 +142,8 @@ def _measure(request: _Request) -> Hardware:
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
         updates=updates or bandwidth / _UPDATE_BYTES,
-        passing=updates is not None and _adds_to_host(clock, updates, min(far.read, far.write) * duplex),
+        updates_beside=beside,
+        passing=0 < _WORTH * updates < beside + min(far.read, far.write) * duplex / _PASSING_BYTES,
         context=context,
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
@@ -150,18 +154,8 @@ def _measure(request: _Request) -> Hardware:
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
 _UPDATED = 1 << 26  # parameters
 _PASSING_BYTES = 14  # that go to the device for one: parameter, moments and gradient
-_WORTH = 1.2  # how much faster both must be than the host alone
+_WORTH = 1.2  # how much faster the host and what passes must be together than the host alone
 _PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
-
-
-def _adds_to_host(clock: _Clock, alone: float, link: float) -> bool:
-    """Whether updates that pass through the device add to the host's: their states come from the memory that limits those.
-
-    `alone`: parameters per second of the host; `link`: bytes per second each way while both are busy.
-    """
-    with _busy_link(clock.device):
-        beside = _best_updates(clock)
-    return beside + link / _PASSING_BYTES > _WORTH * alone
 
 
 @contextmanager

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import holdall
+from holdall.actions.place import Place
+from holdall.api import make_problem
 from holdall.cost.presets import gpu
 from holdall.cost.updates import host_seconds
+from holdall.simulator.lower import lower
 
 H100 = replace(gpu("h100-sxm"), updates=4e9)
 
@@ -47,3 +50,25 @@ def test_where_a_cpu_computes_its_memory_says_what_an_update_takes():
     machine = replace(H100, device="cpu")
     trace = traced(torch.optim.Adafactor)
     assert all(host_seconds(u, trace, machine) == u.numel / 4e9 for u in trace.units)
+
+
+def test_the_host_is_slower_while_others_pass_through_the_device():
+    """Their states come from the memory that limits it."""
+    trace = traced(lambda params: torch.optim.AdamW(params, fused=True))
+    machine = replace(H100, updates_beside=1e9)
+    both, alone = (host_seconds(trace.units[0], trace, machine, beside=beside) for beside in (True, False))
+    assert both == pytest.approx(4 * alone)
+    assert host_seconds(trace.units[0], trace, H100, beside=True) == alone  # not measured
+
+
+def test_a_plan_in_which_units_pass_counts_on_the_slower_host():
+    trace = traced(lambda params: torch.optim.AdamW(params, fused=True))
+    first = trace.units[0]
+    problem = make_problem(trace, hardware=replace(H100, updates_beside=1e9))
+
+    def seconds(other):
+        rows = {u.name: ("resident", "host" if u is first else other) for u in trace.units}
+        schedule = lower(problem, [Place.of(problem.trace, rows, when="spill")])
+        return next(s.seconds for s in schedule.steps() if getattr(s, "name", "") == f"update of {first.name}")
+
+    assert seconds("through") == pytest.approx(4 * seconds("host"))
