@@ -172,7 +172,8 @@ def look(model, batch, options, folder: Path) -> None:
     began = time.perf_counter()
     hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
     print(
-        f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host, "
+        f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host "
+        f"({hardware.updates_beside / 1e9:.2f} beside copies), "
         f"memory {hardware.bandwidth / 1e12:.2f} TB/s, link {hardware.tiers[1].read / 1e9:.1f}/"
         f"{hardware.tiers[1].write / 1e9:.1f} x {hardware.duplex:.2f}, context {hardware.context / 2**20:.0f} MiB",
         flush=True,
