@@ -133,4 +133,4 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path):
     assert [r["method"] for r in alone] == ["lomo"]
     assert all(float(r["tokens_per_s"]) > 0 and float(r["peak_gib"]) > 0 and r["commit"] == "abc" for r in alone)
     combined = [r for r in rows if r["kind"] == "combined"]
-    assert len(combined) == 3 and all(r["fits"] == "True" or r["why"] for r in combined)
+    assert len(combined) == 4 and all(r["fits"] == "True" or r["why"] for r in combined)

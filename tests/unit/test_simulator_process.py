@@ -73,7 +73,7 @@ def test_traces_for_a_gpu_that_is_not_here_know_nothing_of_it(trace):
 
 def test_what_is_the_models_is_not_counted_twice():
     before = own_bytes(torch.nn.Identity(), None)
-    model = torch.nn.Linear(4096, 8192, bias=False)  # 128 MiB, and touched
+    model = torch.nn.Linear(8192, 8192, bias=False)  # 256 MiB, and touched; some may be memory that was free already
     after = own_bytes(model, torch.optim.SGD(model.parameters()))
-    assert abs(after - before) < 64 * MiB
-    assert own_bytes(torch.nn.Identity(), None) - after > 64 * MiB
+    assert abs(after - before) < 128 * MiB
+    assert own_bytes(torch.nn.Identity(), None) - after > 128 * MiB

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import holdall
+from holdall import models
 from holdall.actions.place import Place
 from holdall.api import make_problem
 from holdall.cost.presets import gpu
@@ -72,3 +73,18 @@ def test_a_plan_in_which_units_pass_counts_on_the_slower_host():
         return next(s.seconds for s in schedule.steps() if getattr(s, "name", "") == f"update of {first.name}")
 
     assert seconds("through") == pytest.approx(4 * seconds("host"))
+
+
+@pytest.mark.parametrize(("rate", "passes"), [(5e8, True), (2e10, False)])
+def test_units_pass_through_the_device_where_the_host_is_slow_enough_for_it_to_show(rate, passes):
+    pytest.importorskip("transformers")
+    source = models.override(models.describe("llama-3.2-1b"), {"num_hidden_layers": 4})
+    model = models.build(source)
+    batch = models.sample_batch(source, batch=1, seq=1024)
+    trace = holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), fused=True), precision="bf16")
+    machine = replace(H100, updates=rate, passing=True)
+    whole = holdall.plan(trace, planner="nop", hardware=machine).predicted.peak["gpu"]
+    plan = holdall.plan(trace, budget=int(0.6 * whole), hardware=machine)
+    ways = {update for a in plan.actions if isinstance(a, Place) for _, _, update in a.units}
+    assert ("through" in ways) == passes
+    assert "host" in ways
