@@ -16,10 +16,17 @@ import argparse
 import csv
 import gc
 import json
+import multiprocessing
+import os
 import statistics
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,7 +44,7 @@ from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
 from holdall.runtime.ledger import Ledger
 from holdall.runtime.logits import chunk_head, head_of, rows_for
-from holdall.types import Problem
+from holdall.types import Hardware, Plan, Problem, Trace
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,53 @@ FIELDS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A plan for a combined row."""
+
+    name: str
+    limit: int
+    kept: int = 0  # bytes of it that are not the plan's
+    placed: bool = False  # for where the method as it is does not fit
+
+    @property
+    def method(self) -> Method:
+        usual = METHODS[self.name]
+        return Method(usual.placed) if self.placed else usual
+
+    @property
+    def file(self) -> str:
+        return f"{self.name.replace(' ', '-')}-{self.limit}{'-placed' if self.placed else ''}.json"
+
+
+def choose(folder: Path, asked: Asked) -> int:
+    """Plan a row, in a process of its own. Returns the bytes that the plan needs, be they there or not."""
+    hardware, method = Hardware.load(folder / "hardware.json"), asked.method
+    trace = Trace.load(folder / trace_file(method.optimizer if method.traced else ""))
+    problem = pose(trace if method.traced else used_up(trace), hardware, asked.limit - asked.kept, method)
+    plan = decide(problem, "auto", {}, in_backward=method.in_backward and method.traced)
+    plan.save(folder / asked.file)
+    return int(plan.predicted.peak[hardware.home.name]) + asked.kept
+
+
+def pose(trace: Trace, hardware: Hardware, limit: int | None, method: Method) -> Problem:
+    home = hardware.home
+    allow = {"keep", "head", "compress"} if method.compress else {"keep", "head", "recompute", "offload"}
+    if not method.in_backward and not method.compress:
+        allow.add("place")
+    budget = {home.name: home.capacity if limit is None else limit}
+    return Problem(trace=trace, hardware=hardware, budget=budget, allow=frozenset(allow), clips=False)
+
+
+def trace_file(optimizer: str) -> str:
+    return f"trace-{_traced_as(optimizer) or 'none'}.json"
+
+
+def _traced_as(optimizer: str) -> str:
+    """LOMO's step is SGD's, whose numbers it has."""
+    return "sgd" if optimizer == "lomo" else optimizer
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -82,6 +136,9 @@ class Bench:
         self.tokens = rows * length
         self.head = max(8, self.tokens // 4) if options.tiny else rows_for(self.tokens, source.config.vocab_size)
         self.traces: dict[str, Any] = {}
+        self._place = TemporaryDirectory()  # of traces and plans; gone when this is
+        self.folder = Path(self._place.name)
+        self.needs: dict[Asked, int] = {}  # what was planned, in the order in which it is tried
         self.hardware: Any = None
         self.about = {
             **environment(), "commit": options.commit, "model": source.name, "batch": rows, "seq": length,
@@ -111,14 +168,15 @@ class Bench:
         return sum(2 * p.nbytes for p in every) if isinstance(optimizer, torch.optim.AdamW) else 0
 
     def trace(self, optimizer: str) -> Any:
-        """Of a step with this optimizer, or with none; LOMO's is SGD's, whose numbers it has."""
-        name = "sgd" if optimizer == "lomo" else optimizer
+        """Of a step with this optimizer, or with none."""
+        name = _traced_as(optimizer)
         if name not in self.traces:
             began = time.perf_counter()
             made = self.optimizer(name) if name else None
             traced = holdall.trace(self.model, self.batch, optimizer=made, head=self.head)
             self.hardware = self.hardware or holdall.probe(self.device, quick=True)
             self.traces[name] = cost_trace(traced, self.hardware)
+            self.traces[name].save(self.folder / trace_file(optimizer))
             print(
                 f"traced {name or 'without an optimizer'}: {len(traced.ops)} ops, {time.perf_counter() - began:.1f} s",
                 flush=True,
@@ -137,36 +195,41 @@ class Bench:
         return self.run(method, None, budget=None)
 
     def combined(self, name: str, budget: float) -> dict[str, Any]:
-        method = METHODS[name]
         limit = round(budget * self.unit)
-        if method.traced:
-            problem = self.problem(self.trace(method.optimizer), limit, method)
-            plan = decide(problem, "auto", {}, in_backward=method.in_backward)
-        else:  # the update is not in the trace: its states and what it takes on the way are kept free
-            optimizer = self.optimizer(method.optimizer)
-            piece = min(piece_of(torch.device(self.device)), max(p.numel() for p in self.model.parameters()))
-            kept = self.states(optimizer) + 48 * piece  # a stretch of values, gradient, moments and codes on the way
-            problem = self.problem(used_up(self.trace("")), limit - kept, method)
-            plan = decide(problem, "auto", {})
-        fits = plan.predicted.peak[self.hardware.home.name] <= problem.limit(problem.home)
-        if not fits and method.placed:
-            method = Method(method.placed)
-            problem = self.problem(self.trace(method.optimizer), limit, method)
-            plan = decide(problem, "auto", {})
-            fits = plan.predicted.peak[self.hardware.home.name] <= problem.limit(problem.home)
-        if not fits:
-            need = plan.predicted.peak[problem.home] + (limit - problem.limit(problem.home))
-            return {"why": f"nothing fits; the least found needs {need / self.unit:.2f}"}
-        return self.run(method, plan, budget=limit)
+        needs = {asked: size for asked, size in self.needs.items() if (asked.name, asked.limit) == (name, limit)}
+        best = next((asked for asked, size in needs.items() if size <= limit), None)
+        if best is None:
+            return {"why": f"nothing fits; the least found needs {min(needs.values()) / self.unit:.2f}"}
+        return self.run(best.method, Plan.load(self.folder / best.file), budget=limit)
+
+    def plan_all(self, jobs: Sequence[tuple[str, float | None]]) -> None:
+        """The plans of all combined rows, in processes side by side: the device waits for the longest alone."""
+        every = []
+        for name, budget in jobs:
+            if budget is not None:
+                method, limit = METHODS[name], round(budget * self.unit)
+                every.append(Asked(name, limit, 0 if method.traced else self._kept_free(method)))
+                every += [Asked(name, limit, placed=True)] if method.placed else []
+        for asked in every:
+            self.trace(asked.method.optimizer if asked.method.traced else "")
+        if not every:
+            return
+        began = time.perf_counter()
+        self.hardware.save(self.folder / "hardware.json")
+        workers = max(1, min(len(every), (os.cpu_count() or 1) // 2))
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            self.needs = dict(zip(every, pool.map(partial(choose, self.folder), every), strict=True))
+        print(f"{len(every)} plans in {time.perf_counter() - began:.1f} s", flush=True)
+
+    def _kept_free(self, method: Method) -> int:
+        """Bytes for an update that is not in the trace: its states, and a stretch of values, gradient, moments and codes."""
+        optimizer = self.optimizer(method.optimizer)
+        piece = min(piece_of(torch.device(self.device)), max(p.numel() for p in self.model.parameters()))
+        return self.states(optimizer) + 48 * piece
 
     def problem(self, trace: Any, limit: int | None, method: Method) -> Problem:
         self.hardware = self.hardware or holdall.probe(self.device, quick=True)
-        home = self.hardware.home
-        allow = {"keep", "head", "compress"} if method.compress else {"keep", "head", "recompute", "offload"}
-        if not method.in_backward and not method.compress:
-            allow.add("place")
-        budget = {home.name: home.capacity if limit is None else limit}
-        return Problem(trace=trace, hardware=self.hardware, budget=budget, allow=frozenset(allow), clips=False)
+        return pose(trace, self.hardware, limit, method)
 
     def run(self, method: Method, plan: Any, *, budget: int | None) -> dict[str, Any]:
         optimizer = self.optimizer(method.optimizer)
@@ -292,6 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = wanted(options.methods, options.kind)
     if options.tiny:
         jobs = [(name, budget and TINY[budget]) for name, budget in jobs]
+    bench.plan_all(jobs)
     with open(options.out, "w", newline="") as file:
         writer = csv.DictWriter(file, [*FIELDS, *bench.about])
         writer.writeheader()
