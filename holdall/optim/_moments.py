@@ -9,6 +9,7 @@ import torch
 from holdall.optim._per_parameter import State
 from holdall.optim._quantise import coded_bytes, decode, encode
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LEAST = 4096  # elements; below that, 8 bits would save nothing worth the error (Dettmers et al. 2022)
 
 

@@ -2,12 +2,13 @@
 
 A rule gets the parameter's values and its gradient in the precision it computes in. For parameters of 16 bits these are
 copies (4 bytes an element each) that live while that one parameter is updated; for others they are the tensors themselves.
+Where a rule looks at each element alone, a large parameter is updated a stretch at a time, and so are its temporaries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ import torch
 
 from holdall.errors import InvalidInput, unknown_name
 
+STRETCH = 1 << 24  # elements
 State = dict[str, Any]  # of one parameter: tensors, numbers, strings, lists of numbers
 Group = dict[str, Any]
 
@@ -82,10 +84,35 @@ class PerParameter(torch.optim.Optimizer):
     def _apply(self, p: torch.Tensor, grad: torch.Tensor, group: Group) -> None:
         """Update `p` in the precision of the computation, and round once at the end."""
         dtype = compute_dtype(p)
+        alone = self._alone(group)
+        if alone and p.numel() > STRETCH and p.is_contiguous():
+            self._apply_by_stretches(p, grad, group, alone)
+            return
         value = p if p.dtype == dtype else p.to(dtype)
         self._update(value, grad.to(dtype), self.state[p], group)
         if value is not p:
             p.copy_(value)
+
+    def _apply_by_stretches(self, p: torch.Tensor, grad: torch.Tensor, group: Group, keys: Sequence[str]) -> None:
+        state, dtype = self.state[p], compute_dtype(p)
+        for key in keys:
+            if key not in state:
+                state[key] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+        values, grads = p.detach().view(-1), grad.reshape(-1)
+        shaped = {key: state[key].view(-1) for key in keys}
+        others = {key: kept for key, kept in state.items() if key not in shaped}
+        for begin in range(0, p.numel(), STRETCH):
+            here = slice(begin, begin + STRETCH)
+            part = {**others, **{key: kept[here] for key, kept in shaped.items()}}
+            value = values[here].to(dtype)  # the values themselves where they are wide
+            self._update(value, grads[here].to(dtype), part, group)
+            if p.dtype != dtype:
+                values[here].copy_(value)
+        state.update({key: kept for key, kept in part.items() if key not in shaped})
+
+    def _alone(self, group: Group) -> Sequence[str]:  # noqa: ARG002
+        """If the rule looks at each element alone in this group: the states that it changes in place, each as the parameter."""
+        return ()
 
     def _update(self, value: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         """Change `value` in place. `grad` is only read; an empty or missing state is made."""

@@ -11,14 +11,14 @@ sketches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from holdall.errors import unknown_name
-from holdall.optim._moments import adam_direction, corrected, moment_bytes
+from holdall.optim._moments import MOMENTS, adam_direction, corrected, moment_bytes
 from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
 from holdall.optim._projection import check_matrices, down, gaussian, is_left, matrix_groups, next_seed
 
@@ -78,6 +78,9 @@ class Apollo(PerParameter):
         if group["rank"] is None:
             return 2 * moment_bytes(p.numel(), 32, size)
         return 2 * moment_bytes(group["rank"] * max(p.shape), 32, size) + size
+
+    def _alone(self, group: Group) -> Sequence[str]:
+        return MOMENTS if group["rank"] is None else ()
 
     def _update(self, value: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         step = state.get("step", 0)

@@ -18,7 +18,7 @@ What is saved is what nobody else keeps: an input that a nonlinearity before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from holdall.errors import InvalidInput, unknown_name
-from holdall.optim._moments import adam_direction, corrected, moment_bytes
+from holdall.optim._moments import MOMENTS, adam_direction, corrected, moment_bytes
 from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
 from holdall.optim._projection import down, gaussian, matrix_groups, next_seed
 from holdall.optim._sketched_linear import Key, SketchedGradient, sketching
@@ -149,6 +149,9 @@ class Compact(PerParameter):
             whole = down(p.grad.to(projector.dtype), projector, left=False)
             low = whole if low is None else whole.add_(low)
         return low
+
+    def _alone(self, group: Group) -> Sequence[str]:
+        return MOMENTS if group["rank"] is None else ()
 
     def _update(self, value: Tensor, grad: Tensor, state: State, group: Group) -> None:
         state["step"] = step = state.get("step", 0) + 1

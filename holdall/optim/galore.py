@@ -11,19 +11,19 @@ subspace iteration from those before, without an SVD, as GaLore 2 does in kind (
 first moment over into a new basis; ours, off by default.
 
 State of an n x m matrix, n <= m: projector 4 rank n, moments 8 rank m bytes. Temporaries: two tensors of the parameter's
-size, at a refresh by SVD three more.
+size, at a refresh by SVD three more; what AdamW trains is updated a stretch at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from holdall.errors import InvalidInput, unknown_name
-from holdall.optim._moments import adam_direction, corrected, moment_bytes, read_moment, write_moment
+from holdall.optim._moments import MOMENTS, adam_direction, corrected, moment_bytes, read_moment, write_moment
 from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
 from holdall.optim._projection import check_matrices, down, is_left, matrix_groups, up
 from holdall.optim._subspace import leading, leading_left, projector_bytes, read_projector, write_projector
@@ -100,6 +100,9 @@ class GaLore(PerParameter):
         numel = rank * (rank if len(sides) == 2 else p.numel() // p.shape[next(iter(sides.values()))])
         held = sum(projector_bytes(rank * p.shape[d], group["projector_bits"], size) for d in sides.values())
         return 2 * moment_bytes(numel, group["bits"], size) + held
+
+    def _alone(self, group: Group) -> Sequence[str]:
+        return MOMENTS if group["rank"] is None and group["bits"] == 32 else ()
 
     def _update(self, value: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
         step, betas = state.get("step", 0), group["betas"]

@@ -1,0 +1,74 @@
+"""Large parameters are updated a stretch at a time where a rule looks at each element alone: the same bits, less on the way."""
+
+import copy
+
+import pytest
+import torch
+
+from holdall.optim import _per_parameter
+from holdall.optim.apollo import Apollo
+from holdall.optim.compact import Compact
+from holdall.optim.galore import GaLore
+from holdall.runtime.ledger import Ledger
+
+KINDS = {"galore": GaLore, "apollo": Apollo, "compact": Compact}
+ROWS, WIDTH = 48, 64
+
+
+def trained(kind, dtype, steps=3):
+    torch.manual_seed(0)
+    table = torch.nn.Parameter(torch.randn(ROWS, WIDTH).to(dtype))
+    optimizer = kind([table], lr=1e-2, weight_decay=0.1)
+    for _ in range(steps):
+        table.grad = torch.randn(ROWS, WIDTH).to(dtype)
+        optimizer.step()
+    return table, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_bits_and_states_are_those_of_one_walk(kind, dtype, monkeypatch):
+    whole, one = trained(kind, dtype)
+    monkeypatch.setattr(_per_parameter, "STRETCH", 1024)  # 3 of them
+    parts, several = trained(kind, dtype)
+    assert torch.equal(whole, parts)
+    mine, other = one.state[whole], several.state[parts]
+    assert mine.keys() == other.keys()
+    for key, value in mine.items():
+        same = (
+            torch.equal(value, other[key]) and value.shape == other[key].shape
+            if torch.is_tensor(value)
+            else value == other[key]
+        )
+        assert same, key
+    assert several.state_bytes(parts) == sum(v.nbytes for v in other.values() if torch.is_tensor(v))
+
+
+def test_what_is_made_on_the_way_is_as_large_as_a_stretch(monkeypatch):
+    table, optimizer = trained(GaLore, torch.bfloat16)
+    held = [table, table.grad, *(v for v in optimizer.state[table].values() if torch.is_tensor(v))]
+
+    def above():
+        with Ledger(seed=held) as counted:
+            before = counted.peak
+            optimizer.step()
+            return counted.peak - before
+
+    whole = above()
+    monkeypatch.setattr(_per_parameter, "STRETCH", 512)
+    assert whole >= 3 * 4 * ROWS * WIDTH
+    assert above() <= 5 * 4 * 512
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_states_go_from_one_way_to_the_other(kind, monkeypatch):
+    whole, one = trained(kind, torch.bfloat16, steps=2)
+    parts = copy.deepcopy(whole)
+    other = kind([parts], lr=1e-2, weight_decay=0.1)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    grad = torch.randn(ROWS, WIDTH).bfloat16()
+    whole.grad, parts.grad = grad, grad.clone()
+    one.step()
+    monkeypatch.setattr(_per_parameter, "STRETCH", 1024)
+    other.step()
+    assert torch.equal(whole, parts)
