@@ -113,7 +113,8 @@ def _measure(names: Sequence[str], updating: Updating) -> tuple[int, int]:
             recorder.seed((("state", v) for v in kept), Kind.STATE)
         updating.update(names, grads)
     ops, tensors, _ = recorder.finish()
-    moved = sum(op.moved + sum(tensors[x].nbytes for x in op.mutates) for op in ops)
+    # what an op changes in place may be a part of a storage, and is no more than it was given
+    moved = sum(op.moved + min(op.moved, sum(tensors[x].nbytes for x in op.mutates)) for op in ops)
     change = [0] * (len(ops) + 1)
     for t in tensors.values():
         if t.born >= 0:

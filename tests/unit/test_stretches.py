@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import holdall
 from holdall.optim import _per_parameter
 from holdall.optim.apollo import Apollo
 from holdall.optim.compact import Compact
@@ -72,3 +73,16 @@ def test_states_go_from_one_way_to_the_other(kind, monkeypatch):
     monkeypatch.setattr(_per_parameter, "STRETCH", 1024)
     other.step()
     assert torch.equal(whole, parts)
+
+
+def test_a_plan_counts_what_stretches_move_and_not_the_whole_each_time(monkeypatch):
+    def moved():
+        table = torch.nn.Embedding(ROWS, WIDTH)
+        trace = holdall.trace(
+            table, torch.arange(8), optimizer=GaLore(table.parameters(), lr=1e-2), loss=lambda model, ids: model(ids).sum()
+        )
+        return sum(u.moved for u in trace.units)
+
+    whole = moved()
+    monkeypatch.setattr(_per_parameter, "STRETCH", 64)  # 48 of them
+    assert moved() <= 1.5 * whole
