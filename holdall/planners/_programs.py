@@ -2,9 +2,15 @@
 
 What is decided stays as it was: blocks without an action make nothing again, blocks that are recomputed whole make everything
 again, and programs are left alone. Blocks that cannot be run op by op, and those that something else is done about, stay.
+
+Offloaded blocks are not compiled. Where activations alone are planned for, and the budget can be kept without sending any away,
+that is done instead: fused kernels make again for little what a copy would bring back.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
@@ -21,6 +27,7 @@ def by_programs(problem: Problem, plan: Plan) -> Plan:
     if "recompute" not in problem.allow:
         return plan
     planner = build_member("planners", plan.planner, dict(plan.options), f"planner {plan.planner}")
+    plan = _without_offload(planner, problem, plan)
     again = _recomputed(problem.trace, plan)
     for actions in ([*again, *_kept(problem.trace, again)], again):
         try:
@@ -28,6 +35,17 @@ def by_programs(problem: Problem, plan: Plan) -> Plan:
         except HoldallError:  # a program holds gradients of its parameters to its end: that may be too much
             continue
     return plan
+
+
+def _without_offload(planner: Any, problem: Problem, plan: Plan) -> Plan:
+    names = {action.name for action in plan.actions}
+    if "offload" not in names or "place" in names:
+        return plan
+    try:
+        made: Plan = planner(replace(problem, allow=problem.allow - {"offload"}))
+    except HoldallError:
+        return plan
+    return made
 
 
 def _recomputed(trace: Trace, plan: Plan) -> list[Action]:

@@ -15,11 +15,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import holdall
+from holdall.actions.offload import Offload
 from holdall.actions.place import Place
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.cost.roofline import cost_trace
 from holdall.planners._finish import finish
 from holdall.planners._programs import by_programs
+from holdall.planners.auto import Auto
 from holdall.planners.nop import Nop
 from holdall.runtime import compiled
 from holdall.runtime.capture import capture, tensors_of
@@ -220,6 +222,21 @@ def test_a_whole_plan_can_be_had_as_programs(planner):
     assert plan.predicted.seconds == pytest.approx(planned.predicted.seconds)
     same, harness, _ = run_both(model, batch, plan, backend="aot_eager", steps=1)
     assert same and harness.compiler.count
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_no_block_is_sent_away_where_that_can_be_done_without(can):
+    model, batch, trace = without_dropout("tiny-llama")
+    problem = problem_for(trace)
+    away = [Offload.of(trace, block, overlap=False) for block in trace.blocks if block.saves][:2]
+    planned = finish(Auto(), problem, away)
+    assert planned.count()["offload"] == 2
+    plan = by_programs(problem if can else replace(problem, budget={**problem.budget, "cpu": 1}), planned)
+    assert ("offload" in plan.count()) != can
+    if can:
+        assert plan.count()["reschedule"] == 7
+        same, harness, _ = run_both(model, batch, plan, backend="aot_eager", steps=1)
+        assert same and harness.compiler.count
 
 
 # single blocks
