@@ -143,7 +143,6 @@ def _measure(request: _Request) -> Hardware:
         table=tuple(table),
         updates=updates or bandwidth / _UPDATE_BYTES,
         updates_beside=beside,
-        passing=0 < _WORTH * updates < beside + min(far.read, far.write) * duplex / _PASSING_BYTES,
         context=context,
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
@@ -153,8 +152,6 @@ def _measure(request: _Request) -> Hardware:
 
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
 _UPDATED = 1 << 26  # parameters
-_PASSING_BYTES = 14  # that go to the device for one: parameter, moments and gradient
-_WORTH = 1.2  # how much faster the host and what passes must be together than the host alone
 _PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
 
 

@@ -49,8 +49,7 @@ class Hardware:
     efficiency: float = 0.6  # share of peak FLOP/s that a large matmul reaches, where nothing was measured
     table: tuple[Rate, ...] = ()  # measured points; empty: datasheet only
     updates: float = 1e9  # parameters per second that the host's processors update
-    updates_beside: float = 0.0  # likewise while copies go both ways, which take from the same memory; 0: as without
-    passing: bool = False  # updates that pass through the device add to the host's: its memory has rate to spare
+    updates_beside: float = 0.0  # likewise while copies go both ways, which take from the same memory; 0: not measured
     context: int = 0  # bytes of the device that its driver and kernels take before any tensor
     resident: int = 0  # bytes that libraries take once and keep (cuBLAS workspaces)
     world_size: int = 1

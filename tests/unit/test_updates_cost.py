@@ -82,7 +82,7 @@ def test_units_pass_through_the_device_where_the_host_is_slow_enough_for_it_to_s
     model = models.build(source)
     batch = models.sample_batch(source, batch=1, seq=1024)
     trace = holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), fused=True), precision="bf16")
-    machine = replace(H100, updates=rate, passing=True)
+    machine = replace(H100, updates=rate, updates_beside=0.75 * rate)
     whole = holdall.plan(trace, planner="nop", hardware=machine).predicted.peak["gpu"]
     plan = holdall.plan(trace, budget=int(0.6 * whole), hardware=machine)
     ways = {update for a in plan.actions if isinstance(a, Place) for _, _, update in a.units}
