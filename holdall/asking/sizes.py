@@ -63,7 +63,7 @@ class Sizes:
         self._adjust = adjust
         self._call = Call(model)
         self._traces: dict[int, tuple[Plan, Trace]] = {}  # by plan; the plan itself, so that its id stays its own
-        self._process: int | None = None  # what the process takes of the host, as it was before the harness came
+        self._besides: dict[str, Any] = {}  # what the process holds besides, as it was before the harness came
 
     def sample(self) -> tuple[Plan, Trace]:
         """The plan for the sample alone."""
@@ -221,8 +221,8 @@ class Sizes:
             traced = api.trace(self._model, batch, **{**self._tracing, **other})
         finally:
             handle.remove()
-        self._process = traced.about.get("process") if self._process is None else self._process
-        return _Traced(trace=replace(traced, about={**traced.about, "process": self._process}), shapes=shapes)
+        self._besides = self._besides or {k: traced.about.get(k) for k in ("process", "besides")}
+        return _Traced(trace=replace(traced, about={**traced.about, **self._besides}), shapes=shapes)
 
     def _freely(self, traced: _Traced) -> Bucket:
         return self._bucket(traced, lambda: api.plan(traced.trace, **self._planning))

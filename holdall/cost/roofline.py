@@ -72,7 +72,7 @@ def family_of(name: str) -> str:
     return next((family for prefix, family in _PREFIXES.items() if base.startswith(prefix)), "memory")
 
 
-_LIBRARIES, _CONTEXT = "library workspaces", "driver and kernels"
+_LIBRARIES, _CONTEXT, _BESIDES = "library workspaces", "driver and kernels", "tensors besides this training"
 
 
 def op_seconds(op: Op, hardware: Hardware) -> Seconds:
@@ -106,7 +106,8 @@ def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
             seconds = known[key] = op_seconds(op, hardware)
         ops.append(replace(op, seconds=seconds))
     tensors = dict(trace.tensors)
-    for name, size in ((_LIBRARIES, hardware.resident), (_CONTEXT, hardware.context)):
+    besides = int(trace.about.get("besides") or 0) if hardware.device == "cuda" else 0
+    for name, size in ((_LIBRARIES, hardware.resident), (_CONTEXT, hardware.context), (_BESIDES, besides)):
         if size and not any(t.name == name for t in tensors.values()):
             new = max(tensors, default=-1) + 1
             tensors[new] = TensorInfo(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter, tree_leaves
 
 from holdall.runtime.replaying import Call, Input
+from holdall.tiers import Store, Ticket
 
 Forward = Callable[..., Any]
 
@@ -53,9 +55,9 @@ class Group:
 
     def leave(self, entries: Sequence[Entry]) -> None:
         """Start copying out. Without `lag` the storages are let go at once; otherwise by `let_go`, later."""
-        for entry in entries:
-            assert entry.storage is not None
-            entry.ticket = self.bank.put(self.store, entry.storage)
+        tickets = self.bank.put_all(self.store, [entry.storage for entry in entries if entry.storage is not None])
+        for entry, ticket in zip(entries, tickets, strict=True):
+            entry.ticket = ticket
             self.entries.append(weakref.ref(entry))
         if not self.lag:
             self.let_go()
@@ -71,12 +73,12 @@ class Group:
     def fetch(self) -> None:
         """Start bringing everything back that is still away."""
         self.let_go()
-        for reference in self.entries:
-            entry = reference()
-            if entry is None or entry.ticket is None or entry.storage is not None:
-                continue
-            entry.storage = self.bank.get(self.store, entry.ticket)
-            self._arriving.append(reference)
+        here = [entry for reference in self.entries if (entry := reference()) is not None]
+        away = [entry for entry in here if entry.ticket is not None and entry.storage is None]
+        storages = self.bank.get_all(self.store, [entry.ticket for entry in away], self.store.device)
+        for entry, storage in zip(away, storages, strict=True):
+            entry.storage = storage
+            self._arriving.append(weakref.ref(entry))
         self.entries = []
 
     def arrive(self) -> None:
@@ -96,19 +98,18 @@ class Bank:
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger
 
-    def put(self, store: Any, storage: torch.UntypedStorage) -> Any:
-        if self._ledger is None:
-            return store.put(storage)
-        with self._ledger.paused():
-            return store.put(storage)
+    def put_all(self, store: Store, storages: Sequence[torch.UntypedStorage]) -> list[Ticket]:
+        with self._ledger.paused() if self._ledger is not None else nullcontext():
+            return store.put_all(storages)
 
-    def get(self, store: Any, ticket: Any) -> torch.UntypedStorage:
+    def get_all(self, store: Store, tickets: Sequence[Ticket], device: torch.device) -> list[torch.UntypedStorage]:
         if self._ledger is None:
-            return store.get(ticket, store.device)  # type: ignore[no-any-return]
+            return store.get_all(tickets, device)
         with self._ledger.paused():
-            storage: torch.UntypedStorage = store.get(ticket, store.device)
-        self._ledger.see(storage, "fetch")
-        return storage
+            storages = store.get_all(tickets, device)
+        for storage in storages:
+            self._ledger.see(storage, "fetch")
+        return storages
 
 
 class _Parked:

@@ -239,6 +239,35 @@ class TierContract:
         assert store.used == 0
         store.close()
 
+    def test_several_go_and_come_together(self) -> None:
+        store = self.tier(device=self.device)
+        sources = [torch.randn(n, device=self.device) for n in (3, 0, 4096, 3)]
+        tickets = store.put_all([t.untyped_storage() for t in sources])
+        for ticket in tickets:
+            store.wait(ticket)
+        fetched = store.get_all(tickets, self.device)
+        for source, ticket, storage in zip(sources, tickets, fetched, strict=True):
+            store.wait_in(ticket)
+            assert storage.nbytes() == source.untyped_storage().nbytes()
+            if self.keeps:
+                assert torch.equal(torch.empty(0, device=self.device).set_(storage), source)
+            store.free(ticket)
+        assert store.used == 0
+        assert store.put_all([]) == store.get_all([], self.device) == []
+        store.close()
+
+    def test_where_there_is_no_room_for_all_none_is_taken(self) -> None:
+        store = self.tier(device=self.device, capacity=1024)
+        sources = [torch.zeros(n, device=self.device).untyped_storage() for n in (128, 64, 128)]
+        try:
+            store.put_all(sources)
+        except OverBudget:
+            assert store.used == 0
+        else:
+            raise AssertionError("a tier took more than it holds")
+        assert [t.nbytes for t in store.put_all(sources[:2])] == [512, 256]
+        store.close()
+
     def test_a_capacity_is_kept(self) -> None:
         if not self.keeps:
             return

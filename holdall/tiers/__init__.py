@@ -14,6 +14,8 @@ Model states live in a farther memory for good. For them:
     pull     starts copying from it into memory that is there already
     lane     the same memory by copy streams of its own, so that its copies do not queue behind others
 
+Several storages may go together: `put_all` and `get_all` are as one call for each, and cost the caller far less.
+
 The same calls in the same order are right for every member: where copies are synchronous the waits do nothing. Whole storages
 travel, not tensors, because views share them. Copies are hidden from dispatch modes, so that whoever watches the user's ops
 does not see them. A store serves one thread at a time.
@@ -21,6 +23,7 @@ does not see them. A store serves one thread at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -61,6 +64,10 @@ class Store(Protocol):
 
     def put(self, source: torch.UntypedStorage) -> Ticket: ...
 
+    def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
+        """All or, where there is no room for all, none of them."""
+        ...
+
     def landed(self, ticket: Ticket) -> bool:
         """Whether the bytes have arrived, without waiting; if so, the ticket lets go of the source."""
         ...
@@ -68,6 +75,8 @@ class Store(Protocol):
     def wait(self, ticket: Ticket) -> None: ...
 
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage: ...
+
+    def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]: ...
 
     def wait_in(self, ticket: Ticket) -> None: ...
 

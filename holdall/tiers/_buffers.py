@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,18 @@ class Buffers:
         self.used += nbytes
         self.peak = max(self.peak, self.used)
         return buffer
+
+    def take_all(self, sizes: Sequence[int]) -> list[Buffer]:
+        """All of them; where there is no room for all, none."""
+        taken: list[Buffer] = []
+        try:
+            for nbytes in sizes:
+                taken.append(self.take(nbytes))
+        except OverBudget:
+            for buffer in taken:
+                self.give(buffer)
+            raise
+        return taken
 
     def give(self, buffer: Buffer) -> None:
         if buffer not in self._out:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
@@ -27,7 +27,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of, copy_bytes
+from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of
 from holdall.units import MiB, format_bytes
 
 logger = logging.getLogger("holdall")
@@ -47,6 +47,7 @@ class Cpu(Counted):
         self.notes: list[str] = []
         self._out = torch.cuda.Stream(self.device)
         self._in = torch.cuda.Stream(self.device)
+        self._awaited: tuple[torch.cuda.Event, torch.cuda.Stream] | None = None  # what was waited for last, and by whom
         self._buffers = Buffers(self.name, capacity, prepare=partial(_pin, self.notes), dispose=_unpin)
         # Pinned memory must be unpinned before it is unmapped, also when nobody calls `close`; at exit the system does both.
         shut = weakref.finalize(self, _shut, self.device, self._buffers)
@@ -54,19 +55,25 @@ class Cpu(Counted):
         self._shut: Callable[[], object] = shut
 
     def put(self, source: torch.UntypedStorage) -> Ticket:
-        ticket = Ticket(source.nbytes())
-        if ticket.nbytes == 0:
-            return ticket
-        buffer = self._buffers.take(ticket.nbytes)
+        return self.put_all([source])[0]
+
+    def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
+        tickets = [Ticket(source.nbytes()) for source in sources]
+        leaving = [(ticket, source) for ticket, source in zip(tickets, sources, strict=True) if ticket.nbytes]
+        if not leaving:
+            return tickets
+        buffers = self._buffers.take_all([ticket.nbytes for ticket, _ in leaving])
         self._out.wait_stream(self._compute())
-        if buffer.busy is not None:
-            self._out.wait_event(buffer.busy)
+        for event in {id(b.busy): b.busy for b in buffers if b.busy is not None}.values():
+            self._out.wait_event(event)
+        with torch.cuda.stream(self._out), torch._C._DisableTorchDispatch():
+            for (_, source), buffer in zip(leaving, buffers, strict=True):
+                buffer.storage.copy_(source, non_blocking=True)
+        out = self._out.record_event()
+        for (ticket, source), buffer in zip(leaving, buffers, strict=True):
             buffer.busy = None
-        with torch.cuda.stream(self._out):
-            copy_bytes(buffer.storage, source, non_blocking=True)
-        ticket.out = self._out.record_event()
-        ticket.buffer, ticket.source = buffer, source
-        return ticket
+            ticket.buffer, ticket.source, ticket.out = buffer, source, out
+        return tickets
 
     def landed(self, ticket: Ticket) -> bool:
         if ticket.out is not None and not ticket.out.query():
@@ -76,27 +83,42 @@ class Cpu(Counted):
 
     def wait(self, ticket: Ticket) -> None:
         if ticket.source is not None:
-            self._compute().wait_event(ticket.out)
+            self._let_wait(ticket.out)
             ticket.source = None
 
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
-        assert ticket.is_live, "this ticket was freed"
-        if ticket.nbytes == 0:
-            return torch.UntypedStorage(0, device=device)
-        self.wait_in(ticket)  # an earlier fetch of the same bytes
-        target = torch.UntypedStorage(ticket.nbytes, device=device)
+        return self.get_all([ticket], device)[0]
+
+    def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:
+        assert all(ticket.is_live for ticket in tickets), "this ticket was freed"
+        for ticket in tickets:
+            self.wait_in(ticket)  # an earlier fetch of the same bytes
+        targets = [torch.UntypedStorage(ticket.nbytes, device=device) for ticket in tickets]
+        coming = [(ticket, target) for ticket, target in zip(tickets, targets, strict=True) if ticket.nbytes]
+        if not coming:
+            return targets
         self._in.wait_stream(self._compute())
-        self._in.wait_event(ticket.out)
-        with torch.cuda.stream(self._in):
-            copy_bytes(target, ticket.buffer.storage, non_blocking=True)
-        ticket.back = self._in.record_event()
-        ticket.target = target
-        return target
+        for event in {id(ticket.out): ticket.out for ticket, _ in coming}.values():
+            self._in.wait_event(event)
+        with torch.cuda.stream(self._in), torch._C._DisableTorchDispatch():
+            for ticket, target in coming:
+                target.copy_(ticket.buffer.storage, non_blocking=True)
+        back = self._in.record_event()
+        for ticket, target in coming:
+            ticket.back, ticket.target = back, target
+        return targets
 
     def wait_in(self, ticket: Ticket) -> None:
         if ticket.target is not None:
-            self._compute().wait_event(ticket.back)
+            self._let_wait(ticket.back)
             ticket.target = None
+
+    def _let_wait(self, event: torch.cuda.Event) -> None:
+        """The compute stream waits; what went together has one event, which is waited for once."""
+        stream = self._compute()
+        if self._awaited is None or self._awaited[0] is not event or self._awaited[1] != stream:
+            stream.wait_event(event)
+            self._awaited = event, stream
 
     def free(self, ticket: Ticket) -> None:
         assert ticket.is_live, "this ticket was freed already"

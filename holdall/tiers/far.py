@@ -6,6 +6,7 @@ where there is no accelerator. Copies are synchronous: the processor that would 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +24,16 @@ class Far(Counted):
         self._buffers = Buffers(self.name, capacity)
 
     def put(self, source: torch.UntypedStorage) -> Ticket:
-        ticket = Ticket(source.nbytes())
-        if ticket.nbytes:
-            ticket.buffer = self._buffers.take(ticket.nbytes)
-            copy_bytes(ticket.buffer.storage, source)
-        return ticket
+        return self.put_all([source])[0]
+
+    def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
+        tickets = [Ticket(source.nbytes()) for source in sources]
+        leaving = [(ticket, source) for ticket, source in zip(tickets, sources, strict=True) if ticket.nbytes]
+        buffers = self._buffers.take_all([ticket.nbytes for ticket, _ in leaving])
+        for (ticket, source), buffer in zip(leaving, buffers, strict=True):
+            copy_bytes(buffer.storage, source)
+            ticket.buffer = buffer
+        return tickets
 
     def landed(self, ticket: Ticket) -> bool:  # noqa: ARG002 - the copy is over when `put` returns
         return True
@@ -41,6 +47,9 @@ class Far(Counted):
         if ticket.nbytes:
             copy_bytes(target, ticket.buffer.storage)
         return target
+
+    def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:
+        return [self.get(ticket, device) for ticket in tickets]
 
     def wait_in(self, ticket: Ticket) -> None:
         """Nothing to wait for."""

@@ -5,6 +5,7 @@ For runs on fake tensors, where there are no bytes to keep, and for measuring wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -29,16 +30,20 @@ class Null:
         return 0
 
     def put(self, source: torch.UntypedStorage) -> Ticket:
-        ticket = Ticket(source.nbytes())
-        if self.capacity is not None and self.used + ticket.nbytes > self.capacity:
+        return self.put_all([source])[0]
+
+    def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
+        tickets = [Ticket(source.nbytes()) for source in sources]
+        size = sum(ticket.nbytes for ticket in tickets)
+        if self.capacity is not None and self.used + size > self.capacity:
             raise OverBudget(
-                f"the memory `null` holds {format_bytes(self.used)} and cannot take {format_bytes(ticket.nbytes)} more: "
+                f"the memory `null` holds {format_bytes(self.used)} and cannot take {format_bytes(size)} more: "
                 f"its capacity is {format_bytes(self.capacity)}",
                 hint="give it a larger budget, or let less leave for it",
             )
-        self.used += ticket.nbytes
+        self.used += size
         self.peak = max(self.peak, self.used)
-        return ticket
+        return tickets
 
     def landed(self, ticket: Ticket) -> bool:  # noqa: ARG002 - nothing is copied
         return True
@@ -49,6 +54,9 @@ class Null:
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
         assert ticket.is_live, "this ticket was freed"
         return torch.UntypedStorage(ticket.nbytes, device=device)
+
+    def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:
+        return [self.get(ticket, device) for ticket in tickets]
 
     def wait_in(self, ticket: Ticket) -> None:
         """Nothing to wait for."""

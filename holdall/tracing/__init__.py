@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from holdall.errors import HoldallError, InvalidInput, Unsupported
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
-from holdall.tracing.process import own_bytes
+from holdall.tracing.process import bytes_besides, own_bytes
 from holdall.tracing.step import Loss, Recorded, default_loss
 from holdall.tracing.values import UnknownValue
 from holdall.types import Trace
@@ -36,6 +36,11 @@ def trace_step(
     check_model(model)
     target = _target_device(model, device)
     run = loss or default_loss
+    on_gpu = target.type == "cuda" and torch.cuda.is_available()
+    besides = {  # as it is before the step is tried
+        "process": own_bytes(model, optimizer) if on_gpu else 0,
+        "besides": bytes_besides(model, optimizer, batch, target) if on_gpu else 0,
+    }
     notes: list[str] = []
     source = "fake"
     drawn = random.getstate()  # torch draws from it when its compiler is first loaded
@@ -68,7 +73,7 @@ def trace_step(
             "precision": str(precision).removeprefix("torch.") if precision is not None else None,
             "timed": torch.cuda.get_device_name(target) if recorded.timed else None,
             "torch": torch.__version__,
-            "process": own_bytes(model, optimizer) if target.type == "cuda" and torch.cuda.is_available() else 0,
+            **besides,
             "asked": list(recorded.asked),
             "notes": notes,
         },

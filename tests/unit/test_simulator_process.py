@@ -47,19 +47,33 @@ def test_a_host_that_is_too_small_for_both_is_refused(trace):
         holdall.plan(on(trace, hardware).trace, planner="zero_offload", budget=budget, hardware=hardware)
 
 
+def test_tensors_that_are_not_the_trainings_are_in_the_budget_of_the_gpu(trace):
+    hardware = gpu("h200")
+    peaks = []
+    for size in (0, SIZE):
+        held = replace(trace, about={**trace.about, "besides": size})
+        peaks.append(holdall.plan(held, planner="nop", hardware=hardware).predicted.peak[hardware.home.name])
+    assert peaks[1] - peaks[0] == SIZE
+    with pytest.raises(holdall.Infeasible):
+        holdall.plan(held, budget=SIZE, hardware=hardware)
+
+
 def test_plans_made_in_a_run_do_not_count_what_the_harness_holds(monkeypatch):
-    """A longer batch is traced while the plan's own memory is taken on the host."""
+    """A longer batch is traced while the plan's own memory is taken, on the host and on the GPU."""
     found = iter([7, 7000])
     real = holdall.api.trace
 
     def trace(*args, **kwargs):
         made = real(*args, **kwargs)
-        return replace(made, about={**made.about, "process": next(found)})
+        size = next(found)
+        return replace(made, about={**made.about, "process": size, "besides": 2 * size})
 
     monkeypatch.setattr(holdall.api, "trace", trace)
     model = torch.nn.Linear(8, 8)
     sizes = Sizes(model, torch.randn(2, 8), tracing={"loss": lambda m, x: m(x).sum()}, planning={})
-    assert [sizes._trace(torch.randn(rows, 8)).trace.about["process"] for rows in (2, 4)] == [7, 7]
+    for rows in (2, 4):
+        about = sizes._trace(torch.randn(rows, 8)).trace.about
+        assert (about["process"], about["besides"]) == (7, 14)
 
 
 def test_where_a_cpu_computes_its_memory_is_the_budget_already(trace):
@@ -68,7 +82,7 @@ def test_where_a_cpu_computes_its_memory_is_the_budget_already(trace):
 
 
 def test_traces_for_a_gpu_that_is_not_here_know_nothing_of_it(trace):
-    assert trace.about["process"] == 0
+    assert trace.about["process"] == trace.about["besides"] == 0
 
 
 def test_what_is_the_models_is_not_counted_twice():
