@@ -4,8 +4,8 @@ Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXi
 a scale of their own and a table that is fine near zero (`_quantise`). Tensors below 4096 elements, and groups with `bits=32`,
 keep 32 bits and are then `torch.optim.AdamW` bit for bit. Embeddings train better so; `Adam8bit.groups(model)` sees to that.
 
-Parameters are updated a stretch at a time, so what is decoded on the way is bounded. The state of an n-element tensor takes
-2 (n + 4 ceil(n / 256)) bytes.
+On a GPU with Triton each parameter's update is one kernel. Elsewhere it goes a stretch at a time, so what is decoded on the way
+is bounded. The state of an n-element tensor takes 2 (n + 4 ceil(n / 256)) bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdall.errors import InvalidInput
+from holdall.optim import _adam8bit_fused
 from holdall.optim._moments import is_coded, moment_bytes
 from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype
 from holdall.optim._quantise import BLOCK, decode, encode, piece_of, table_on
@@ -68,6 +69,11 @@ class Adam8bit(PerParameter):
             state["step"] = 0
             _make_moments(p, state, coded=is_coded(p.numel(), group["bits"]), dtype=dtype)
         state["step"] += 1
+        if "exp_avg_scale" in state and _adam8bit_fused.works_on(p, grad):
+            (beta1, beta2), lr = group["betas"], float(group["lr"])
+            numbers = [lr, beta1, beta2, group["eps"], group["weight_decay"], float(state["step"])]
+            _adam8bit_fused.adamw(p.detach(), grad, state, numbers)
+            return
         values = p.detach().contiguous()  # the values themselves where they lie in order
         flat, grads = values.view(-1), grad.reshape(-1)
         piece = piece_of(p.device)
