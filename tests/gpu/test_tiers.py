@@ -236,3 +236,26 @@ def test_copies_reach_the_rate_of_pinned_memory(store):
     store.free(ticket)
     print(f"out {rate / 1e9:.1f} GB/s")
     assert rate > 5e9
+
+
+def test_several_that_go_together_wait_as_one_does(store):
+    """Their sources are still being written when they are put, and their buffers still being read when they are put again."""
+    for turn in range(3):
+        sources = [torch.zeros(N // 4, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+        slow()
+        for n, source in enumerate(sources):
+            source.fill_(10 * turn + n)
+        tickets = store.put_all([t.untyped_storage() for t in sources])
+        for ticket in tickets:
+            store.wait(ticket)
+        for source in sources:
+            source.fill_(-1)  # allowed from here on
+        slow()
+        fetched = store.get_all(tickets, DEVICE)
+        for ticket in tickets:
+            store.wait_in(ticket)
+        seen = [read(storage).clone() for storage in fetched]
+        for ticket in tickets:
+            store.free(ticket)
+        assert [int(t[0]) for t in seen] == [int(t[-1]) for t in seen] == [10 * turn, 10 * turn + 1, 10 * turn + 2]
+    assert store.used == 0 and store.held == 3 * N
