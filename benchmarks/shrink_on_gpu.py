@@ -38,6 +38,7 @@ from holdall.api import environment
 from holdall.cli._ladder_plans import decide
 from holdall.cost.roofline import cost_trace
 from holdall.optim import in_backward
+from holdall.optim._adam8bit_fused import is_there
 from holdall.optim._quantise import piece_of
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
@@ -53,7 +54,7 @@ class Method:
     in_backward: bool = False
     compress: bool = False  # activations in 4 bits
     placed: str = ""  # the optimizer whose states and weights may be placed, where nothing else fits
-    traced: bool = True  # false: its update has too many ops to trace; the planner is told of its states as so many bytes less
+    traced: bool = True  # false: its update, not fused, has too many ops; the planner is told of so many bytes less
 
 
 METHODS = {
@@ -61,8 +62,8 @@ METHODS = {
     "adamw in backward": Method("adamw", in_backward=True),
     "galore": Method("galore"),
     "galore in backward": Method("galore", in_backward=True, placed="galore"),
-    "adam8bit": Method("adam8bit", traced=False),
-    "adam8bit in backward": Method("adam8bit", in_backward=True, traced=False),
+    "adam8bit": Method("adam8bit", traced=is_there()),
+    "adam8bit in backward": Method("adam8bit", in_backward=True, traced=is_there()),
     "lomo": Method("lomo", in_backward=True, placed="sgd"),
     "actnn": Method("adamw", compress=True),
     "actnn and lomo": Method("lomo", in_backward=True, compress=True),

@@ -26,6 +26,11 @@ def _kernel() -> Any:
     return step
 
 
+def is_there() -> bool:
+    """Whether updates on this machine's GPU are one kernel each."""
+    return torch.cuda.is_available() and _kernel() is not None
+
+
 def works_on(value: Tensor, grad: Tensor) -> bool:
     """Whether the kernel does this update: 32 bits or less, in order, on a GPU with Triton."""
     narrow = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (value, grad))
