@@ -20,10 +20,10 @@ _TABLES: dict[torch.device, Tensor] = {}
 @cache
 def _kernel() -> Any:
     try:
-        from holdall.optim._adam8bit_kernel import step
+        from holdall.optim._kernels import adam8bit_step
     except ImportError:
         return None
-    return step
+    return adam8bit_step
 
 
 def is_there() -> bool:

@@ -22,7 +22,7 @@ def _level(unit, middles):
 
 
 @triton.jit
-def step(
+def adam8bit_step(
     value,
     grad,
     m_codes,
