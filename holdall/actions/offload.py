@@ -1,7 +1,7 @@
 """Offload: what a block holds for backward waits in the next tier, and is fetched ahead of need.
 
 The idea of vDNN (arXiv 1602.08124), at the granularity of a block. On a recomputed block it moves the inputs that the block
-keeps for its replay, since those are then all it holds.
+keeps for its replay, since those are then all it holds; on one that runs by a program, what the program keeps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Offload:
         if far is None:
             raise Unsupported("there is no tier to offload to", hint="plan for hardware with a second tier")
         moved = self._moved(schedule, trace, block)
-        needed = schedule.replays.get(block.id, first_needed(trace, block, moved))
+        program = schedule.programs.get(block.id)
+        needed = program.until if program else schedule.replays.get(block.id, first_needed(trace, block, moved))
         if not moved or needed is None:
             return schedule
         schedule = schedule.copy()
@@ -80,7 +81,8 @@ class Offload:
         inputs = [block.inputs[i] for i in self.inputs if i < len(block.inputs)]
         if block.id in schedule.replays:
             return tuple(inputs)
-        saved = dict.fromkeys(trace.saves[i].tensor for i in block.saves)
+        program = schedule.programs.get(block.id)
+        saved = dict.fromkeys(sorted(program.tensors) if program else (trace.saves[i].tensor for i in block.saves))
         inside = [x for x in saved if block.first <= trace.tensors[x].born <= block.last and x not in block.outputs]
         return tuple(dict.fromkeys([*inside, *(x for x in inputs if x in saved)]))
 

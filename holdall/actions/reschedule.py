@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Block, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace
 from holdall.types.program import Effect, fault, lazily
+from holdall.types.schedule import Kept
 from holdall.types.trace import TensorId, digest_of
 
 
@@ -28,6 +29,7 @@ class Reschedule:
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
+    beside: ClassVar[frozenset[str]] = frozenset({"offload"})  # but for these: what a program keeps may wait elsewhere
     rank: ClassVar[int] = 5
 
     @staticmethod
@@ -156,6 +158,7 @@ class _Rewrite:
         begin = self.ops[self.count].id - 1
         self._walk(backward, begin)
         self._hold_tangents()
+        self.schedule.programs[self.block.id] = Kept(self._kept(backward), begin)
         return self.schedule
 
     def _release(self) -> None:
@@ -188,6 +191,16 @@ class _Rewrite:
             if run != self.schedule.run(at):
                 self.schedule.runs[at] = run
         assert not waiting, "a program ends with the last op of its half"
+
+    def _kept(self, backward: Sequence[int]) -> frozenset[TensorId]:
+        """What the backward reads before it has made it (again)."""
+        made: set[TensorId] = set()
+        needed: set[TensorId] = set()
+        for n in backward:
+            op = self.ops[n]
+            needed.update(x for x in (*op.reads, *op.mutates) if x not in made)
+            made.update(op.writes)
+        return frozenset(needed)
 
     def _run(self, n: int) -> Run:
         op = self.ops[n]

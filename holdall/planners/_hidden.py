@@ -1,69 +1,101 @@
-"""Offloading that a whole pass hides: the first blocks of a chain leave during the forward of all that follow.
+"""Offloading that a whole pass hides: early blocks of a chain leave during the forward of all that follow.
 
-Their memory is wanted when the last block has run, and again when their own backward comes, which is last. So a copy that takes
-as long as several blocks costs nothing, as long as the link is free for it; and what is offloaded need not be recomputed.
+Their memory is wanted when the last block has run, and again when their own backward comes, which is late. So a copy that takes
+as long as several blocks costs nothing, as long as the link is free for it; and what is offloaded need not be recomputed. What
+leaves is all that a block holds, or what a program keeps that makes the cheapest of it again: then more blocks can leave.
+
+The very first blocks stay: while they run, the thread that launches kernels gets the lead that it spends on starting copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from holdall.actions.offload import Offload
-from holdall.planners._menu import Choice, Item, Menus, kind_of
-from holdall.types import Block, Problem
+from holdall.planners._menu import Choice, Item, Menus, actions_for, kind_of
+from holdall.types import Action, Problem
 
 HIDDEN = "offload, hidden"
+_LEAD = 3  # blocks that stay, of a chain of at least four times as many; an embedding is one
+_SLACK = 1.15  # of a copy's time: steps may turn out shorter than predicted, and copies not
 
 
-def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item]) -> list[Offload]:
-    """An action for each of as many of the first blocks as the link can carry out during one forward and back during one
-    backward, in their order."""
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A block that leaves: what is done about it, and what that gives."""
+
+    block: str
+    actions: tuple[Action, ...]
+    choice: Choice
+
+
+def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item]) -> Iterator[list[Leaving]]:
+    """As many of the early blocks, in their order, as the link can carry out during one forward and back during one backward:
+    whole, and by the program that takes the least time."""
     far = problem.hardware.far
     if far is None or not problem.hardware.overlap or "offload" not in problem.allow:
-        return []
+        return
+    for by_program in (False, True):
+        found = _leaving(problem, menus, items, [_way(menus, item, by_program) for item in items])
+        if found:
+            yield found
+
+
+def with_hidden(items: Sequence[Item], leaving: Sequence[Leaving]) -> list[Item]:
+    """The chain in which these blocks have no other choice."""
+    settled = {one.block: one.choice for one in leaving}
+    return [replace(i, choices=(settled[i.block.name],)) if i.block.name in settled else i for i in items]
+
+
+def _way(menus: Menus, item: Item, by_program: bool) -> tuple[str, Choice] | None:
+    """How a block is run that leaves, and what it then gives; None: it cannot leave so. `out` of it are the bytes that move."""
+    kept = item.choices[0]
+    whole = next((c for c in menus.found.get(kind_of(item.block), ()) if c.label == "offload"), None)
+    if whole is None or not whole.out:
+        return None
+    choice = replace(kept, label=HIDDEN, freed=whole.freed, backward=max(kept.backward, whole.backward), out=whole.out)
+    if not by_program:
+        return "keep", choice
+    programs = [c for c in item.choices if c.label.startswith("program:") and c.freed < whole.out]
+    by = min(programs, key=lambda c: c.seconds, default=None)
+    if by is None:
+        return None
+    return by.label, replace(choice, seconds=by.seconds, forward=by.forward, out=whole.out - by.freed)
+
+
+def _leaving(problem: Problem, menus: Menus, items: Sequence[Item], ways: Sequence[tuple[str, Choice] | None]) -> list[Leaving]:
+    far = problem.hardware.far
+    assert far is not None
     blocks = [item.block for item in items]
-    ends = list(accumulate(item.forward_seconds for item in items))
+    lead = _LEAD if len(blocks) >= 4 * _LEAD else 0
+    ends = list(accumulate(item.forward_seconds for item in items))[
+        : len(menus.chain)
+    ]  # what follows them has no end to wait at
     starts = list(accumulate((item.backward_seconds for item in reversed(items)), initial=0.0))[-2::-1]
-    sizes = [_size(menus, item.block) for item in items]
-    leaves: list[tuple[int, int]] = []  # position of a block, of the one at whose end it has left
+    gone: dict[int, int] = {}  # position of a block -> of the one at whose end it has left
     free = 0.0  # when the link is
-    for n, size in enumerate(sizes):
-        if not size:
+    for n, way in enumerate(ways):
+        if way is None or n < lead:
             continue
-        free = max(free, ends[n]) + far.latency + size / far.write
-        gone = next((m for m in range(n + 1, len(ends)) if ends[m] >= free), None)
-        if gone is None:
+        free = max(free, ends[n]) + _SLACK * (far.latency + way[1].out / far.write)
+        at = next((m for m in range(n + 1, len(ends)) if ends[m] >= free), None)
+        if at is None:
             break
-        leaves.append((n, gone))
-    found: list[Offload] = []
+        gone[n] = at
+    found: list[Leaving] = []
     free = float("inf")
-    for n, gone in leaves:  # the first block is needed last
-        begins = min(free, starts[n]) - far.latency - sizes[n] / far.read
+    for n, last in gone.items():  # the first block is needed last
+        label, choice = ways[n] or ("", None)
+        assert choice is not None
+        begins = min(free, starts[n]) - _SLACK * (far.latency + choice.out / far.read)
         at = min((m for m in range(n + 1, len(starts)) if starts[m] <= begins), default=None)
         if at is None:
             break
         free = begins
-        action = Offload.of(problem.trace, blocks[n], overlap=True)
-        found.append(replace(action, until=blocks[gone].name, fetch=blocks[at].name))
+        away = Offload.of(problem.trace, blocks[n], overlap=True)
+        away = replace(away, until=blocks[last].name, fetch=blocks[at].name)
+        settled = replace(choice, out=0)  # hidden: the dynamic program need not count it
+        found.append(Leaving(blocks[n].name, (*actions_for(problem, blocks[n], label), away), settled))
     return found
-
-
-def with_hidden(menus: Menus, items: Sequence[Item], offloads: Sequence[Offload]) -> list[Item]:
-    """The chain in which these blocks are offloaded, which costs nothing, and have no other choice."""
-    names = {action.block for action in offloads}
-    return [_settled(menus, item) if item.block.name in names else item for item in items]
-
-
-def _settled(menus: Menus, item: Item) -> Item:
-    found = next(c for c in menus.found[kind_of(item.block)] if c.label == "offload")
-    kept = item.choices[0]
-    choice = Choice(label=HIDDEN, freed=found.freed, forward=kept.forward, backward=max(kept.backward, found.backward))
-    return replace(item, choices=(choice,))
-
-
-def _size(menus: Menus, block: Block) -> int:
-    """Bytes that offloading the block moves; 0: it cannot be."""
-    choices = menus.found.get(kind_of(block), ())
-    return next((c.out for c in choices if c.label == "offload"), 0)

@@ -1,10 +1,11 @@
 """A plan whose blocks all run by programs, so that a compiler gets hold of every one of them.
 
-What is decided stays as it was: blocks without an action make nothing again, blocks that are recomputed whole make everything
-again, and programs are left alone. Blocks that cannot be run op by op, and those that something else is done about, stay.
+What is decided stays as it was: blocks without an action, and those that are only sent away, make nothing again, blocks that
+are recomputed whole make everything again, and programs are left alone. Blocks that cannot be run op by op, and those that
+something else is done about, stay.
 
-Offloaded blocks are not compiled. Where activations alone are planned for, and the budget can be kept without sending any away,
-that is done instead: fused kernels make again for little what a copy would bring back.
+Where activations alone are planned for, and the budget can be kept without sending any away, that is done instead: fused
+kernels make again for little what a copy would bring back.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _recomputed(trace: Trace, plan: Plan) -> list[Action]:
 
 
 def _kept(trace: Trace, actions: list[Action]) -> list[Action]:
-    """Blocks without an action, as programs that make nothing again."""
-    treated = {name for action in actions for name in blocks_of(action)}
+    """Blocks without an action of their own but leaving, as programs that make nothing again."""
+    treated = {name for action in actions if action.name != "offload" for name in blocks_of(action)}
     found: list[Action] = []
     for block in trace.blocks:
         if block.name not in treated and _is_able(trace, block):

@@ -37,7 +37,7 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         codes = _codes(schedule, block)
         by_op = codes or "reschedule" in decided.get(block.name, decided.get("", []))
         if by_op:
-            held = forward & needed
+            held = (forward & needed) - moved
         else:
             held = {x for x in forward if x not in moved and (not replayed or x in block.inputs or _kept(schedule, x))}
         seconds = sum(t for module, t in by_module.items() if module == block.module or module.startswith(f"{block.module}."))

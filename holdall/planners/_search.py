@@ -80,13 +80,14 @@ class Search:
                 break
 
     def hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
-        """Mixes in which the first blocks leave during the whole forward, as many as the link carries, and fewer."""
+        """Mixes in which early blocks leave during the whole forward, as many as the link carries, and fewer."""
         items = self.menus.items(self.problem, around)
-        offloads = hidden_offloads(problem, self.menus, items)
-        for count in sorted({len(offloads), len(offloads) // 2} - {0}, reverse=True):
-            some = offloads[:count]
-            rest = with_hidden(self.menus, items, some)
-            self._by_program(problem, rest, (*some, *around), f"{count} blocks offloaded meanwhile")
+        for leaving in hidden_offloads(problem, self.menus, items):
+            for count in sorted({len(leaving), 2 * len(leaving) // 3} - {0}, reverse=True):
+                some = leaving[:count]
+                rest = with_hidden(items, some)
+                actions = tuple(a for one in some for a in one.actions)
+                self._by_program(problem, rest, (*actions, *around), f"{count} blocks offloaded meanwhile")
 
     def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""

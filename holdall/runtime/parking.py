@@ -122,7 +122,7 @@ class _Parked:
         self.like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _unpack(held: Any) -> torch.Tensor:
+def unpack(held: Any) -> torch.Tensor:
     if isinstance(held, torch.Tensor):
         return held
     dtype, shape, stride, offset = held.like
@@ -130,30 +130,41 @@ def _unpack(held: Any) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
-def park_saved(
-    group: Group, forward: Forward, args: Any, kwargs: Any, *, inputs: frozenset[int], stay: Callable[[int], bool]
-) -> Any:
-    """Run a block's forward and park what autograd saves in it.
+class Parking:
+    """Gathers by storage what one block call keeps for its backward, and lets it leave.
 
     `inputs`: which of its input tensors (counted by storage, in order) are its own; `stay`: storages that never leave.
     """
-    shared = shared_inputs((args, kwargs), inputs)
-    entries: dict[int, Entry] = {}
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def __init__(self, group: Group, arguments: Any, inputs: frozenset[int], stay: Callable[[int], bool]) -> None:
+        self.group = group
+        self.inputs = inputs
+        self._stay = stay
+        self._shared = shared_inputs(arguments, inputs)
+        self._entries: dict[int, Entry] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What is to be held in the place of a tensor; `unpack` gives it back."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if stay(key) or key in shared or storage.device.type != group.store.device.type:
+        if self._stay(key) or key in self._shared or storage.device.type != self.group.store.device.type:
             return tensor  # attention keeps its random seed on the host, for one
-        if key not in entries:
-            entries[key] = Entry(storage, group)
-        return _Parked(entries[key], tensor)
+        if key not in self._entries:
+            self._entries[key] = Entry(storage, self.group)
+        return _Parked(self._entries[key], tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    def leave(self, out: Any) -> None:
+        """The block is over: all that was packed leaves, except for what the block returns."""
+        outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
+        self.group.leave([entry for key, entry in self._entries.items() if key not in outputs])
+        self._entries = {}  # autograd holds `pack` as long as any saved tensor of the block
+
+
+def park_saved(parking: Parking, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Run a block's forward and park what autograd saves in it."""
+    with torch.autograd.graph.saved_tensors_hooks(parking.pack, unpack):
         out = forward(*args, **kwargs)
-    outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
-    group.leave([entry for key, entry in entries.items() if key not in outputs])
-    entries.clear()  # autograd holds `pack` as long as any saved tensor of the block
+    parking.leave(out)
     return out
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from holdall.runtime.compressing import Compression, compress_saved
 from holdall.runtime.engine import Engine
-from holdall.runtime.parking import Bank, Group, park_inputs, park_saved
+from holdall.runtime.parking import Bank, Group, Parking, park_inputs, park_saved
 from holdall.runtime.replaying import Segment
 from holdall.types.program import Nest
 
@@ -33,7 +33,9 @@ class Policy:
     until: str = ""  # or when this one is
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
     compress: Compression | None = None  # with `park`, it is the codes that are parked
-    runner: Callable[..., Any] | None = None  # runs the block in its own way: (module, forward, args, kwargs) -> output
+    runner: Callable[..., Any] | None = (
+        None  # runs the block in its own way: (module, forward, args, kwargs, parking) -> output
+    )
 
 
 class Blocks:
@@ -83,7 +85,11 @@ class Blocks:
         if policy is None:
             out = forward(*args, **kwargs)
         elif policy.runner is not None:
-            out = policy.runner(module, forward, args, kwargs)
+            parking = None
+            if policy.park:
+                group = self._group(policy)
+                parking = Parking(group, (args, kwargs), policy.inputs, self._stay)
+            out = policy.runner(module, forward, args, kwargs, parking)
         elif policy.recompute:
             segment = Segment(policy.inner) if policy.opens or self._open is None else self._open
             self._open = None if policy.closes else segment
@@ -97,7 +103,7 @@ class Blocks:
             out = compress_saved(policy.compress, group if policy.park else None, forward, args, kwargs)
         elif policy.park:
             group = self._group(policy)
-            out = park_saved(group, forward, args, kwargs, inputs=policy.inputs, stay=self._stay)
+            out = park_saved(Parking(group, (args, kwargs), policy.inputs, self._stay), forward, args, kwargs)
         else:
             out = forward(*args, **kwargs)
         if self._leaving:

@@ -18,6 +18,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
 from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, refs_of, tensors_of, without_autocast
 from holdall.runtime.compiled import Compiler, Halves, in_layout
+from holdall.runtime.parking import Parking, park_inputs, unpack
 from holdall.runtime.replaying import Segment
 from holdall.types.program import Effect, fault
 from holdall.types.trace import digest_of
@@ -90,11 +91,13 @@ class Program:
 
     # running
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """Run the forward; autograd knows how to come back."""
+    def __call__(self, inputs: Sequence[torch.Tensor], parking: Parking | None = None) -> Any:
+        """Run the forward; autograd knows how to come back. `parking`: takes what is kept until then."""
         differentiable = [t for t in inputs if t.requires_grad]
         call = _Call(self, inputs)
         results = _Block.apply(call, *differentiable)
+        if parking is not None:
+            call.park(parking, results)
         outputs = iter(results)
         leaves = [next(outputs) if isinstance(o, Ref) else o for o in self.graph.outputs]
         return tree_unflatten(leaves, self.graph.spec)
@@ -123,15 +126,21 @@ class Runner:
         self._compiler = compiler
         self._programs: dict[Any, Program | None] = {}
 
-    def __call__(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, parking: Parking | None = None
+    ) -> Any:
         key = _signature(module, args, kwargs)
         if key not in self._programs:
             self._programs[key] = self._prepare(module, forward, args, kwargs)
         program = self._programs[key]
         if program is None:
-            return Segment().run(module, forward, args, kwargs, state=list(module.buffers()), keep=frozenset())[0]
+            state = list(module.buffers())
+            out, call = Segment().run(module, forward, args, kwargs, state=state, keep=frozenset())
+            if parking is not None:
+                park_inputs(parking.group, call, parking.inputs)
+            return out
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        return program([*inputs, *(t for _, t in tensors_of(module))])
+        return program([*inputs, *(t for _, t in tensors_of(module))], parking)
 
     def _prepare(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Program | None:
         try:
@@ -166,7 +175,7 @@ class _Call:
         self.program = program
         self.inputs: Sequence[torch.Tensor] | None = inputs
         self.is_trained = [t.requires_grad for t in inputs]
-        self.kept: Values = {}
+        self.kept: dict[Slot, Any] = {}  # tensors, or what stands for them while they are parked
         self.versions: dict[Slot, int] = {}
         self.states: dict[int, Any] = {}  # op -> state of the generator before it first ran
         self.shifts: dict[Slot, int] = {}
@@ -194,6 +203,12 @@ class _Call:
         self.versions = {s: self.kept[s]._version for s in program.kept_inputs if s not in own_changes}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
 
+    def park(self, parking: Parking, outputs: Sequence[torch.Tensor]) -> None:
+        """Let what is kept wait in another tier."""
+        self.kept = {slot: parking.pack(t) for slot, t in self.kept.items()}
+        self.versions = {s: v for s, v in self.versions.items() if isinstance(self.kept[s], torch.Tensor)}
+        parking.leave(outputs)
+
     def backward(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         program, graph = self.program, self.program.graph
         if not self.kept and (program.saved or program.kept_inputs):
@@ -204,7 +219,7 @@ class _Call:
         for slot, version in self.versions.items():
             if self.kept[slot]._version != version:
                 raise RuntimeError("a tensor that a block needs for its backward has been changed in place since its forward")
-        values: Values = {**graph.constants, **self.kept}
+        values: Values = {**graph.constants, **{slot: unpack(held) for slot, held in self.kept.items()}}
         self.kept = {}
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = self._as_captured(slot, t)

@@ -99,7 +99,8 @@ class Expandable(Ideal):
     def usable(cls, limit: Bytes) -> Bytes:
         """How much may be live under a limit on what is reserved."""
         little = int(limit / (1 + cls.SHARED + cls.SMALL))
-        return little if little * cls.SMALL <= cls.PAGES else int((limit - cls.PAGES) / (1 + cls.SHARED))
+        live = little if little * cls.SMALL <= cls.PAGES else int((limit - cls.PAGES) / (1 + cls.SHARED))
+        return live + 1 if cls.taken(live + 1) <= limit else live  # what is taken is rounded down too
 
     @classmethod
     def taken(cls, live: Bytes) -> Bytes:

@@ -51,9 +51,15 @@ def _once_per_block(actions: Iterable[Action]) -> None:
             for other in [*seen.get(block, ()), *(seen.get("", ()) if block else [a for v in seen.values() for a in v])]:
                 if action.name == other.name:
                     raise InvalidInput(f"`{block}` is to be treated by {action.name} twice", hint="name each block once")
-                if getattr(action, "alone", False) or getattr(other, "alone", False):
+                if excludes(action, other, block) or excludes(other, action, block):
                     raise InvalidInput(f"`{block}` cannot have both {other.name} and {action.name}", hint="choose one of them")
             seen.setdefault(block, []).append(action)
+
+
+def excludes(action: Action, other: Action, block: str) -> bool:
+    """Whether an action that claims the block, or the whole model, cannot have the other beside it."""
+    is_same = block in blocks_of(action) and block in blocks_of(other)
+    return getattr(action, "alone", False) and not (is_same and other.name in getattr(action, "beside", ()))
 
 
 def close(schedule: Schedule) -> list[Step]:

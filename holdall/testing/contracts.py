@@ -20,7 +20,7 @@ from holdall.planners._finish import finish, over_budget
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
 from holdall.simulator import check, close, lower, simulate
-from holdall.simulator.lower import blocks_of
+from holdall.simulator.lower import blocks_of, excludes
 from holdall.testing.worlds import chain, family, machine
 from holdall.tiers.far import Far
 from holdall.tracing import trace_step
@@ -285,9 +285,9 @@ class TierContract:
 
 def _clash(first: Any, second: Any) -> bool:
     """One technique is applied to a block once; some want it for themselves."""
-
-    alone = any(getattr(action, "alone", False) for action in (first, second))
-    return (first.name == second.name or alone) and bool(set(blocks_of(first)) & set(blocks_of(second)))
+    shared = set(blocks_of(first)) & set(blocks_of(second))
+    same = first.name == second.name
+    return any(same or excludes(first, second, block) or excludes(second, first, block) for block in shared)
 
 
 def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

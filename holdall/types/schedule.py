@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdall.types.trace import Bytes, OpId, Save, Seconds, TensorId, TensorInfo, Trace
 
@@ -64,6 +64,14 @@ class Drop:
 
 Step = Run | Copy | Wait | Drop
 
+
+class Kept(NamedTuple):
+    """What a block's program keeps from its forward for its backward."""
+
+    tensors: frozenset[TensorId]
+    until: OpId  # its backward begins after this op
+
+
 Mark = tuple[OpId, int]  # after the n-th run of an op; (op, 0) is the original run
 
 
@@ -96,6 +104,7 @@ class Schedule:
     holds: dict[TensorId, list[Mark]] = field(default_factory=dict)  # references by moment, where they differ from the trace
     added: dict[TensorId, TensorInfo] = field(default_factory=dict)
     replays: dict[int, OpId] = field(default_factory=dict)  # block -> the op after which it is run again
+    programs: dict[int, Kept] = field(default_factory=dict)  # block that runs by a program -> what that keeps
     start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
 
     def copy(self) -> Schedule:
@@ -107,6 +116,7 @@ class Schedule:
             holds=dict(self.holds),
             added=dict(self.added),
             replays=dict(self.replays),
+            programs=dict(self.programs),
             start=dict(self.start),
         )
 

@@ -6,7 +6,7 @@ Compiled programs: eager kernels to the bit, fused ones close, both in about the
 import copy
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,11 @@ import pytest
 import torch
 
 import holdall
+from holdall.actions.offload import Offload
+from holdall.actions.reschedule import Reschedule, obstacle, region
+from holdall.api import make_problem
+from holdall.planners._finish import finish
+from holdall.planners.nop import Nop
 from holdall.testing.contracts import train
 
 if not torch.cuda.is_available():
@@ -116,6 +121,34 @@ def test_the_same_bits_in_less_memory(build, planner, hardware):
     if planner in ("auto", "rockmate", "rotor", "checkmate"):
         said, seen = plan.predicted.peak["gpu"], max(harness.step_peaks)
         assert abs(said - seen) <= 0.03 * seen
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_a_program_keeps_waits_in_ram(slow, hardware):
+    """Copies that end with the next block, and such as take the whole forward: plain bits, the predicted peaks."""
+    torch.manual_seed(0)
+    model, batch = llama()
+    reference = copy.deepcopy(model)
+    expected = train(reference, batch, sgd(reference), 3)
+    optimizer = sgd(model)
+    trace = holdall.trace(model, batch, optimizer=optimizer)
+    posed = make_problem(trace, hardware=hardware)
+    actions = []
+    layers = [b for b in trace.blocks if ".layers." in b.name and not obstacle(trace, b)]
+    for block in layers[:3]:
+        ops, count = region(trace, block)
+        again = range(count - 4, count)  # its last ops are run again, the rest is kept
+        away = Offload.of(trace, block, overlap=True)
+        away = replace(away, until=layers[-1].name, fetch=layers[-1].name) if slow else away
+        actions += [Reschedule.of(trace, block, [*again, *range(count, len(ops))]), away]
+    plan = finish(Nop(), posed, actions)
+    del reference
+    gc.collect()
+    with holdall.apply(plan, model, optimizer) as harness:
+        losses = train(model, batch, optimizer, 3)
+    assert plan.count()["offload"] == 3 and harness.notes == []
+    assert losses == expected
+    assert abs(max(harness.step_peaks) - plan.predicted.peak["gpu"]) <= 0.03 * plan.predicted.peak["gpu"]
 
 
 def test_flash_attention_is_run_again_to_the_same_bits(hardware):

@@ -264,3 +264,12 @@ def test_a_hundred_thousand_events_take_about_a_second():
 def test_what_may_be_live_in_expandable_segments_is_what_their_reservation_allows(limit):
     live = Expandable.usable(limit)
     assert Expandable.taken(live) <= limit < Expandable.taken(live + live // 1000 + 4)
+
+
+def test_what_is_taken_for_something_is_a_limit_that_it_may_be_live_under():
+    """To the byte: a plan that fits what it is said to need must not be told that a byte is missing."""
+    rng = random.Random(7)
+    for live in [19_147_426_816, *(int(2 ** rng.uniform(10, 40)) for _ in range(2000))]:
+        limit = Expandable.taken(live)
+        assert live <= Expandable.usable(limit)
+        assert Expandable.taken(Expandable.usable(limit)) <= limit

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import holdall
+from holdall.actions.offload import Offload
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.cost.roofline import cost_trace
 from holdall.planners._finish import finish
@@ -82,6 +83,38 @@ def test_any_order_gives_the_same_bits_and_the_predicted_peak(name):
         assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
     assert most > 1 or name in ("recurrent",)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_program_keeps_may_wait_elsewhere(name):
+    """Any order, and what it keeps in another tier meanwhile: fetched at once, ahead, or after the whole forward."""
+    rng = random.Random(name)
+    model, batch, _, trace = traced(name)
+    blocks = able(trace)
+    if not blocks:
+        pytest.skip("no block of this family is run op by op")
+    start = copy.deepcopy(model.state_dict())
+    expected = train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), 2)
+    weights = copy.deepcopy(model.state_dict())
+    saving = [b for b in trace.blocks if b.saves and b.backward is not None]
+    for slow in (False, True):
+        actions = []
+        for b in blocks:
+            away = Offload.of(trace, b, overlap=rng.random() < 0.5)
+            if slow and b.id < saving[-1].id:
+                away = dataclasses.replace(away, lag=True, until=saving[-1].name, fetch=saving[-1].name)
+            actions += [Reschedule.of(trace, b, random_order(trace, b, rng, kept=0.7)), away]
+        plan = finish(Nop(), problem_for(trace), actions)
+        model.load_state_dict(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with Harness(plan, model, optimizer, store=Far()) as harness:
+            got = train(model, batch, optimizer, 2)
+        assert harness.notes == []
+        assert got == expected
+        assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+        assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+        assert harness.store.peak == plan.predicted.peak.get("far", 0)
+        assert harness.store.peak > 0 or name == "recurrent"  # whose only such block keeps nothing of its own
 
 
 def test_running_ops_again_and_again_holds_less():
