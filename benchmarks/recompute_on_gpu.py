@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 import holdall
-from holdall.api import make_problem
+from holdall.api import make_problem, resolve_hardware
 from holdall.cli._choices import Choice, read_peers, read_planners
 from holdall.cli._peer_runs import reason, run_peer
 from holdall.cli._peers import Subject, Variant, all_variants
@@ -471,6 +471,8 @@ def main() -> None:
     eager, *others = variants
     peer_row(bench, course, eager, own[eager.family])
     peer_row(bench, course, replace(eager, setting="plain, again"), own[eager.family])
+    bench.machine = resolve_hardware(bench.machine, bench.machine.device)  # kernels are loaded now: that they take is fixed too
+    course = replace(course, targets=tuple(read_targets(options.budgets, plain_outcome(course.trace, bench.machine))))
     left = plan_rows(bench, course, ahead)
     if options.compile_programs:
         unlimited = from_unlimited(course, plain_outcome(course.trace, bench.machine))

@@ -1,11 +1,7 @@
 """The two halves of a block's program through a back end of `torch.compile`: fused kernels in the place of single ops.
 
-A half becomes an fx graph of one argument, a list of tensors that the compiled function empties as it begins, so that whatever
-nobody else holds is freed at its last use. Parameters are among the arguments at every call, never constants. Views are made
-by the model's own view ops, which compilers see through, and not by strides. Only whole storages are returned, each once and
-none that was given; whoever calls looks at them as the captured block does, so that nothing aliases that did not before.
-
-Two halves with the same code on tensors of the same layouts are one function: a model of many equal blocks is compiled once.
+Two halves (`halves.py`) with the same code on tensors of the same layouts are one function: a model of many equal blocks is
+compiled once.
 
 A back end that fails, as it compiles or at the first call, costs speed and not the run: such halves run op by op. Therefore
 the first call holds on to what it is given, if there is room.
@@ -14,12 +10,11 @@ the first call holds on to what it is given, if there is room.
 from __future__ import annotations
 
 import math
-import operator
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,40 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.errors import Unsupported, unknown_name
-from holdall.runtime.capture import Graph, Instruction, Layout, Ref, Slot, same_random_numbers, without_autocast
+from holdall.runtime.capture import Graph, Layout, Ref, Slot, same_random_numbers, without_autocast
+from holdall.runtime.halves import Halves, Orders, Writer, obstacle, wanted_of, written
 
-Values = dict[Slot, torch.Tensor]
-Look = Callable[[Ref, Values], torch.Tensor]
 Boxed = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties the list that it is given
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Half:
-    """A compiled function and where its arguments and results belong in one program."""
-
-    function: Function
-    takes: tuple[Ref, ...]
-    gives: tuple[Slot, ...]
-    lets_go: tuple[Slot, ...]  # storages that nobody asks for afterwards
-
-    def run(self, values: Values, look: Look) -> bool:
-        """All ops of the half at once, on these storages. False: it cannot, and they are as they were."""
-        found = None
-        if self.function.is_new:
-            found = self.function.attempt([look(ref, values) for ref in self.takes])
-        if self.function.is_broken:
-            return False
-        boxed = [] if found is not None else [look(ref, values) for ref in self.takes]
-        for slot in self.lets_go:
-            values.pop(slot, None)
-        values.update(zip(self.gives, self.function(boxed) if found is None else found, strict=True))
-        return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Halves:
-    forward: Half
-    backward: Half
 
 
 class Compiler:
@@ -78,38 +43,25 @@ class Compiler:
         if not any(programs):
             self._note("nothing is compiled: the plan runs no block op by op")
 
-    def compile(self, graph: Graph, orders: tuple[Sequence[int], Sequence[int]], saved: Sequence[Slot]) -> Halves | None:
+    def compile(self, graph: Graph, orders: Orders, saved: Sequence[Slot]) -> Halves | None:
         """Both halves of a program; None: it runs op by op, and it is said."""
         try:
             why = obstacle(graph)
             if why:
                 raise Unsupported(f"blocks {why} are run op by op: they are not compiled")
-            outputs = [r.slot for r in graph.outputs if isinstance(r, Ref)]
-            ends = [g.slot for g in graph.gradients if g is not None]
-            forward, backward = orders
-            halves = Halves(forward=self._half(graph, forward, [*outputs, *saved]), backward=self._half(graph, backward, ends))
+            forward, backward = (
+                written(graph, order, wanted, Writer(graph), partial(self._function, graph))
+                for order, wanted in zip(orders, wanted_of(graph, saved), strict=True)
+            )
         except Unsupported as error:
             self._note(error.fact)
             return None
         self._note(f"blocks are compiled by `{self.backend}`: times and peaks were predicted for eager kernels")
-        return halves
+        return Halves(forward=forward, backward=backward)
 
-    def _half(self, graph: Graph, order: Sequence[int], wanted: Sequence[Slot]) -> Half:
-        writer = _Writer(graph)
-        for n in order:
-            writer.write(graph.ops[n])
-        gives = tuple(s for s in dict.fromkeys(wanted) if s in writer.made)
-        module = writer.finish(gives)
-        layouts = [_layout(graph, ref) for ref in writer.takes]
-        stays = set(wanted)
-        return Half(
-            function=self._function(module, layouts, [graph.layouts[s] for s in gives]),
-            takes=tuple(writer.takes),
-            gives=gives,
-            lets_go=tuple({r.slot for r in writer.takes} - stays),
-        )
-
-    def _function(self, module: torch.fx.GraphModule, takes: Sequence[Layout], gives: Sequence[Layout]) -> Function:
+    def _function(self, graph: Graph, module: torch.fx.GraphModule, taken: Sequence[Ref], given: Sequence[Slot]) -> Function:
+        takes = [_layout(graph, ref) for ref in taken]
+        gives = [graph.layouts[slot] for slot in given]
         key = (module.code, tuple(takes), tuple(gives))
         if key not in self._functions:
             try:
@@ -191,91 +143,6 @@ def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
             raise Unsupported(f"a compiled block gives {list(tensor.shape)} where {list(layout.shape)} was asked for")
         tensor = tensor.reshape(layout.shape)
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def obstacle(graph: Graph) -> str:
-    """Which kind of block this is that cannot be compiled; empty if it can."""
-    if any(op.random for op in graph.ops):
-        return "with random ops (dropout)"
-    if any(slot not in graph.made for op in graph.ops for slot in op.mutates):
-        return "that change buffers"
-    return ""
-
-
-class _Writer:
-    """Writes instructions into an fx graph. A storage is the node that made it; one that nobody has made yet is an argument."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.takes: list[Ref] = []
-        self.made: set[Slot] = set()
-        self._source = graph
-        self._out = torch.fx.Graph()
-        self._boxed = self._out.placeholder("boxed")
-        self._boxed.meta["steal_arg"] = True  # the list is emptied
-        self._at: dict[Ref, torch.fx.Node] = {}
-
-    def write(self, op: Instruction) -> None:
-        for slot in op.mutates:
-            if slot not in self.made:  # kept from the forward: the op is to change a copy, which compilers do without
-                self._make(slot, self._call(torch.ops.aten.clone.default, (self._node(Ref(slot)),)))
-        result = self._call(op.func, self._fill(op.args), self._fill(op.kwargs))
-        for leaf, slot in op.makes:
-            self._make(slot, result if _is_one(op.func) else self._call(operator.getitem, (result, leaf)))
-
-    def finish(self, gives: Sequence[Slot]) -> torch.fx.GraphModule:
-        self._out.output(tuple(self._at[Ref(slot)] for slot in gives))
-        return torch.fx.GraphModule({}, self._out)
-
-    def _call(self, func: Any, args: Any, kwargs: Any = None) -> torch.fx.Node:
-        return self._out.call_function(func, args, kwargs or {})
-
-    def _make(self, slot: Slot, node: torch.fx.Node) -> None:
-        for ref in [r for r in self._at if r.slot == slot]:
-            del self._at[ref]  # views of what was there before
-        self._at[Ref(slot)] = node
-        self.made.add(slot)
-
-    def _fill(self, value: Any) -> Any:
-        if isinstance(value, Ref):
-            return self._node(value)
-        if type(value) in (list, tuple):
-            return type(value)([self._fill(v) for v in value])
-        if type(value) is dict:
-            return {k: self._fill(v) for k, v in value.items()}
-        return value
-
-    def _node(self, ref: Ref) -> torch.fx.Node:
-        if ref not in self._at:
-            self._at[ref] = self._look(ref)
-        return self._at[ref]
-
-    def _look(self, ref: Ref) -> torch.fx.Node:
-        view = self._source.views.get(ref) if ref.size is not None else None
-        func = None if view is None else _as_view(view.func)
-        if view is not None and func is not None:
-            found = self._call(func, self._fill(view.args), self._fill(view.kwargs))
-            return found if view.leaf is None else self._call(operator.getitem, (found, view.leaf))
-        if ref.slot in self.made:
-            strides = (self._node(Ref(ref.slot)), list(ref.size or ()), list(ref.stride), ref.offset)
-            return self._call(torch.ops.aten.as_strided.default, strides)
-        self.takes.append(ref)  # whoever calls looks at it, and knows where its storage begins
-        return self._call(operator.getitem, (self._boxed, len(self.takes) - 1))
-
-
-def _as_view(func: Any) -> Any:
-    """The op, if compilers know that its result is a view and need not know where the storage begins; else None."""
-    if func is torch.ops.aten._unsafe_view.default:
-        return torch.ops.aten.view.default  # what is changed through one must be seen through the other
-    is_known = any(r.alias_info is not None for r in func._schema.returns)
-    return func if is_known and func is not torch.ops.aten.as_strided.default else None
-
-
-def _is_one(func: Any) -> bool:
-    """Whether the op returns one tensor rather than several."""
-    returns = func._schema.returns
-    if len(returns) > 1 and any("[]" in str(r.type) for r in returns):
-        raise Unsupported(f"`{func}` returns lists among tensors: such blocks are run op by op")
-    return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def _layout(graph: Graph, ref: Ref) -> Layout:

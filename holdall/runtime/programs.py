@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
-from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, refs_of, tensors_of, without_autocast
-from holdall.runtime.compiled import Compiler, Halves, in_layout
+from holdall.runtime.capture import Graph, Instruction, Ref, Slot, capture, refs_of, without_autocast
+from holdall.runtime.compiled import Compiler, in_layout
+from holdall.runtime.halves import plain_halves
 from holdall.runtime.parking import Parking, park_inputs, unpack
 from holdall.runtime.replaying import Segment
 from holdall.types.program import Effect, fault
@@ -51,15 +52,18 @@ class Program:
         needed = self._needed_first(backward)
         self.saved: list[Slot] = sorted(needed & self._own)
         self.kept_inputs: list[Slot] = sorted(needed - self._own - set(graph.tangents) - set(graph.constants))
+        own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: what is run again gets copies of them
+        self.watched = [s for s in self.kept_inputs if s not in own_changes]
         seen: set[int] = set()
         self.forward = self._turns(forward, last | set(self.saved), seen, again_later)
         ends = {g.slot for g in graph.gradients if g is not None}
         self.backward = self._turns(backward, ends, seen, set())
         looks = refs_of([graph.gradients, *((op.args, op.kwargs) for op in graph.ops)])
         self.viewed = {r.slot for r in looks if r.size is not None}  # otherwise than as they were made
-        self.halves: Halves | None = None
-        if compiler is not None:
-            self.halves = compiler.compile(graph, (forward, backward), self.saved)
+        orders = (forward, backward)
+        self.halves = compiler.compile(graph, orders, self.saved) if compiler is not None else None
+        self.is_compiled = self.halves is not None
+        self.halves = self.halves or plain_halves(graph, orders, self.saved)
 
     def _needed_first(self, order: Sequence[int]) -> set[Slot]:
         """Storages that the backward reads before it has made them."""
@@ -125,11 +129,16 @@ class Runner:
         self._note = note
         self._compiler = compiler
         self._programs: dict[Any, Program | None] = {}
+        self._parts: _Parts | None = None
 
     def __call__(
         self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, parking: Parking | None = None
     ) -> Any:
-        key = _signature(module, args, kwargs)
+        if self._parts is None or not self._parts.are_of(module):
+            self._parts = _Parts(module)
+        parameters, buffers = self._parts.tensors()
+        leaves = tree_leaves((args, kwargs))
+        key = _signature(leaves, parameters, self._parts.training())
         if key not in self._programs:
             self._programs[key] = self._prepare(module, forward, args, kwargs)
         program = self._programs[key]
@@ -139,8 +148,7 @@ class Runner:
             if parking is not None:
                 park_inputs(parking.group, call, parking.inputs)
             return out
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        return program([*inputs, *(t for _, t in tensors_of(module))], parking)
+        return program([*(t for t in leaves if isinstance(t, torch.Tensor)), *parameters, *buffers], parking)
 
     def _prepare(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Program | None:
         try:
@@ -157,15 +165,36 @@ class Runner:
             return None
 
 
-def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+class _Parts:
+    """A module with all that is inside of it, walked through once: parameters and buffers may be others at every call, and in
+    the order of `tensors_of`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._all = [(m, [*m._modules.values()]) for m in module.modules()]
+
+    def are_of(self, module: torch.nn.Module) -> bool:
+        """Whether they still are, to the last child."""
+        return self._all[0][0] is module and all([*m._modules.values()] == children for m, children in self._all)
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters and buffers, each once."""
+        parameters = {id(p): p for m, _ in self._all for p in m._parameters.values() if p is not None}
+        buffers = {id(b): b for m, _ in self._all for b in m._buffers.values() if b is not None}
+        return [*parameters.values()], [*buffers.values()]
+
+    def training(self) -> tuple[bool, ...]:
+        return tuple([m.training for m, _ in self._all])
+
+
+def _signature(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], training: tuple[bool, ...]) -> Any:
     """What a captured graph depends on."""
-    leaves = [
-        (t.dtype, t.device, tuple(t.shape), t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
-        for t in tree_leaves((args, kwargs))
+    given = [
+        (t.dtype, t.device, t.shape, t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
+        for t in leaves
     ]
-    kinds = [(p.dtype, p.stride(), p.requires_grad) for p in module.parameters()]
+    kinds = [(p.dtype, p.stride(), p.requires_grad) for p in parameters]
     casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
-    return tuple(leaves), tuple(kinds), tuple(m.training for m in module.modules()), tuple(casts)
+    return tuple(given), tuple(kinds), training, tuple(casts)
 
 
 class _Call:
@@ -199,8 +228,7 @@ class _Call:
                     self._run(turn, values)
         for slot in program.saved:
             self.kept[slot] = values[slot].detach()  # an output itself would hold this call, and be held by it
-        own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: what is run again gets copies of them
-        self.versions = {s: self.kept[s]._version for s in program.kept_inputs if s not in own_changes}
+        self.versions = {s: self.kept[s]._version for s in program.watched}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
 
     def park(self, parking: Parking, outputs: Sequence[torch.Tensor]) -> None:
@@ -237,7 +265,7 @@ class _Call:
         """A gradient may come as a piece of another, or expanded from one element: then looking at it by strides would read
         other elements."""
         layout = self.program.graph.layouts[slot]
-        if not layout.fits(tangent) and (slot in self.program.viewed or self.program.halves is not None):
+        if not layout.fits(tangent) and (slot in self.program.viewed or self.program.is_compiled):
             return in_layout(tangent, layout)
         self.shifts[slot] = int(tangent.storage_offset())
         return tangent

@@ -26,6 +26,7 @@ from holdall.planners.nop import Nop
 from holdall.runtime import compiled
 from holdall.runtime.capture import capture, tensors_of
 from holdall.runtime.compiled import Compiler
+from holdall.runtime.halves import Half
 from holdall.runtime.harness import Harness
 from holdall.runtime.programs import Program
 from holdall.testing.contracts import problem_for, traced, train
@@ -452,7 +453,7 @@ def half_of(run, notes):
     """Of one function that takes storage 0, which nobody wants afterwards, and gives storage 1."""
     layout = compiled.Layout.of(torch.empty(2, 3))
     function = compiled.Function(run, [layout], notes.append)
-    return compiled.Half(function=function, takes=(compiled.Ref(0),), gives=(1,), lets_go=(0,))
+    return Half(function=function, takes=(compiled.Ref(0),), gives=(1,), lets_go=(0,))
 
 
 def look(ref, values):

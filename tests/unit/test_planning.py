@@ -97,13 +97,29 @@ def test_blocks_leave_meanwhile_where_the_link_is_slow():
         asked = problem(trace, overlap=True, rate=[10.0, 40.0, 100.0, 400.0][seed % 4])
         menus = try_choices(asked)
         items = menus.items(asked)
-        for action in hidden_offloads(asked, menus, items):
-            outcome = simulate(asked, [action])
-            assert outcome.stall_seconds == pytest.approx(0.0, abs=1e-9), (seed, action)
+        for one in itertools.chain.from_iterable(hidden_offloads(asked, menus, items)):
+            outcome = simulate(asked, one.actions)
+            assert outcome.stall_seconds == pytest.approx(0.0, abs=1e-9), (seed, one)
             assert outcome.peak["cpu"] <= simulate(asked, []).peak["cpu"]
-            block = trace.block(action.block)
-            found.append(action.until != trace.blocks[block.id + 1].name)
+            block = trace.block(one.block)
+            found.append(one.actions[-1].until != trace.blocks[block.id + 1].name)
     assert any(found)
+
+
+def test_more_blocks_leave_where_programs_keep_less_of_them():
+    """The cheapest results are made again, and the link has room for another block."""
+    trace = traced("tiny-llama")[3]
+    asked = problem(trace, overlap=True)
+    forward = sum(op.seconds for op in trace.ops[: trace.blocks[-1].last])
+    size = next(c.out for c in try_choices(asked).found[trace.blocks[2].id] if c.label == "offload")
+    asked = problem(trace, overlap=True, rate=2.2 * size / forward)
+    menus = try_choices(asked)
+    whole, by_program = hidden_offloads(asked, menus, menus.items(asked))
+    assert len(by_program) >= len(whole) > 0
+    assert all([a.name for a in one.actions] == ["offload"] for one in whole)
+    assert any([a.name for a in one.actions] == ["reschedule", "offload"] for one in by_program)
+    moved = [sum(simulate(asked, one.actions).peak.get("far", 0) for one in some[:1]) for some in (whole, by_program)]
+    assert 0 < moved[1] < moved[0]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -117,6 +117,49 @@ def test_what_a_program_keeps_may_wait_elsewhere(name):
         assert harness.store.peak > 0 or name == "recurrent"  # whose only such block keeps nothing of its own
 
 
+@pytest.mark.parametrize(("name", "plainly"), [("tiny-llama", True), ("tiny-gpt2", False)])
+def test_halves_run_as_one_function_where_no_op_is_random(name, plainly):
+    """Without dropout nothing is looked up op by op, and the bits and bytes are those of the tests above."""
+    model, batch, optimizer, trace = traced(name)
+    layer = next(b for b in able(trace) if b.same_as is None and len(region(trace, b)[0]) > 20)
+    ops, count = region(trace, layer)
+    plan = finish(Nop(), problem_for(trace), [Reschedule.of(trace, layer, lazily(effects(ops), count))])
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        train(model, batch, optimizer, 1)
+        made = list(harness.policy(layer.name).runner._programs.values())
+    assert [p.halves is not None and not p.is_compiled for p in made] == [plainly]
+
+
+def test_a_part_that_is_replaced_is_noticed():
+    """What a block consists of is looked at once; another child, or a frozen weight, makes it another block."""
+    model, batch, _, trace = traced("tiny-llama")
+    layer = next(b for b in able(trace) if len(region(trace, b)[0]) > 20)
+    ops, count = region(trace, layer)
+    plan = finish(Nop(), problem_for(trace), [Reschedule.of(trace, layer, lazily(effects(ops), count))])
+    reference = copy.deepcopy(model)
+
+    def change(model):
+        block = model.get_submodule(layer.name)
+        torch.manual_seed(5)
+        other = torch.nn.Linear(block.mlp.down_proj.in_features, block.mlp.down_proj.out_features, bias=False)
+        block.mlp.down_proj = other
+        block.self_attn.q_proj.weight.requires_grad_(False)
+
+    def gradients(model):
+        model.zero_grad(set_to_none=True)
+        model(**batch).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    with Harness(plan, model, None, store=Far()):
+        gradients(model)
+        change(model)
+        got = gradients(model)
+    change(reference)
+    expected = gradients(reference)
+    for name, grad in expected.items():
+        assert grad is got[name] is None or torch.equal(grad, got[name]), name
+
+
 def test_running_ops_again_and_again_holds_less():
     """Kept: the blocks' inputs alone. Made again once, a block is there whole; made again whenever it is needed, it is not."""
     model, batch = family("convnet")
