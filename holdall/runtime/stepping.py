@@ -135,11 +135,13 @@ class Stepping:
 
     def _pass_through(self, held: Held, order: Order) -> None:
         inline = self._device.type != "cuda"
-        if inline:
+        is_alone = inline or self._when == BACKWARD  # room for this unit alone; at a step, several share it
+        if is_alone:
             self._updater.room(self._updater.through_bytes(held.unit, held.layout), 1)
         self._pending.add(held.unit, self._updater.through(held.unit, order, held.ticket, held.layout))
-        if inline:
+        if is_alone:
             self._updater.leave_room()
+        if inline:
             self._pending.finish(held.unit)
         self._free_sum(held)
 

@@ -1,6 +1,7 @@
 """Model states on a real GPU: wherever they live, the same training, the predicted bytes, and a budget that is kept."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ def loop(model, batch, optimizer, max_norm):
     for _ in range(STEPS):
         loss = model(**batch).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -116,6 +118,25 @@ def test_wherever_states_live_the_training_is_the_same(kind, max_norm, world, ha
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["gpu"], rel=0.03)
     assert harness.notes == []
     assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["host", "through", "streamed", "streamed through"])
+def test_updates_in_backward_wherever_states_live(kind, world, hardware):
+    """Nothing is clipped then, and every unit is updated as soon as its gradient is there."""
+    model, batch = copy.deepcopy(world[0]), world[1]
+    expected = reference(world[0], batch, 1e9)
+    optimizer = optimizer_of(model)
+    trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head="whole")
+    weights, update, _ = PLACED[kind]
+    can = streamable(trace)
+    rows = {u.name: (weights if u.name in can else "resident", update) for u in trace.units}
+    problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
+    plan = finish(Nop(), replace(problem, clips=False), [Place.of(problem.trace, rows, when="backward")])
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        got = loop(model, batch, optimizer, None)
+    assert got == pytest.approx(expected, rel=2e-2)
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["gpu"], rel=0.03)
+    assert harness.notes == []
 
 
 def test_adam_need_not_be_fused_for_the_fast_kernel_of_the_host(world, hardware):
