@@ -57,16 +57,22 @@ class Reschedule:
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
         block = trace.block(self.block)
+        ops, count = region(trace, block)
+        checked: set[Reschedule] = trace.__dict__.setdefault("_programs_checked", set())  # a search asks many times
+        if self not in checked:
+            self._check(trace, block, ops, count)
+            checked.add(self)
+        return _Rewrite(schedule.copy(), trace, block, ops, count).apply(self.forward, self.backward)
+
+    def _check(self, trace: Trace, block: Block, ops: Sequence[Op], count: int) -> None:
         why_not = obstacle(trace, block)
         if why_not:
             raise Unsupported(f"`{self.block}` cannot be run op by op: {why_not}", hint="keep, recompute or offload it whole")
-        ops, count = region(trace, block)
         if digest_of([op.site.op for op in ops]) != self.ops:
             raise InvalidInput(f"`{self.block}` has other ops than this program was made for", hint="plan again")
         wrong = fault(effects(ops), count, self.forward, self.backward)
         if wrong:
             raise InvalidInput(f"the program of `{self.block}` is not one: {wrong}", hint="plan again")
-        return _Rewrite(schedule.copy(), trace, block, ops, count).apply(self.forward, self.backward)
 
     def install(self, harness: Any) -> None:
         from holdall.runtime.programs import Runner
@@ -213,7 +219,8 @@ class _Rewrite:
             base = self.schedule.run(op.id)
             for x in op.writes:
                 now[x] = x
-            return replace(base, reads=reads, mutates=mutates)
+            is_same = reads == base.reads and mutates == base.mutates
+            return base if is_same else replace(base, reads=reads, mutates=mutates)
         copied = [x for x in op.mutates if x not in self.own]  # buffers have had their change: a copy is changed instead
         for x in op.writes:
             now[x] = self.schedule.add(self.trace.tensors[x])

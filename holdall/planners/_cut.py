@@ -8,7 +8,7 @@ wants what it reads to be there. Walking through the prices gives the sets on th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from holdall.planners._dag import Dag
 
@@ -34,6 +34,20 @@ def best_sets(dag: Dag, middle: int, *, keepable: Collection[int] | None = None,
             found.add(between)
             pending += [(small, between), (between, large)]
     return sorted(found, key=lambda s: (_bytes(dag, s), sorted(s)))
+
+
+def telling(dag: Dag, middle: int, sets: Sequence[frozenset[int]], most: int) -> list[frozenset[int]]:
+    """So many of the sets, in their order: one after the other goes which its neighbours make up for best, by the area that is
+    lost under the curve of seconds over bytes."""
+    needed = {d for i in range(middle, len(dag)) for d in dag.deps[i] if d < middle and i != middle}
+    left = [(_bytes(dag, s), _seconds(dag, middle, needed, s), s) for s in sets]
+    while len(left) > max(2, most):
+        lost = [
+            abs((b[0] - a[0]) * (c[1] - a[1]) - (c[0] - a[0]) * (b[1] - a[1]))
+            for a, b, c in zip(left, left[1:], left[2:], strict=False)
+        ]
+        del left[1 + lost.index(min(lost))]
+    return [s for _, _, s in left]
 
 
 def made_again(dag: Dag, needed: Collection[int], kept: Collection[int]) -> set[int]:

@@ -18,6 +18,7 @@ from holdall.planners._menu import Choice, Item, Menus, actions_for, kind_of
 from holdall.types import Action, Problem
 
 HIDDEN = "offload, hidden"
+_PROGRAM = "program:"
 _LEAD = 3  # blocks that stay, of a chain of at least four times as many; an embedding is one
 _SLACK = 1.15  # of a copy's time: steps may turn out shorter than predicted, and copies not
 
@@ -31,16 +32,23 @@ class Leaving:
     choice: Choice
 
 
-def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item]) -> Iterator[list[Leaving]]:
+def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item], price: float = 0.0) -> Iterator[list[Leaving]]:
     """As many of the early blocks, in their order, as the link can carry out during one forward and back during one backward:
-    whole, and by the program that takes the least time."""
+    whole, and by the program that is worth the most where a byte costs `price` seconds otherwise."""
     far = problem.hardware.far
     if far is None or not problem.hardware.overlap or "offload" not in problem.allow:
         return
-    for by_program in (False, True):
-        found = _leaving(problem, menus, items, [_way(menus, item, by_program) for item in items])
-        if found:
-            yield found
+    whole = _leaving(problem, menus, items, [_way(menus, item, None) for item in items])
+    most = max((sum(c.label.startswith(_PROGRAM) for c in item.choices) for item in items), default=0)
+    by_programs = [_leaving(problem, menus, items, [_way(menus, item, n) for item in items]) for n in range(most)]
+    best = max(by_programs, key=lambda some: sum(one.choice.freed * price - one.choice.seconds for one in some), default=[])
+    yield from (found for found in (whole, best) if found)
+
+
+def price_of(answer: tuple[float, Sequence[Choice]] | None) -> float:
+    """Seconds that a byte costs on average in what the dynamic program found; 0: nothing is known."""
+    freed = sum(c.freed for c in answer[1]) if answer is not None else 0
+    return answer[0] / freed if answer is not None and freed > 0 else 0.0
 
 
 def with_hidden(items: Sequence[Item], leaving: Sequence[Leaving]) -> list[Item]:
@@ -49,19 +57,19 @@ def with_hidden(items: Sequence[Item], leaving: Sequence[Leaving]) -> list[Item]
     return [replace(i, choices=(settled[i.block.name],)) if i.block.name in settled else i for i in items]
 
 
-def _way(menus: Menus, item: Item, by_program: bool) -> tuple[str, Choice] | None:
+def _way(menus: Menus, item: Item, program: int | None) -> tuple[str, Choice] | None:
     """How a block is run that leaves, and what it then gives; None: it cannot leave so. `out` of it are the bytes that move."""
     kept = item.choices[0]
     whole = next((c for c in menus.found.get(kind_of(item.block), ()) if c.label == "offload"), None)
     if whole is None or not whole.out:
         return None
     choice = replace(kept, label=HIDDEN, freed=whole.freed, backward=max(kept.backward, whole.backward), out=whole.out)
-    if not by_program:
+    if program is None:
         return "keep", choice
-    programs = [c for c in item.choices if c.label.startswith("program:") and c.freed < whole.out]
-    by = min(programs, key=lambda c: c.seconds, default=None)
-    if by is None:
+    programs = [c for c in item.choices if c.label.startswith(_PROGRAM) and c.freed < whole.out]
+    if program >= len(programs):
         return None
+    by = programs[program]
     return by.label, replace(choice, seconds=by.seconds, forward=by.forward, out=whole.out - by.freed)
 
 

@@ -23,7 +23,7 @@ from holdall.types import Action, Block, Problem, Trace
 from holdall.types.program import fault
 
 _BITS = (8, 4)  # of compressed activations, where the user agreed to them
-_PROGRAMS = 6  # on a menu, of those that run ops again one by one
+_PROGRAMS = 8  # on a menu, of those that run ops again one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +203,7 @@ def _programs(trace: Trace, block: Block) -> list[str]:
     """Labels of a few of the programs that keep some results of a block and run the rest again op by op."""
     if op_obstacle(trace, block) or all(op.seconds == 0 for op in trace.ops[block.first : block.last + 1]):
         return []
-    found = programs(trace, block)
-    step = max(1.0, len(found) / _PROGRAMS)
-    chosen = [found[int(n * step)] for n in range(min(_PROGRAMS, len(found)))]
-    return ["program:" + ",".join(str(n) for n in order) for order in chosen]
+    return ["program:" + ",".join(str(n) for n in order) for order in programs(trace, block, most=_PROGRAMS)]
 
 
 def program_for(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Action:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
-from holdall.planners._cut import best_sets
+from holdall.planners._cut import best_sets, telling
 from holdall.planners._dag import Dag, Program
 from holdall.types import Block, Kind, Op, Trace
 from holdall.types.program import fault, groups, lazily
@@ -90,12 +90,12 @@ def op_graph(trace: Trace, block: Block) -> OpGraph:
     return OpGraph(trace=trace, block=block, parts=tuple(parts), middle=middle, dag=dag)
 
 
-def programs(trace: Trace, block: Block) -> list[tuple[int, ...]]:
+def programs(trace: Trace, block: Block, *, most: int = 12) -> list[tuple[int, ...]]:
     """Backward orders that keep the sets of results worth keeping and run the rest again; from few kept bytes to many."""
     graph = op_graph(trace, block)
     ops, count = region(trace, block)
     found = []
-    for kept in best_sets(graph.dag, graph.middle):
+    for kept in telling(graph.dag, graph.middle, best_sets(graph.dag, graph.middle), most):
         tensors = frozenset(x for i in kept for n in graph.parts[i] for x in ops[n].writes)
         found.append(tuple(lazily(effects(ops), count, tensors)))
     plain = tuple(range(count, len(ops)))

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from holdall.errors import Unsupported
 from holdall.planners._chain import best_choices
 from holdall.planners._finish import allocator_of, over_budget
-from holdall.planners._hidden import HIDDEN, hidden_offloads, with_hidden
+from holdall.planners._hidden import HIDDEN, hidden_offloads, price_of, with_hidden
 from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
 from holdall.planners._segments import segmented
 from holdall.simulator import simulate
 from holdall.simulator.allocators import Expandable
-from holdall.types import Action, Outcome, Problem
+from holdall.types import Action, Block, Outcome, Problem
 
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
 UNIFORM = ("recompute", "recompute + offload", "offload")
@@ -38,6 +38,7 @@ class Search:
         self.problem = problem
         self.found: list[Candidate] = []
         self._known: dict[tuple[Action, ...], Outcome] = {}
+        self._made: dict[tuple[str, str], Sequence[Action]] = {}  # by block and choice
         self._menus: Menus | None = None
 
     @property
@@ -65,7 +66,13 @@ class Search:
     def uniform(self, label: str) -> tuple[Action, ...]:
         """The same for every block that can."""
         blocks = [b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))]
-        return tuple(a for b in blocks for a in actions_for(self.problem, b, label))
+        return tuple(a for b in blocks for a in self._actions(b, label))
+
+    def _actions(self, block: Block, label: str) -> Sequence[Action]:
+        key = block.name, label
+        if key not in self._made:
+            self._made[key] = actions_for(self.problem, block, label)
+        return self._made[key]
 
     def mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's mixes of activations around a placement, and uniform ones."""
@@ -82,7 +89,8 @@ class Search:
     def hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
         """Mixes in which early blocks leave during the whole forward, as many as the link carries, and fewer."""
         items = self.menus.items(self.problem, around)
-        for leaving in hidden_offloads(problem, self.menus, items):
+        price = price_of(best_choices(items, problem.limit(problem.home), problem.hardware))
+        for leaving in hidden_offloads(problem, self.menus, items, price):
             for count in sorted({len(leaving), 2 * len(leaving) // 3} - {0}, reverse=True):
                 some = leaving[:count]
                 rest = with_hidden(items, some)
@@ -99,7 +107,7 @@ class Search:
             if answer is None:
                 break
             chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
-            actions = [a for block, name in chosen if name != HIDDEN for a in actions_for(self.problem, block, name)]
+            actions = [a for block, name in chosen if name != HIDDEN for a in self._actions(block, name)]
             candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
             excess = candidate.outcome.peak[problem.home] - budget
             if excess <= 0:
