@@ -27,6 +27,11 @@ class Updating:
     def states(self, names: Sequence[str]) -> list[dict[str, Any]]:
         return [self.optimizer.state.get(self.values[n], {}) for n in names]
 
+    def groups(self) -> dict[str, int]:
+        """Parameter -> the number of its group: equal shapes in other groups may be updated otherwise."""
+        of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        return {name: of.get(id(value), -1) for name, value in self.values.items()}
+
     def update(self, names: Sequence[str], grads: Sequence[torch.Tensor]) -> None:
         """As the runtime does it on the device."""
         values = [self.values[n] for n in names]
@@ -72,11 +77,12 @@ def find_units(
     groups = group_parameters([n for n in names if n in weights], blocks)
     order = sorted(groups, key=lambda g: min(first.get(weights[n], len(ops)) for n in groups[g]))
     costs: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    group_of = updating.groups() if updating is not None else {}
     found: list[Unit] = []
     for unit in order:
         members = groups[unit]
         trained = [n for n in members if updating is not None and n in updating.values]
-        shape = tuple((tensors[weights[n]].shape, tensors[weights[n]].dtype, n in trained) for n in members)
+        shape = tuple((tensors[weights[n]].shape, tensors[weights[n]].dtype, group_of.get(n)) for n in members)
         if shape not in costs:
             moved, workspace = _measure(trained, updating) if updating is not None and trained else (0, 0)
             costs[shape] = (len(found), moved, workspace)

@@ -10,8 +10,16 @@ from holdall import models
 from holdall.actions.place import Place
 from holdall.api import make_problem
 from holdall.cost.presets import gpu
+from holdall.cost.roofline import cost_trace
 from holdall.cost.updates import host_seconds
+from holdall.optim.adam8bit import Adam8bit
+from holdall.planners._finish import finish
+from holdall.planners.nop import Nop
+from holdall.runtime.harness import Harness
 from holdall.simulator.lower import lower
+from holdall.testing.contracts import problem_for, train
+from holdall.testing.worlds import family, machine
+from holdall.tiers.far import Far
 
 H100 = replace(gpu("h100-sxm"), updates=4e9)
 
@@ -48,16 +56,16 @@ def test_adam_in_sixteen_bits_goes_by_torchs_own_ops():
 
 
 def test_where_a_cpu_computes_its_memory_says_what_an_update_takes():
-    machine = replace(H100, device="cpu")
+    cpu = replace(H100, device="cpu")
     trace = traced(torch.optim.Adafactor)
-    assert all(host_seconds(u, trace, machine) == u.numel / 4e9 for u in trace.units)
+    assert all(host_seconds(u, trace, cpu) == u.numel / 4e9 for u in trace.units)
 
 
 def test_the_host_is_slower_while_others_pass_through_the_device():
     """Their states come from the memory that limits it."""
     trace = traced(lambda params: torch.optim.AdamW(params, fused=True))
-    machine = replace(H100, updates_beside=1e9)
-    both, alone = (host_seconds(trace.units[0], trace, machine, beside=beside) for beside in (True, False))
+    slower = replace(H100, updates_beside=1e9)
+    both, alone = (host_seconds(trace.units[0], trace, slower, beside=beside) for beside in (True, False))
     assert both == pytest.approx(4 * alone)
     assert host_seconds(trace.units[0], trace, H100, beside=True) == alone  # not measured
 
@@ -88,3 +96,17 @@ def test_units_pass_through_the_device_where_the_host_is_slow_enough_for_it_to_s
     ways = {update for a in plan.actions if isinstance(a, Place) for _, _, update in a.units}
     assert ("through" in ways) == passes
     assert "host" in ways
+
+
+def test_equal_shapes_in_other_groups_are_updated_otherwise():
+    """An 8-bit output layer has the shape of the embedding, whose moments have 32 bits; the peak knows it."""
+    model, batch = family("tiny-llama")
+    optimizer = Adam8bit(Adam8bit.groups(model), lr=1e-3)
+    trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), machine())
+    units = {u.name: u for u in trace.units}
+    assert units["lm_head"].weights != units["model.embed_tokens"].weights
+    assert units["lm_head"].workspace > 2 * units["model.embed_tokens"].workspace
+    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="through", when="step")])
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        train(model, batch, optimizer, 2)
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=2e-3)
