@@ -16,20 +16,8 @@ import holdall
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners._finish import finish, with_traced
-from holdall.planners.protrain import (
-    Chunk,
-    Found,
-    Profile,
-    ProTrain,
-    Setting,
-    Span,
-    Stage,
-    actions_of,
-    map_blocks,
-    modes,
-    profile_of,
-    search,
-)
+from holdall.planners._protrain import Chunk, Found, Profile, Setting, Span, Stage, map_blocks, modes, search
+from holdall.planners.protrain import ProTrain, actions_of, profile_of
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED
 from holdall.testing.worlds import chain, family, machine
