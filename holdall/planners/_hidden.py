@@ -78,9 +78,7 @@ def _leaving(problem: Problem, menus: Menus, items: Sequence[Item], ways: Sequen
     assert far is not None
     blocks = [item.block for item in items]
     lead = _LEAD if len(blocks) >= 4 * _LEAD else 0
-    ends = list(accumulate(item.forward_seconds for item in items))[
-        : len(menus.chain)
-    ]  # what follows them has no end to wait at
+    ends = list(accumulate(item.forward_seconds for item in items[: len(menus.chain)]))  # what follows has none to wait at
     starts = list(accumulate((item.backward_seconds for item in reversed(items)), initial=0.0))[-2::-1]
     gone: dict[int, int] = {}  # position of a block -> of the one at whose end it has left
     free = 0.0  # when the link is
