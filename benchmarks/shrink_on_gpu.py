@@ -38,6 +38,7 @@ from holdall import models
 from holdall.actions.in_backward import used_up
 from holdall.api import environment
 from holdall.cli._ladder_plans import decide
+from holdall.cli._planning import needed_bytes
 from holdall.cost.roofline import cost_trace
 from holdall.optim import in_backward
 from holdall.optim._adam8bit_fused import is_there
@@ -107,7 +108,7 @@ def choose(folder: Path, asked: Asked) -> int:
     problem = pose(trace if method.traced else used_up(trace), hardware, asked.limit - asked.kept, method)
     plan = decide(problem, "auto", {}, in_backward=method.in_backward and method.traced)
     plan.save(folder / asked.file)
-    return int(plan.predicted.peak[hardware.home.name]) + asked.kept
+    return needed_bytes(plan.predicted) + asked.kept
 
 
 def pose(trace: Trace, hardware: Hardware, limit: int | None, method: Method) -> Problem:
