@@ -104,14 +104,25 @@ class _Search(Search):
                 levels.append((self._least_seconds(problem, Spread(most, streamed, through=False)), streamed, most))
         if not levels:
             return [Spread(0, can, through=False)]
-        _, streamed, most = min(levels)
-        counts = dict.fromkeys(round(most * share) for share in _SHARES)
-        found = [Spread(n, streamed, through=False) for n in counts]
+        seconds, streamed, most = min(levels)
+        found = _fewer(most, streamed, through=False)
         if self._may_pass(problem, found):
             found = [*(replace(spread, through=True) for spread in found), *found]
-        if levels[0][1] != streamed:
-            found.append(Spread(levels[0][2], levels[0][1], through=False))
+        fewest = Spread(levels[0][2], levels[0][1], through=False)
+        if fewest.streamed != streamed:
+            found.append(fewest)
+            if self._pass_resident(problem, fewest, seconds):
+                found = [*_fewer(fewest.device, 0, through=True), *found]
         return found
+
+    def _pass_resident(self, problem: Problem, fewest: Spread, seconds: float) -> bool:
+        """Whether units pass through the device that could not if their weights came and went too: so much shorter is a step.
+        That is where an optimizer is slow on the host."""
+        if fewest.streamed or self.through is False or not (self.through or problem.hardware.updates_beside):
+            return False
+        with suppress(ValueError):  # there is no room for it
+            return self._least_seconds(problem, replace(fewest, through=True)) < (1.0 if self.through else _SHOWS) * seconds
+        return False
 
     def _may_pass(self, problem: Problem, spreads: Sequence[Spread]) -> bool:
         """Whether units may pass through the device: as asked for, or if steps are so much shorter then that it will show."""
@@ -168,6 +179,12 @@ class _Search(Search):
             return [()]
         spreads = [self._least_of_all(), Spread(0, 0, through=False)]
         return [(self.placements.at(spread),) for spread in spreads]
+
+
+def _fewer(most: int, streamed: int, *, through: bool) -> list[Spread]:
+    """So many units on the device, and fewer."""
+    counts = dict.fromkeys(round(most * share) for share in _SHARES)
+    return [Spread(n, streamed, through=through) for n in counts]
 
 
 def _describe(spread: Spread, count: int) -> str:

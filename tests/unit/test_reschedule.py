@@ -10,6 +10,7 @@ import torch
 
 import holdall
 from holdall.actions.offload import Offload
+from holdall.actions.place import Place, streamable
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.cost.roofline import cost_trace
 from holdall.planners._finish import finish
@@ -115,6 +116,31 @@ def test_what_a_program_keeps_may_wait_elsewhere(name):
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
         assert harness.store.peak == plan.predicted.peak.get("far", 0)
         assert harness.store.peak > 0 or name == "recurrent"  # whose only such block keeps nothing of its own
+
+
+@pytest.mark.parametrize("when", ["step", "spill", "backward"])
+@pytest.mark.parametrize("name", ["tiny-llama", "convnet"])
+def test_programs_leave_while_weights_come_and_go(name, when):
+    """What `auto` does in small budgets: op by op, what is kept elsewhere, weights streamed, updates on the host."""
+    rng = random.Random(name + when)
+    model, batch, _, trace = traced(name)
+    start = copy.deepcopy(model.state_dict())
+    expected = train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), 3)
+    weights = copy.deepcopy(model.state_dict())
+    can = streamable(trace)
+    rows = {u.name: ("streamed" if u.name in can else "resident", "host") for u in trace.units if u.numel}
+    actions = [Place.of(trace, rows, when=when)]
+    for b in able(trace):
+        program = Reschedule.of(trace, b, random_order(trace, b, rng, kept=0.6))
+        actions += [program, Offload.of(trace, b, overlap=rng.random() < 0.5)]
+    plan = finish(Nop(), dataclasses.replace(problem_for(trace), clips=when != "backward"), actions)
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        assert train(model, batch, optimizer, 3) == expected
+    assert harness.notes == []
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
 
 
 @pytest.mark.parametrize(("name", "plainly"), [("tiny-llama", True), ("tiny-gpt2", False)])
