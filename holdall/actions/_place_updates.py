@@ -47,6 +47,7 @@ class Updates:
         self.is_narrow = bool(self.trace.about.get("precision"))
         self.beside = place.when == "spill" and self.hardware.overlap
         self.units: list[Placed] = []
+        self._copying = _copying(schedule, problem)  # before any copy of ours is there
 
     @property
     def far(self) -> str:
@@ -148,7 +149,7 @@ class Updates:
 
     def _host_seconds(self, unit: Unit) -> Seconds:
         passes = any(p.update == "through" and p.buffer for p in self.units)
-        return host_seconds(unit, self.trace, self.hardware, beside=passes)
+        return host_seconds(unit, self.trace, self.hardware, beside=1.0 if passes else self._copying)
 
     def _through_steps(self, placed: Placed, slot: TensorId) -> list[Step]:
         unit, schedule = placed.unit, self.schedule
@@ -240,3 +241,18 @@ class Updates:
                 left -= _WEIGHTS_FIRST * on_host[name]
                 found[name] = on_host[name]
         return found
+
+
+def _copying(schedule: Schedule, problem: Problem) -> float:
+    """The share of a forward or a backward in which activations leave or come back, over the memory that the host works on.
+    Copies of gradients and weights are in the rate of updates already."""
+    far = problem.hardware.far
+    copies = [s for steps in schedule.after.values() for s in steps if isinstance(s, Copy) and s.src == schedule.home]
+    moved = sum(schedule.info(x).nbytes for s in copies for x in s.tensors)
+    if far is None or not moved:
+        return 0.0
+    seconds = dict.fromkeys(Phase, 0.0)
+    for op in problem.trace.ops:
+        seconds[op.site.phase] += op.seconds
+    shortest = min(seconds[Phase.FORWARD] * far.write, seconds[Phase.BACKWARD] * far.read)
+    return min(1.0, moved / shortest) if shortest else 1.0

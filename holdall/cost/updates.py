@@ -10,9 +10,11 @@ _FAST_BYTES = 28  # a parameter, with a gradient and weights of 16 bits
 _OP_BY_OP = 2.6  # as long a byte where torch's own ops do it: 118 and 45 GB/s on a host of 16 cores
 
 
-def host_seconds(unit: Unit, trace: Trace, hardware: Hardware, *, beside: bool = False) -> Seconds:
-    """Of one unit's update. `beside`: others pass through the device meanwhile."""
-    rate = hardware.updates_beside if beside and hardware.updates_beside else hardware.updates
+def host_seconds(unit: Unit, trace: Trace, hardware: Hardware, *, beside: float = 0.0) -> Seconds:
+    """Of one unit's update. `beside`: the share of the time in which the link is busy both ways, or nearly."""
+    rate = hardware.updates
+    if beside and hardware.updates_beside:
+        rate = 1 / ((1 - beside) / hardware.updates + beside / hardware.updates_beside)
     is_wide = all(trace.tensors[x].dtype == "float32" for x in unit.states)
     is_fast = trace.about.get("optimizer") in _FAST and is_wide
     if is_fast or hardware.device != "cuda":  # a CPU's rate of updates stands for its memory

@@ -7,6 +7,7 @@ import torch
 
 import holdall
 from holdall import models
+from holdall.actions.offload import Offload
 from holdall.actions.place import Place
 from holdall.api import make_problem
 from holdall.cost.presets import gpu
@@ -20,6 +21,7 @@ from holdall.simulator.lower import lower
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import family, machine
 from holdall.tiers.far import Far
+from holdall.types import Run
 
 H100 = replace(gpu("h100-sxm"), updates=4e9)
 
@@ -110,3 +112,24 @@ def test_equal_shapes_in_other_groups_are_updated_otherwise():
     with Harness(plan, model, optimizer, store=Far()) as harness:
         train(model, batch, optimizer, 2)
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=2e-3)
+
+
+def test_the_host_is_slower_while_activations_leave():
+    """As much slower as the link is busy with them: copies go over the memory that it works on."""
+    model, batch = family("tiny-llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    slower = replace(machine(overlap=True), updates=1e6, updates_beside=5e5)
+    trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), slower)
+    place = Place.all(trace, update="host", when="spill")
+    leaving = [Offload.of(trace, b, overlap=True) for b in trace.blocks if b.saves and b.backward is not None]
+
+    def seconds(actions, read):
+        far = replace(slower.tiers[1], read=read, write=read)
+        problem = replace(problem_for(trace), hardware=replace(slower, tiers=(slower.tiers[0], far)))
+        steps = lower(problem, [place, *actions]).steps()
+        return sum(s.seconds for s in steps if isinstance(s, Run) and s.stream == "host")
+
+    alone = seconds([], 1e9)
+    assert alone == pytest.approx(sum(u.numel for u in trace.units) / 1e6)
+    assert seconds(leaving, 1e3) == pytest.approx(2 * alone)  # the link is never free
+    assert alone < seconds(leaving[1:2], 1e12) < seconds(leaving, 1e12) < 1.1 * alone
