@@ -18,7 +18,7 @@ _NEVER = float("inf")
 def best_sets(dag: Dag, middle: int, *, keepable: Collection[int] | None = None, most: int = 12) -> list[frozenset[int]]:
     """Sets of forward nodes (below `middle`) to keep, from the smallest to the largest. `keepable`: only these may be kept."""
     can = set(range(middle)) if keepable is None else set(keepable)
-    needed = {d for i in range(middle, len(dag)) for d in dag.deps[i] if d < middle and i != middle}
+    needed = _needed(dag, middle)
     nothing = _cut(dag, middle, needed, can, 1e30)
     everything = _cut(dag, middle, needed, can, 0.0)
     found = {nothing, everything}
@@ -39,7 +39,7 @@ def best_sets(dag: Dag, middle: int, *, keepable: Collection[int] | None = None,
 def telling(dag: Dag, middle: int, sets: Sequence[frozenset[int]], most: int) -> list[frozenset[int]]:
     """So many of the sets, in their order: one after the other goes which its neighbours make up for best, by the area that is
     lost under the curve of seconds over bytes."""
-    needed = {d for i in range(middle, len(dag)) for d in dag.deps[i] if d < middle and i != middle}
+    needed = _needed(dag, middle)
     left = [(_bytes(dag, s), _seconds(dag, middle, needed, s), s) for s in sets]
     while len(left) > max(2, most):
         lost = [
@@ -60,6 +60,11 @@ def made_again(dag: Dag, needed: Collection[int], kept: Collection[int]) -> set[
             again.add(i)
             waiting += [d for d in dag.deps[i] if d not in kept]
     return again
+
+
+def _needed(dag: Dag, middle: int) -> set[int]:
+    """The forward nodes whose results backward reads."""
+    return {d for i in range(middle + 1, len(dag)) for d in dag.deps[i] if d < middle}
 
 
 def _bytes(dag: Dag, kept: Collection[int]) -> int:
