@@ -1,6 +1,7 @@
 """Model states on a real GPU: wherever they live, the same training, the predicted bytes, and a budget that is kept."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ if not torch.cuda.is_available():
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import holdall
+from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute
+from holdall.actions.reschedule import Reschedule, region
 from holdall.cost.roofline import cost_trace
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
@@ -54,7 +57,8 @@ def loop(model, batch, optimizer, max_norm):
     for _ in range(STEPS):
         loss = model(**batch).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -116,6 +120,47 @@ def test_wherever_states_live_the_training_is_the_same(kind, max_norm, world, ha
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["gpu"], rel=0.03)
     assert harness.notes == []
     assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_programs_leave_while_weights_come_and_go(world, hardware):
+    """What `auto` does in small budgets: op by op, what is kept in RAM meanwhile, weights streamed, updates on the host."""
+    model, batch = copy.deepcopy(world[0]), world[1]
+    expected = reference(world[0], batch, 0.5)
+    optimizer = optimizer_of(model)
+    trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head="whole")
+    can = streamable(trace)
+    rows = {u.name: ("streamed" if u.name in can else "resident", "host") for u in trace.units}
+    problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
+    actions = [Place.of(problem.trace, rows, when="spill")]
+    for block in [b for b in problem.trace.blocks if ".layers." in b.name]:
+        ops, count = region(problem.trace, block)
+        program = Reschedule.of(problem.trace, block, [*range(count - 4, count), *range(count, len(ops))])
+        actions += [program, Offload.of(problem.trace, block, overlap=True)]
+    plan = finish(Nop(), problem, actions)
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        got = loop(model, batch, optimizer, 0.5)
+    assert got == pytest.approx(expected, rel=2e-2)
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["gpu"], rel=0.03)
+    assert harness.notes == []
+
+
+@pytest.mark.parametrize("kind", ["host", "through", "streamed", "streamed through"])
+def test_updates_in_backward_wherever_states_live(kind, world, hardware):
+    """Nothing is clipped then, and every unit is updated as soon as its gradient is there."""
+    model, batch = copy.deepcopy(world[0]), world[1]
+    expected = reference(world[0], batch, 1e9)
+    optimizer = optimizer_of(model)
+    trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head="whole")
+    weights, update, _ = PLACED[kind]
+    can = streamable(trace)
+    rows = {u.name: (weights if u.name in can else "resident", update) for u in trace.units}
+    problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
+    plan = finish(Nop(), replace(problem, clips=False), [Place.of(problem.trace, rows, when="backward")])
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        got = loop(model, batch, optimizer, None)
+    assert got == pytest.approx(expected, rel=2e-2)
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["gpu"], rel=0.03)
+    assert harness.notes == []
 
 
 def test_adam_need_not_be_fused_for_the_fast_kernel_of_the_host(world, hardware):
