@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from holdall.cost.updates import host_seconds
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Unit, Wait
-from holdall.types.trace import OpId, Seconds, TensorId
+from holdall.types.trace import OpId, TensorId
 from holdall.units import ALIGN
 
 if TYPE_CHECKING:
     from holdall.actions.place import Place
 
-_BESIDE_OLD = 1.1  # of the time of an update in place, for one that leaves the old values where they are
+_BESIDE_OLD = 1.3  # of the time of an update in place, for one in backward: old values stay, and it has fewer threads
 _WEIGHTS_FIRST = 0.85  # likewise, for one that makes the new weights alone
 _PIECE = 1 << 26  # parameters whose gradients are widened at a time
 
@@ -47,7 +47,6 @@ class Updates:
         self.is_narrow = bool(self.trace.about.get("precision"))
         self.beside = place.when == "spill" and self.hardware.overlap
         self.units: list[Placed] = []
-        self._copying = _copying(schedule, problem)  # before any copy of ours is there
 
     @property
     def far(self) -> str:
@@ -138,7 +137,7 @@ class Updates:
                 reads=(),
                 writes=(),
                 mutates=touched,
-                seconds=self._host_seconds(unit) * factor,
+                seconds=host_seconds(unit, self.trace, self.hardware) * factor,
                 name=f"update of {unit.name}",
                 stream="host",
             )
@@ -146,10 +145,6 @@ class Updates:
         if not placed.streamed:
             steps.append(Copy(tensors=placed.buffer, src=self.far, dst=self.home, lands=False, lane="weights", name=unit.name))
         return steps
-
-    def _host_seconds(self, unit: Unit) -> Seconds:
-        passes = any(p.update == "through" and p.buffer for p in self.units)
-        return host_seconds(unit, self.trace, self.hardware, beside=1.0 if passes else self._copying)
 
     def _through_steps(self, placed: Placed, slot: TensorId) -> list[Step]:
         unit, schedule = placed.unit, self.schedule
@@ -230,7 +225,7 @@ class Updates:
         if not self.problem.clipped or self.problem.accumulate > 1:
             return {}
         by_host = (p.unit for p in self.units if p.update == "host" and p.buffer)
-        on_host = {unit.name: self._host_seconds(unit) for unit in by_host}
+        on_host = {unit.name: host_seconds(unit, self.trace, self.hardware) for unit in by_host}
         left = sum(op.seconds for op in self.trace.ops) - sum(on_host.values())
         found = {}
         for placed in self.units:
@@ -241,18 +236,3 @@ class Updates:
                 left -= _WEIGHTS_FIRST * on_host[name]
                 found[name] = on_host[name]
         return found
-
-
-def _copying(schedule: Schedule, problem: Problem) -> float:
-    """The share of a forward or a backward in which activations leave or come back, over the memory that the host works on.
-    Copies of gradients and weights are in the rate of updates already."""
-    far = problem.hardware.far
-    copies = [s for steps in schedule.after.values() for s in steps if isinstance(s, Copy) and s.src == schedule.home]
-    moved = sum(schedule.info(x).nbytes for s in copies for x in s.tensors)
-    if far is None or not moved:
-        return 0.0
-    seconds = dict.fromkeys(Phase, 0.0)
-    for op in problem.trace.ops:
-        seconds[op.site.phase] += op.seconds
-    shortest = min(seconds[Phase.FORWARD] * far.write, seconds[Phase.BACKWARD] * far.read)
-    return min(1.0, moved / shortest) if shortest else 1.0

@@ -10,11 +10,10 @@ _FAST_BYTES = 28  # a parameter, with a gradient and weights of 16 bits
 _OP_BY_OP = 2.6  # as long a byte where torch's own ops do it: 118 and 45 GB/s on a host of 16 cores
 
 
-def host_seconds(unit: Unit, trace: Trace, hardware: Hardware, *, beside: float = 0.0) -> Seconds:
-    """Of one unit's update. `beside`: the share of the time in which the link is busy both ways, or nearly."""
-    rate = hardware.updates
-    if beside and hardware.updates_beside:
-        rate = 1 / ((1 - beside) / hardware.updates + beside / hardware.updates_beside)
+def host_seconds(unit: Unit, trace: Trace, hardware: Hardware, *, beside: bool = False) -> Seconds:
+    """Of one unit's update, if no copies take of the host's memory meanwhile; `beside`: if they do, both ways and all the time.
+    What happens when is the simulator's clock's business."""
+    rate = (beside and hardware.updates_beside) or hardware.updates
     is_wide = all(trace.tensors[x].dtype == "float32" for x in unit.states)
     is_fast = trace.about.get("optimizer") in _FAST and is_wide
     if is_fast or hardware.device != "cuda":  # a CPU's rate of updates stands for its memory

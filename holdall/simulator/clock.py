@@ -3,6 +3,8 @@
 A lane is whatever works through its tasks one after the other: the device's compute stream, the host's processors, a stream of
 copies. A task begins when it is the first of its lane and everything it waits for is done. Copies of one direction share its
 rate; while bytes flow both ways each direction keeps `hardware.duplex` of its rate; a copy's latency takes time but no rate.
+The host's processors work on the memory that copies go over: they are slower while bytes flow, as slow as
+`hardware.updates_beside` says while they flow both ways.
 
     compute  |####|##########|....|######|          .... waits for the copy in
     out           |lat|##shared##|
@@ -11,13 +13,13 @@ rate; while bytes flow both ways each direction keeps `hardware.duplex` of its r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdall.cost.link import IN, OUT, link_rate
 from holdall.types import Hardware
 
-COMPUTE = "compute"
+COMPUTE, HOST = "compute", "host"
 _NEVER = float("inf")
 
 
@@ -111,15 +113,20 @@ class Clock:
             share = {
                 d: (self.hardware.duplex if OUT in ways and IN in ways else 1.0) / max(1, ways.count(d)) for d in (OUT, IN)
             }
+            slower = self._host_slower(ways)
             turn = _NEVER
             for lane, (seconds, nbytes) in active.items():
-                left = seconds if seconds > 0 else nbytes / (flowing[lane].rate * share[flowing[lane].direction])
+                if seconds > 0:
+                    left = seconds * slower if lane == HOST else seconds
+                else:
+                    left = nbytes / (flowing[lane].rate * share[flowing[lane].direction])
                 turn = min(turn, left)
             now += turn
             for lane in list(active):
                 left_over = active[lane]
                 if left_over[0] > 0:
-                    left_over[0] = 0.0 if left_over[0] <= turn else left_over[0] - turn
+                    worked = turn / slower if lane == HOST else turn
+                    left_over[0] = 0.0 if left_over[0] <= worked * (1 + 1e-12) else left_over[0] - worked
                 else:
                     task = flowing[lane]
                     flowed = turn * task.rate * share[task.direction]
@@ -128,6 +135,11 @@ class Clock:
                     self._end(lanes, heads, done, active, lane, now)
         assert all(done), "tasks wait for each other"
         return max((task.end for task in self.tasks), default=0.0)
+
+    def _host_slower(self, ways: Sequence[str]) -> float:
+        """How much longer the host's processors take for their work while bytes flow these ways."""
+        alone, beside = self.hardware.updates, self.hardware.updates_beside
+        return 1 + (alone / beside - 1) * len(set(ways)) / 2 if beside else 1.0
 
     def _begin(
         self,

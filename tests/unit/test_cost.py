@@ -195,6 +195,25 @@ def test_computation_waits_for_what_it_awaits_and_for_nothing_else():
     assert clock.tasks[last].start == 6.5
 
 
+def test_the_host_is_slower_while_bytes_flow():
+    """Copies go over the memory that it works on."""
+    clock = Clock(machine(updates=6.0, updates_beside=2.0))
+    host = clock.beside("host", 10.0)
+    out, back = clock.copy("cpu", "out", 16), clock.copy("cpu", "in", 8)
+    clock.run()
+    assert (clock.tasks[back].end, clock.tasks[out].end) == (2.5, 5.5)
+    # 0.5 of latency; two seconds both ways, three times as slow; three one way, twice as slow; the rest at full speed
+    assert clock.tasks[host].end == pytest.approx(5.5 + 10 - 0.5 - 2 / 3 - 3 / 2)
+
+
+def test_a_host_whose_rate_beside_copies_was_not_measured_is_as_fast_as_ever():
+    clock = Clock(machine(updates=6.0))
+    host = clock.beside("host", 10.0)
+    clock.copy("cpu", "out", 16)
+    clock.run()
+    assert clock.tasks[host].end == 10.0
+
+
 # measured tables
 
 
