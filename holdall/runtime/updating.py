@@ -78,6 +78,7 @@ class Updater:
         }
         self._parts: dict[str, Part] = {}
         self._chunks: dict[str, Chunk] = {}
+        self._left: dict[str, set[tuple[int, str]]] = {}  # unit -> states that are not in its chunk, but in ordinary memory
         self._slots: list[Slot] = []
         self._sent: list[Ticket] = []  # copies out of the slots
         self._turn = 0
@@ -290,9 +291,8 @@ class Updater:
         return chunk.layout.nbytes + grads.nbytes + (unit.layout.nbytes if unit.is_streamed else 0) + wide
 
     def adopt(self, unit: Unit) -> bool:
-        """Move a unit's homes and states, once there are states, into one chunk; whether that is done."""
-        if unit.name in self._chunks:
-            return True
+        """Move a unit's homes and states, once there are states, into one chunk; whether that is done. A step may have added
+        to the states, or made them larger: then they move into another."""
         states = self.states(unit.trained)
         assert self.lane is not None
         if not all(states):
@@ -303,19 +303,28 @@ class Updater:
             for key, v in s.items()
             if isinstance(v, torch.Tensor) and v.numel() and self._follows(unit.trained[n], key, v)
         ]
+        before = self._chunks.get(unit.name)
+        if before is not None and before.keys == keys and not self._left[unit.name]:
+            return True
         layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
+        if before is not None:
+            self.lane.arrived(before.ticket)
         ticket = self.lane.reserve(layout.nbytes)
         views = layout.views(self.lane.memory(ticket))
+        left = self._left.get(unit.name, set(keys))
         with self.quiet():
             for m, view in zip(unit.trained, views, strict=False):
                 copy_tensor(view, m.home.data)
                 m.home.data = view
             for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
                 copy_tensor(view, states[n][key])
-                self.away.discard(states[n][key].untyped_storage()._cdata)  # soon another's
+                if (n, key) in left:
+                    self.away.discard(states[n][key].untyped_storage()._cdata)  # soon another's
+                    self.outside -= view.nbytes
                 states[n][key] = view
-        self.outside -= sum(view.nbytes for view in views[len(unit.trained) :])
-        if unit.homes is not None:
+        if before is not None:
+            self.lane.free(before.ticket)
+        elif unit.homes is not None:
             if unit.source is unit.homes:
                 unit.source = None  # the working weights come out of the chunk from now on
             if len(unit.trained) == len(unit.members):  # else frozen homes still lie there, until the store is closed
@@ -323,6 +332,7 @@ class Updater:
         unit.homes = ticket
         self._keep(unit.trained, states, away=True)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)
+        self._left[unit.name] = set()
         return True
 
     def refill_chunks(self, units: Sequence[Unit]) -> None:
@@ -378,8 +388,7 @@ class Updater:
                 sliced=True,
                 scratch=rest[staged.numel() :].view(torch.float32) if unit.is_narrow else None,
             )
-            for n, (mine, new) in enumerate(zip(own, states, strict=True)):
-                mine.update({k: v for k, v in new.items() if (n, k) not in chunk.keys})
+            self._take_back(unit, chunk, views[len(unit.trained) :], own, states)
             ready = self._stream.record_event() if self._stream is not None else None
         self.lane.push(chunk.ticket, states_at, after=ready)
         self._sent.append(chunk.ticket)
@@ -390,3 +399,29 @@ class Updater:
             self._sent.append(unit.source)
             slot.free = unit.source.out
         return ready
+
+    def _take_back(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        views: Sequence[torch.Tensor],
+        own: Sequence[dict[str, Any]],
+        states: Sequence[dict[str, Any]],
+    ) -> None:
+        """What an update left in the states that it was given, where it put other tensors there than those of the chunk."""
+        there = dict(zip(chunk.keys, views, strict=True))
+        for n, (mine, new) in enumerate(zip(own, states, strict=True)):
+            for key, value in new.items():
+                view = there.get((n, key))
+                if view is not None and value is view:
+                    continue
+                if view is not None and (value.shape, value.dtype) == (view.shape, view.dtype):
+                    view.copy_(value)
+                elif isinstance(value, torch.Tensor) and value.numel() and self._follows(unit.trained[n], key, value):
+                    with self.quiet():
+                        mine[key] = value.to(unit.trained[n].home.device, copy=True)
+                    self.away.add(mine[key].untyped_storage()._cdata)
+                    self.outside += mine[key].nbytes
+                    self._left[unit.name].add((n, key))
+                else:
+                    mine[key] = value

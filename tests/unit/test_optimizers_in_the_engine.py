@@ -1,17 +1,25 @@
 """Low-memory optimizers under the line: traced without memory, their state counted, updated on the device and on the host."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import holdall
+from holdall.actions.place import Place
+from holdall.cost.roofline import cost_trace
 from holdall.optim.adafactor import Adafactor
+from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.apollo import Apollo
 from holdall.optim.flora import Flora
 from holdall.optim.galore import GaLore
-from holdall.testing.contracts import train
+from holdall.planners._finish import finish
+from holdall.planners.nop import Nop
+from holdall.runtime.harness import Harness
+from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import family, machine
+from holdall.tiers.far import Far
 from holdall.types import Kind
 
 MADE = {
@@ -42,3 +50,27 @@ def test_plans_hold_for_it_on_the_device_and_on_the_host(made):
         assert all(map(torch.equal, copied.parameters(), reference.parameters()))
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
         assert harness.notes == []
+
+
+PASSING = MADE | {
+    "galore": lambda m: GaLore(GaLore.groups(m, rank=4, update_proj_gap=2)),
+    "adam8bit": lambda m: Adam8bit(Adam8bit.groups(m), lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+@pytest.mark.parametrize("made", PASSING.values(), ids=PASSING)
+def test_states_pass_through_the_device_and_nothing_of_them_stays(made, when):
+    """Also what a first step adds to a state that was there before, and what later steps put in the place of old tensors."""
+    model, batch = family("tiny-llama")
+    reference = copy.deepcopy(model)
+    expected = train(reference, batch, made(reference), 5)
+    optimizer = made(model)
+    trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), machine())
+    plan = finish(Nop(), replace(problem_for(trace), clips=False), [Place.all(trace, update="through", when=when)])
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        losses = train(model, batch, optimizer, 5)
+    assert losses == expected
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=2e-3)
+    assert harness.notes == []
