@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from holdall.actions._place_updates import Placed, Updates
+from holdall.actions._place_updates import Placed, Updates, waited
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
 from holdall.types.trace import OpId, TensorId
@@ -221,7 +221,8 @@ class _Rewrite(Updates):
         steps.append(Run(op=-1, reads=unit.grads, writes=(flat,), seconds=seconds, name=f"gather gradients of {unit.name}"))
         steps.append(Copy(tensors=(flat,), src=self.home, dst=self.far, lands=False, uses=placed.buffer, name=unit.name))
         if self.place.when == "backward":
-            steps += self.elsewhere(placed)
+            made = self.elsewhere(placed)
+            steps += made if placed.update == "host" else [*made, waited(made)]
         elif self.is_ahead(placed) and not self.problem.clipped:
             steps.append(self.host_steps(placed)[0])
         if not self.place.overlap:

@@ -76,8 +76,7 @@ class Updates:
                 for placed in self.units:
                     if placed.buffer:
                         steps = self.elsewhere(placed)
-                        copies = [x for s in steps if isinstance(s, Copy) for x in (*(() if s.aside else s.tensors), *s.uses)]
-                        self.schedule.insert(self.end, [*steps, Wait(tensors=tuple(dict.fromkeys(copies)))])
+                        self.schedule.insert(self.end, [*steps, waited(steps)])
         if plain:
             sizes = [p.unit.workspace for p in plain]
             self.schedule.insert(
@@ -236,3 +235,9 @@ class Updates:
                 left -= _WEIGHTS_FIRST * on_host[name]
                 found[name] = on_host[name]
         return found
+
+
+def waited(steps: Iterable[Step]) -> Wait:
+    """For all that these steps copy, and for the room that they copy to."""
+    copies = [x for s in steps if isinstance(s, Copy) for x in (*(() if s.aside else s.tensors), *s.uses)]
+    return Wait(tensors=tuple(dict.fromkeys(copies)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdall.optim._part import Part, snapshot
+from holdall.optim._part import Part, clone_optimizer, snapshot
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.trials import Trials
 from holdall.tracing.values import KnownValues
@@ -23,6 +23,10 @@ class Updating:
     values: Mapping[str, torch.Tensor]
     narrow: Mapping[str, torch.Tensor]  # what the model computes with, where that is narrower than the value
     sliced: bool  # as on a GPU, where memory is what counts
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return any(v.device.type == "cuda" for v in self.values.values())
 
     def states(self, names: Sequence[str]) -> list[dict[str, Any]]:
         return [self.optimizer.state.get(self.values[n], {}) for n in names]
@@ -39,6 +43,16 @@ class Updating:
         states, groups = self.states(names), snapshot(self.optimizer)
         narrow = [self.narrow[n].detach() for n in names] if all(n in self.narrow for n in names) else None
         part.update([v.detach() for v in values], grads, states, groups, range(len(names)), narrow=narrow, sliced=self.sliced)
+
+    def on_host(self) -> Updating:
+        """The same with everything on a CPU."""
+        there = {id(v): v.detach().to("cpu") for v in self.values.values()}
+        clone = clone_optimizer(self.optimizer, there, foreach=False)
+        for value in self.values.values():
+            state = self.optimizer.state.get(value, {})
+            clone.state[there[id(value)]] = {k: v.to("cpu") if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        narrow = {n: v.detach().to("cpu") for n, v in self.narrow.items()}
+        return Updating(optimizer=clone, values={n: there[id(v)] for n, v in self.values.items()}, narrow=narrow, sliced=False)
 
 
 def group_parameters(names: Sequence[str], blocks: Sequence[Block]) -> dict[str, list[str]]:
@@ -76,7 +90,8 @@ def find_units(
             first.setdefault(x, op.id)
     groups = group_parameters([n for n in names if n in weights], blocks)
     order = sorted(groups, key=lambda g: min(first.get(weights[n], len(ops)) for n in groups[g]))
-    costs: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    costs: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
+    elsewhere = updating.on_host() if updating is not None and updating.is_on_gpu else None
     group_of = updating.groups() if updating is not None else {}
     found: list[Unit] = []
     for unit in order:
@@ -85,8 +100,9 @@ def find_units(
         shape = tuple((tensors[weights[n]].shape, tensors[weights[n]].dtype, group_of.get(n)) for n in members)
         if shape not in costs:
             moved, workspace = _measure(trained, updating) if updating is not None and trained else (0, 0)
-            costs[shape] = (len(found), moved, workspace)
-        same, moved, workspace = costs[shape]
+            host_moved = _measure(trained, elsewhere)[0] if elsewhere is not None and trained else 0
+            costs[shape] = (len(found), moved, workspace, host_moved)
+        same, moved, workspace, host_moved = costs[shape]
         found.append(
             Unit(
                 id=len(found),
@@ -99,6 +115,7 @@ def find_units(
                 moved=moved,
                 workspace=workspace,
                 same_as=None if same == len(found) else same,
+                host_moved=host_moved,
             )
         )
     return tuple(found)

@@ -130,6 +130,7 @@ class Unit:
     moved: Bytes  # bytes that its update reads and writes
     workspace: Bytes  # bytes that its update takes and gives back
     same_as: int | None = None  # the earlier unit that it repeats
+    host_moved: Bytes = 0  # bytes that its update moves where a CPU makes it, which may have no kernel for it; 0: as many
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import holdall
 from holdall import models
@@ -20,6 +21,7 @@ from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import family, machine
 from holdall.tiers.far import Far
+from holdall.tracing.units import Updating, _measure
 
 H100 = replace(gpu("h100-sxm"), updates=4e9)
 
@@ -46,6 +48,21 @@ def test_others_take_the_longer_the_more_they_move():
     momentum = rate(traced(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)))
     adafactor = rate(traced(torch.optim.Adafactor))
     assert adafactor < momentum < 4e9
+
+
+def test_a_gpus_kernel_is_not_the_hosts():
+    """8-bit Adam is one kernel on a GPU; a CPU makes it op by op, and moves many times as much."""
+    trace = traced(Adam8bit)
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(1024, 1024, device="cuda", dtype=torch.bfloat16))
+        there = Updating(optimizer=Adam8bit([weight]), values={"weight": weight}, narrow={}, sliced=True)
+        here = there.on_host()
+        moved, _ = _measure(["weight"], here)
+    assert there.is_on_gpu and not here.is_on_gpu
+    assert moved > 100 * weight.numel()
+    unit = trace.units[0]
+    slow = replace(unit, host_moved=3 * unit.moved)
+    assert host_seconds(slow, trace, H100) == pytest.approx(3 * host_seconds(unit, trace, H100))
 
 
 def test_adam_in_sixteen_bits_goes_by_torchs_own_ops():
