@@ -71,6 +71,7 @@ METHODS = {
     "actnn": Method("adamw", compress=True),
     "actnn and lomo": Method("lomo", in_backward=True, compress=True),
 }
+_PATIENCE = 10.0  # seconds of a step; a device's time is dear
 _TIGHTER = 0.95  # of a budget, for a plan that ran out of memory
 _KERNELS = 128 * 2**20  # bytes that kernels may take which rows load after the plans are made
 COMBINED = ("adamw", "lomo", "galore in backward", "adam8bit in backward", "adamw in backward", "actnn and lomo")
@@ -211,15 +212,23 @@ class Bench:
         if not found:
             return {"why": f"nothing fits; the least found needs {min(needs.values()) / self.unit:.2f}"}
         try:
-            return self.run(found[0].method, Plan.load(self.folder / found[0].file), budget=limit)
+            return self.run_planned(found[0], limit)
         except torch.OutOfMemoryError as error:
+            traceback.print_exception(error, limit=-12)
             first = str(error).split(". ")[1]
         self.clean()
         for asked in (replace(one, limit=round(_TIGHTER * limit)) for one in found):
             if choose(self.folder, asked) <= asked.limit:
-                row = self.run(asked.method, Plan.load(self.folder / asked.file), budget=limit)
+                row = self.run_planned(asked, limit)
                 return row | {"why": f"planned for {_TIGHTER:.0%}: the first plan ran out ({first})"}
         return {"why": f"the first plan ran out ({first}), and nothing fits {_TIGHTER:.0%}"}
+
+    def run_planned(self, asked: Asked, limit: int) -> dict[str, Any]:
+        plan = Plan.load(self.folder / asked.file)
+        print(f"{asked.name} at {limit / self.unit:g}: {plan.summary()}", flush=True)
+        if plan.predicted.seconds > _PATIENCE:
+            return {"why": f"not run: said to take {plan.predicted.seconds:.0f} s a step"}
+        return self.run(asked.method, plan, budget=limit)
 
     def plan_all(self, jobs: Sequence[tuple[str, float | None]]) -> None:
         """The plans of all combined rows, in processes side by side: the device waits for the longest alone."""
@@ -390,7 +399,7 @@ def main(arguments: list[str] | None = None) -> None:
             try:
                 row |= bench.alone(name) if budget is None else bench.combined(name, budget)
             except Exception as error:  # one row's failure is one row
-                if not isinstance(error, (holdall.HoldallError, torch.OutOfMemoryError)):
+                if not isinstance(error, holdall.HoldallError):
                     traceback.print_exception(error, limit=-12)
                 row["why"] = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
             writer.writerow({**row, **bench.about})
