@@ -18,6 +18,8 @@ from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, region
 from holdall.cost.roofline import cost_trace
+from holdall.optim.adam8bit import Adam8bit
+from holdall.optim.galore import GaLore
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.types import Problem
@@ -156,6 +158,31 @@ def test_updates_in_backward_wherever_states_live(kind, world, hardware):
     rows = {u.name: (weights if u.name in can else "resident", update) for u in trace.units}
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
     plan = finish(Nop(), replace(problem, clips=False), [Place.of(problem.trace, rows, when="backward")])
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        got = loop(model, batch, optimizer, None)
+    assert got == pytest.approx(expected, rel=2e-2)
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["gpu"], rel=0.03)
+    assert harness.notes == []
+
+
+SHRUNK = {
+    "galore": lambda m: GaLore(GaLore.groups(m, rank=64, update_proj_gap=2), lr=1e-3),
+    "adam8bit": lambda m: Adam8bit(Adam8bit.groups(m), lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("when", ["backward", "spill"])
+@pytest.mark.parametrize("kind", SHRUNK)
+def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, when, world, hardware):
+    """Of the model's own width, as those optimizers are used. A state is made in the first step, a projector again later."""
+    plain, batch = copy.deepcopy(world[0]).bfloat16().cuda(), world[1]
+    model = copy.deepcopy(plain)
+    expected = loop(plain, batch, SHRUNK[kind](plain), None)
+    optimizer = SHRUNK[kind](model)
+    trace = holdall.trace(model, batch, optimizer=optimizer, head="whole")
+    problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
+    rows = {u.name: ("resident", "through") for u in trace.units}
+    plan = finish(Nop(), replace(problem, clips=False), [Place.of(problem.trace, rows, when=when)])
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         got = loop(model, batch, optimizer, None)
     assert got == pytest.approx(expected, rel=2e-2)

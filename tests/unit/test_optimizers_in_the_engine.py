@@ -58,7 +58,7 @@ PASSING = MADE | {
 }
 
 
-@pytest.mark.parametrize("when", ["step", "backward"])
+@pytest.mark.parametrize("when", ["step", "backward", "spill"])
 @pytest.mark.parametrize("made", PASSING.values(), ids=PASSING)
 def test_states_pass_through_the_device_and_nothing_of_them_stays(made, when):
     """Also what a first step adds to a state that was there before, and what later steps put in the place of old tensors."""
