@@ -62,7 +62,7 @@ PASSING = MADE | {
 @pytest.mark.parametrize("made", PASSING.values(), ids=PASSING)
 def test_states_pass_through_the_device_and_nothing_of_them_stays(made, when):
     """Also what a first step adds to a state that was there before, and what later steps put in the place of old tensors."""
-    model, batch = family("tiny-llama")
+    model, batch = family("tied")
     reference = copy.deepcopy(model)
     expected = train(reference, batch, made(reference), 5)
     optimizer = made(model)
@@ -72,5 +72,5 @@ def test_states_pass_through_the_device_and_nothing_of_them_stays(made, when):
         losses = train(model, batch, optimizer, 5)
     assert losses == expected
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
-    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=2e-3)
+    assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.015)
     assert harness.notes == []
