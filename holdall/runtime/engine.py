@@ -36,6 +36,7 @@ from holdall.runtime.evaluating import Evaluating
 from holdall.runtime.guard import watch_calls
 from holdall.runtime.held import Held
 from holdall.runtime.lending import Lender
+from holdall.runtime.passing import Passing
 from holdall.runtime.pending import Pending
 from holdall.runtime.placing import Placing
 from holdall.runtime.stepping import BACKWARD, SPILL, STEP, Stepping
@@ -71,6 +72,7 @@ class Engine:
         self._queued = False  # a callback at the end of this backward
         self.away: set[int] = set()  # storages in another tier, which whoever counts the device's memory leaves out
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
+        self._passing = Passing(self.updater) if self.updater is not None else None
         _check(model, optimizer)
         self.units = self._find_units(placing)
         self._set_up(share=placing.share)
@@ -88,10 +90,11 @@ class Engine:
             store, device, are_used_up=self.when == BACKWARD, overlap=placing.overlap, ahead=ahead, quiet=quiet
         )
         self._stepping: Stepping | None = None
-        if self.updater is not None and beside is not None and ahead is not None:
+        if self.updater is not None and self._passing is not None and beside is not None and ahead is not None:
             self._stepping = Stepping(
                 self.units,
                 self.updater,
+                self._passing,
                 self._collector,
                 self._pending,
                 beside,
@@ -180,8 +183,9 @@ class Engine:
         kept = self._collector.unused()
         self.streaming.release_all()
         self._swap(False)
+        if self._passing is not None:
+            self._passing.leave_room()
         if self.updater is not None:
-            self.updater.leave_room()
             self.updater.close()
         for undo in reversed(self._undo):
             undo()
@@ -197,7 +201,7 @@ class Engine:
             home.grad = grad.to(home.device)
         self.units.clear()
         self._collector.close()
-        self._stepping = self._beside = self.updater = None
+        self._stepping = self._beside = self._passing = self.updater = None
 
     # forward
 
@@ -224,8 +228,8 @@ class Engine:
 
     def need(self, call: str) -> None:
         """The forward of this block call begins: its weights must be there, the next one's may set out."""
-        if call == self._release and self.updater is not None:
-            self.updater.leave_room()
+        if call == self._release and self._passing is not None:
+            self._passing.leave_room()
         if not self.is_swapped:
             self._pending.guard.lower()
             self._swap(True)
@@ -329,8 +333,8 @@ class Engine:
     def settle(self) -> None:
         """Every update is over, on the host too; an error in one of them is raised when all are."""
         self._pending.finish_all()
-        if self.updater is not None:
-            self.updater.leave_room()
+        if self._passing is not None:
+            self._passing.leave_room()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._pending.guard.lower()
@@ -355,8 +359,8 @@ class Engine:
     def _states_loaded(self) -> None:
         """The optimizer has new states: those on the host move into their places again."""
         self.settle()
-        if self.updater is not None:
-            self.updater.refill_chunks(self.units)
+        if self._passing is not None:
+            self._passing.refill_chunks(self.units)
 
     def _swap(self, working: bool) -> None:
         if working == self.is_swapped:

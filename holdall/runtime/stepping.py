@@ -2,7 +2,7 @@
 
 The user's optimizer finds nothing to do for the parameters that were placed: while its step runs, they are not in its groups.
 Their updates are made before: at once ("step"), or begun to go on beside the next forward ("spill"), or they were made as soon
-as the gradients were there ("backward"). How one is made is in `updating.py`; who waits for it, in `pending.py`.
+as the gradients were there ("backward"). How one is made: `updating.py`, `passing.py`; who waits for it: `pending.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from holdall.runtime.ahead import Ahead
 from holdall.runtime.beside import Beside
 from holdall.runtime.collecting import Collector, is_spent, spend
 from holdall.runtime.held import Held
+from holdall.runtime.passing import Passing
 from holdall.runtime.pending import Pending
 from holdall.runtime.scaling import unscale
 from holdall.runtime.units import DEVICE, THROUGH, Unit
@@ -35,6 +36,7 @@ class Stepping:
         self,
         units: Sequence[Unit],
         updater: Updater,
+        passing: Passing,
         collector: Collector,
         pending: Pending,
         beside: Beside,
@@ -46,6 +48,7 @@ class Stepping:
     ) -> None:
         self._units = units
         self._updater = updater
+        self._passing = passing
         self._collector = collector
         self._pending = pending
         self._beside = beside
@@ -105,7 +108,7 @@ class Stepping:
             updater.on_device(unit, order, held.here)
             held.here = []
             unit.note_versions()
-        elif unit.update == THROUGH and updater.adopt(unit):
+        elif unit.update == THROUGH and self._passing.adopt(unit):
             self._pass_through(held, order)
         else:
             is_right = self._ahead.judge(held, order)
@@ -128,19 +131,19 @@ class Stepping:
 
     def _prepare_room(self, held: Iterable[Held]) -> None:
         """Memory for the units that pass through the device, from here until they all have."""
-        updater = self._updater
-        passing = [h for h in held if h.unit.update == THROUGH and updater.adopt(h.unit)]
-        if passing and self._device.type == "cuda":
-            updater.room(max(updater.through_bytes(h.unit, h.layout) for h in passing), min(self._slots, len(passing)))
+        those = [h for h in held if h.unit.update == THROUGH and self._passing.adopt(h.unit)]
+        if those and self._device.type == "cuda":
+            most = max(self._passing.through_bytes(h.unit, h.layout) for h in those)
+            self._passing.room(most, min(self._slots, len(those)))
 
     def _pass_through(self, held: Held, order: Order) -> None:
         inline = self._device.type != "cuda"
         is_alone = inline or self._when == BACKWARD  # room for this unit alone; at a step, several share it
         if is_alone:
-            self._updater.room(self._updater.through_bytes(held.unit, held.layout), 1)
-        self._pending.add(held.unit, self._updater.through(held.unit, order, held.ticket, held.layout))
+            self._passing.room(self._passing.through_bytes(held.unit, held.layout), 1)
+        self._pending.add(held.unit, self._passing.through(held.unit, order, held.ticket, held.layout))
         if is_alone:
-            self._updater.leave_room()
+            self._passing.leave_room()
         if inline:
             self._pending.finish(held.unit)
         self._free_sum(held)

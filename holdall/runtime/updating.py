@@ -1,4 +1,4 @@
-"""Updates of units: on the device, on the host beside it, or on the device with states that live on the host.
+"""Updates of units, on the device or on the host beside it; those on their way through the device are in `passing.py`.
 
 Every one of them is the user's own optimizer over the unit's parameters (`optim/_part.py`); they differ in where that runs and
 in what must be moved for it.
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from holdall.optim import _host
-from holdall.optim._part import PIECE, Groups, Part, snapshot
+from holdall.optim._part import Groups, Part, snapshot
 from holdall.runtime.threads import Threads, host_threads
-from holdall.runtime.units import DEVICE, Layout, Member, Unit, like
-from holdall.tiers import Keeper, Ticket
+from holdall.runtime.units import DEVICE, Member, Unit
+from holdall.tiers import Keeper
 from holdall.tiers._buffers import copy_tensor
 
 
@@ -31,23 +31,6 @@ class Order:
     which: tuple[int, ...]  # members, among the trained, that have a gradient
     scale: torch.Tensor | None
     after: Any  # event: from here on the working weights may be overwritten
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Homes and states of a unit in one piece of pinned host memory."""
-
-    ticket: Ticket
-    layout: Layout
-    keys: list[tuple[int, str]]  # after the homes: (member, name of the state)
-
-
-class Slot:
-    """Device memory that units pass through one after the other."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.free: Any = None  # event after which it may be overwritten
 
 
 class Updater:
@@ -77,13 +60,7 @@ class Updater:
             id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]
         }
         self._parts: dict[str, Part] = {}
-        self._chunks: dict[str, Chunk] = {}
-        self._left: dict[str, set[tuple[int, str]]] = {}  # unit -> states that are not in its chunk, but in ordinary memory
-        self._slots: list[Slot] = []
-        self._sent: list[Ticket] = []  # copies out of the slots
-        self._turn = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if store is not None:
             self.is_plain_adam(snapshot(optimizer))  # finds the fast kernel now rather than in the first step
 
@@ -91,7 +68,6 @@ class Updater:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
-        self._slots = []
 
     def take(self, unit: Unit) -> None:
         """Take a unit on. While a step runs, the optimizer's groups are empty, so what is to be known of them is learnt now."""
@@ -104,7 +80,7 @@ class Updater:
     def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
         return [self.optimizer.state.get(m.home) or {} for m in members]
 
-    def _keep(self, members: Sequence[Member], states: Sequence[dict[str, Any]], *, away: bool = False) -> None:
+    def keep(self, members: Sequence[Member], states: Sequence[dict[str, Any]], *, away: bool = False) -> None:
         for m, state in zip(members, states, strict=True):
             if state:
                 self.optimizer.state[m.home] = state
@@ -116,7 +92,7 @@ class Updater:
         """States that are there already go where their parameters went."""
         for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and self._follows(m, key, value):
+                if isinstance(value, torch.Tensor) and self.follows(m, key, value):
                     state[key] = value.to(m.home.device)
 
     def return_states(self, unit: Unit) -> None:
@@ -124,10 +100,10 @@ class Updater:
         for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    to = m.came_from if self._follows(m, key, value) else value.device
+                    to = m.came_from if self.follows(m, key, value) else value.device
                     state[key] = value.to(to, copy=unit.update != DEVICE)
 
-    def _follows(self, member: Member, key: str, value: torch.Tensor) -> bool:
+    def follows(self, member: Member, key: str, value: torch.Tensor) -> bool:
         """Whether a state lies where its parameter does: counters only where the rule wants them there."""
         if value.dim() > 0 or key != "step":
             return True
@@ -149,7 +125,7 @@ class Updater:
             narrow=narrow,
             sliced=self.device.type == "cuda",
         )
-        self._keep(members, states)
+        self.keep(members, states)
 
     # on the host
 
@@ -169,7 +145,7 @@ class Updater:
         scale = order.scale.cpu() if order.scale is not None else None
         with self.quiet():
             states = self.states(members)
-            is_first = not any(states)
+            before = _storages(states)
             every = unit.host_weights(self.lane)
             narrow = [every[n] for n in order.which] if every else None
             if all(states) and self.is_plain_adam(order.groups, members):
@@ -177,9 +153,10 @@ class Updater:
             else:
                 values = [m.home.detach() for m in members]
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
-            self._keep(members, states, away=is_first)
-        if is_first:
-            self.outside += sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
+            after = _storages(states)
+            self.away.difference_update(before.keys() - after.keys())  # gone; the address is soon another's
+            self.keep(members, states, away=before.keys() != after.keys())
+        self.outside += sum(after.values()) - sum(before.values())
         return None if unit.is_streamed else self.refresh(unit, order)
 
     def is_plain_adam(self, groups: Groups, members: Sequence[Member] = ()) -> bool:
@@ -269,159 +246,7 @@ class Updater:
                 copy_tensor(view, next(every))
         return None
 
-    # through the device
 
-    def room(self, nbytes: int, slots: int) -> None:
-        """Take the memory that units pass through."""
-        if not self._slots:
-            self._slots = [Slot(nbytes, self.device) for _ in range(slots)]
-            self._turn = 0
-
-    def leave_room(self) -> None:
-        """Give it back; the current stream goes on when nothing works in it any more."""
-        for ticket in self._sent:
-            assert self.lane is not None
-            self.lane.wait(ticket)
-        self._sent, self._slots = [], []
-
-    def through_bytes(self, unit: Unit, grads: Layout) -> int:
-        """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
-        chunk = self._chunks[unit.name]
-        wide = min(PIECE * 4, 4 * sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0
-        return chunk.layout.nbytes + grads.nbytes + (unit.layout.nbytes if unit.is_streamed else 0) + wide
-
-    def adopt(self, unit: Unit) -> bool:
-        """Move a unit's homes and states, once there are states, into one chunk; whether that is done. A step may have added
-        to the states, or made them larger: then they move into another."""
-        states = self.states(unit.trained)
-        assert self.lane is not None
-        if not all(states):
-            return False
-        keys = [
-            (n, key)
-            for n, s in enumerate(states)
-            for key, v in s.items()
-            if isinstance(v, torch.Tensor) and v.numel() and self._follows(unit.trained[n], key, v)
-        ]
-        before = self._chunks.get(unit.name)
-        if before is not None and before.keys == keys and not self._left[unit.name]:
-            return True
-        layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
-        if before is not None:
-            self.lane.arrived(before.ticket)
-        ticket = self.lane.reserve(layout.nbytes)
-        views = layout.views(self.lane.memory(ticket))
-        left = self._left.get(unit.name, set(keys))
-        with self.quiet():
-            for m, view in zip(unit.trained, views, strict=False):
-                copy_tensor(view, m.home.data)
-                m.home.data = view
-            for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
-                copy_tensor(view, states[n][key])
-                if (n, key) in left:
-                    self.away.discard(states[n][key].untyped_storage()._cdata)  # soon another's
-                    self.outside -= view.nbytes
-                states[n][key] = view
-        if before is not None:
-            self.lane.free(before.ticket)
-        elif unit.homes is not None:
-            if unit.source is unit.homes:
-                unit.source = None  # the working weights come out of the chunk from now on
-            if len(unit.trained) == len(unit.members):  # else frozen homes still lie there, until the store is closed
-                self.lane.free(unit.homes)
-        unit.homes = ticket
-        self._keep(unit.trained, states, away=True)
-        self._chunks[unit.name] = Chunk(ticket, layout, keys)
-        self._left[unit.name] = set()
-        return True
-
-    def refill_chunks(self, units: Sequence[Unit]) -> None:
-        """The optimizer's states were replaced by loaded ones: they move into the chunks."""
-        for unit in units:
-            chunk = self._chunks.get(unit.name)
-            if chunk is None or self.lane is None:
-                continue
-            views = chunk.layout.views(self.lane.memory(chunk.ticket))[len(unit.trained) :]
-            states = self.states(unit.trained)
-            for (n, key), view in zip(chunk.keys, views, strict=True):
-                copy_tensor(view, states[n][key])
-                states[n][key] = view
-
-    def through(self, unit: Unit, order: Order, ticket: Ticket, layout: Layout) -> Any:
-        """Update on the device, states in and out. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
-        assert self.lane is not None
-        chunk = self._chunks[unit.name]
-        slot = self._slots[self._turn % len(self._slots)]
-        self._turn += 1
-        states_at = slot.memory[: chunk.layout.nbytes]
-        grads_at = slot.memory[chunk.layout.nbytes : chunk.layout.nbytes + layout.nbytes]
-        rest = slot.memory[chunk.layout.nbytes + layout.nbytes :]
-        after = slot.free if slot.free is not None else order.after
-        self.lane.pull(chunk.ticket, states_at, after=after)
-        here = self.lane.pull(ticket, grads_at, after=after)
-        staged = rest[: unit.layout.nbytes] if unit.is_streamed else rest[:0]
-        if unit.is_streamed and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
-            assert unit.source is not None
-            here = self.lane.pull(unit.source, staged, after=after)
-        stream = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
-        with stream:
-            if self._stream is not None:
-                self._stream.wait_event(here)
-                self._stream.wait_event(order.after)
-            views = chunk.layout.views(states_at)
-            own = self.states(unit.trained)
-            states = [dict(s) for s in own]
-            for (n, key), view in zip(chunk.keys, views[len(unit.trained) :], strict=True):
-                states[n][key] = view
-            grads = layout.views(grads_at)
-            weights = unit.weights()
-            if unit.is_streamed:
-                weights = [v for v, m in zip(unit.layout.views(staged), unit.members, strict=True) if m.trained]
-            self.part(unit).update(
-                [views[n] for n in order.which],
-                [grads[n] for n in order.which],
-                [states[n] for n in order.which],
-                order.groups,
-                order.which,
-                scale=order.scale,
-                narrow=[weights[n] for n in order.which],
-                sliced=True,
-                scratch=rest[staged.numel() :].view(torch.float32) if unit.is_narrow else None,
-            )
-            self._take_back(unit, chunk, views[len(unit.trained) :], own, states)
-            ready = self._stream.record_event() if self._stream is not None else None
-        self.lane.push(chunk.ticket, states_at, after=ready)
-        self._sent.append(chunk.ticket)
-        slot.free = chunk.ticket.out
-        if unit.is_streamed:
-            assert unit.source is not None
-            self.lane.push(unit.source, staged, after=ready)
-            self._sent.append(unit.source)
-            slot.free = unit.source.out
-        return ready
-
-    def _take_back(
-        self,
-        unit: Unit,
-        chunk: Chunk,
-        views: Sequence[torch.Tensor],
-        own: Sequence[dict[str, Any]],
-        states: Sequence[dict[str, Any]],
-    ) -> None:
-        """What an update left in the states that it was given, where it put other tensors there than those of the chunk."""
-        there = dict(zip(chunk.keys, views, strict=True))
-        for n, (mine, new) in enumerate(zip(own, states, strict=True)):
-            for key, value in new.items():
-                view = there.get((n, key))
-                if view is not None and value is view:
-                    continue
-                if view is not None and (value.shape, value.dtype) == (view.shape, view.dtype):
-                    view.copy_(value)
-                elif isinstance(value, torch.Tensor) and value.numel() and self._follows(unit.trained[n], key, value):
-                    with self.quiet():
-                        mine[key] = value.to(unit.trained[n].home.device, copy=True)
-                    self.away.add(mine[key].untyped_storage()._cdata)
-                    self.outside += mine[key].nbytes
-                    self._left[unit.name].add((n, key))
-                else:
-                    mine[key] = value
+def _storages(states: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Of the tensors in states: address and bytes."""
+    return {v.untyped_storage()._cdata: v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor)}

@@ -74,3 +74,15 @@ def test_states_pass_through_the_device_and_nothing_of_them_stays(made, when):
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.015)
     assert harness.notes == []
+
+
+def test_states_that_the_host_makes_are_counted_as_its_own():
+    model, batch = family("tied")
+    optimizer = PASSING["galore"](model)
+    trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), machine())
+    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="host", when="step")])
+    with Harness(plan, model, optimizer, store=Far()) as harness:
+        train(model, batch, optimizer, 3)
+        held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        assert harness.engine.updater.outside == sum(v.nbytes for v in held) > 0
+        assert {v.untyped_storage()._cdata for v in held} <= harness.engine.away
