@@ -68,10 +68,11 @@ class _Rewrite(Updates):
                     hint="leave them resident",
                 )
             cast = streamed and update == "device" and self.is_narrow and 0 < len(unit.grads) == len(unit.weights)
-            if streamed and unit.numel and not cast and (update == "device" or (update == "through" and not self.is_narrow)):
+            is_mixed = not self.is_narrow and len(unit.grads) < len(unit.weights)  # what is fetched would not lie together
+            if streamed and unit.numel and not cast and (update == "device" or (update == "through" and is_mixed)):
                 raise Unsupported(
                     f"`{unit.name}` cannot be streamed and updated {update}",
-                    hint="update streamed units on the host" + (", or through the device" if self.is_narrow else ""),
+                    hint="update it on the host" + ("" if is_mixed else ", or through the device"),
                 )
             made = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
             last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it is over
@@ -104,19 +105,22 @@ class _Rewrite(Updates):
         like = self.trace.tensors[unit.weights[0]]
         grads = sum(-(-self.trace.tensors[g].nbytes // ALIGN) * ALIGN for g in unit.grads)
         weights = sum(schedule.info(x).nbytes for x in unit.weights)
+        homes: tuple[TensorId, ...] = ()
         if placed.streamed:  # what is fetched lies in the farther tier for good
             for x in unit.weights:
                 schedule.start[x] = self.far
                 schedule.holds[x] = []
+            homes = () if self.is_narrow else unit.weights
         elif not self.is_narrow:
-            self._there(schedule.add(like, name=f"{unit.name}: homes", nbytes=weights))
+            homes = (schedule.add(like, name=f"{unit.name}: homes", nbytes=weights),)
+            self._there(homes[0])
         if grads and placed.update != "device":
             if placed.streamed and self.is_narrow and self.place.share and grads == weights:
                 buffer = unit.weights
             else:
                 buffer = (schedule.add(like, name=f"{unit.name}: gradients", kind=Kind.GRAD, nbytes=grads),)
                 self._there(buffer[0])
-            self.units[unit.id] = replace(placed, buffer=buffer)
+            self.units[unit.id] = replace(placed, buffer=buffer, homes=homes)
             if self.is_ahead(placed):
                 values = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in unit.states)
                 self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))

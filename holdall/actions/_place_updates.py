@@ -30,6 +30,7 @@ class Placed:
     block: Block | None  # whose forward is the first to need it
     ready: OpId  # the op after which its gradients are complete; -1: it has none
     buffer: tuple[TensorId, ...] = ()  # host memory of its gradients
+    homes: tuple[TensorId, ...] = ()  # host memory of its parameters, where those are as wide as the weights
     cast: bool = False  # its weights come and go, made from parameters on the device
 
 
@@ -152,7 +153,8 @@ class Updates:
             slot = self._slot([placed])
             steps.append(Run(op=-1, reads=(), writes=(slot,), name="room for updates"))
             schedule.holds[slot] = []
-        moving = (*unit.states, *placed.buffer)
+        kept = (*unit.states, *placed.homes)
+        moving = (*kept, *placed.buffer)
         steps += [
             self._aside(moving, out=False, slot=slot, name=unit.name),
             Run(
@@ -164,9 +166,9 @@ class Updates:
                 name=f"update of {unit.name}",
                 stream="update",
             ),
-            self._aside(unit.states, out=True, slot=slot, name=unit.name),
+            self._aside(kept, out=True, slot=slot, name=unit.name),
         ]
-        if placed.streamed:
+        if placed.streamed and self.is_narrow:
             steps.append(self._aside(placed.buffer, out=True, slot=slot, name=unit.name))
         return steps
 
@@ -183,7 +185,8 @@ class Updates:
             states = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in p.unit.states)
             homes = 0 if self.is_narrow else weights
             wide = 4 * min(_PIECE, p.unit.numel) if self.is_narrow else 0
-            sizes.append((states + homes + grads + (weights if p.streamed else 0) + max(wide, p.unit.workspace), p))
+            staged = weights if p.streamed and self.is_narrow else 0
+            sizes.append((states + homes + grads + staged + max(wide, p.unit.workspace), p))
         size, largest = max(sizes, key=lambda s: s[0])
         like = self.trace.tensors[largest.unit.weights[0]]
         return self.schedule.add(like, name="room for updates", kind=Kind.TEMP, nbytes=size, born=0)

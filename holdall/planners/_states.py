@@ -77,8 +77,8 @@ class Placements:
 
     def _may_pass(self, unit: Unit, weights: str) -> bool:
         is_narrow = self.problem.trace.about.get("precision") is not None
-        fits = unit.numel <= 2 * self._common and (weights == "resident" or is_narrow)
-        return self.problem.hardware.overlap and fits
+        can = weights == "resident" or is_narrow or len(unit.grads) == len(unit.weights)
+        return self.problem.hardware.overlap and can and unit.numel <= 2 * self._common
 
     def _host_seconds(self, unit: Unit, spread: Spread) -> float:
         return host_seconds(unit, self.problem.trace, self.problem.hardware, beside=spread.through)

@@ -70,7 +70,8 @@ class Passing:
         """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
         chunk = self._chunks[unit.name]
         wide = min(PIECE * 4, 4 * sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0
-        return chunk.layout.nbytes + grads.nbytes + (unit.layout.nbytes if unit.is_streamed else 0) + wide
+        staged = unit.layout.nbytes if unit.is_streamed and unit.is_narrow else 0
+        return chunk.layout.nbytes + grads.nbytes + staged + wide
 
     def adopt(self, unit: Unit) -> bool:
         """Move a unit's homes and states, once there are states, into one chunk; whether that is done. A step may have added
@@ -105,11 +106,10 @@ class Passing:
                 states[n][key] = view
         if before is not None:
             self._lane.free(before.ticket)
-        elif unit.homes is not None:
-            if unit.source is unit.homes:
-                unit.source = None  # the working weights come out of the chunk from now on
-            if len(unit.trained) == len(unit.members):  # else frozen homes still lie there, until the store is closed
-                self._lane.free(unit.homes)
+        elif unit.homes is not None and len(unit.trained) == len(unit.members):
+            self._lane.free(unit.homes)  # else frozen homes still lie there, until the store is closed
+        if not unit.is_narrow:  # working weights come out of the chunk, which begins with the homes
+            unit.source = ticket if unit.is_streamed else None
         unit.homes = ticket
         self._updater.keep(unit.trained, states, away=True)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)
@@ -139,8 +139,9 @@ class Passing:
         after = slot.free if slot.free is not None else order.after
         self._lane.pull(chunk.ticket, states_at, after=after)
         here = self._lane.pull(ticket, grads_at, after=after)
-        staged = rest[: unit.layout.nbytes] if unit.is_streamed else rest[:0]
-        if unit.is_streamed and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
+        is_staged = unit.is_streamed and unit.is_narrow  # else the homes are what is fetched
+        staged = rest[: unit.layout.nbytes] if is_staged else rest[:0]
+        if is_staged and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
             assert unit.source is not None
             here = self._lane.pull(unit.source, staged, after=after)
         stream = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
@@ -154,8 +155,8 @@ class Passing:
             for (n, key), view in zip(chunk.keys, views[len(unit.trained) :], strict=True):
                 states[n][key] = view
             grads = layout.views(grads_at)
-            weights = unit.weights()
-            if unit.is_streamed:
+            weights = unit.weights() if not unit.is_streamed else []
+            if is_staged:
                 weights = [v for v, m in zip(unit.layout.views(staged), unit.members, strict=True) if m.trained]
             self._updater.part(unit).update(
                 [views[n] for n in order.which],
@@ -164,7 +165,7 @@ class Passing:
                 order.groups,
                 order.which,
                 scale=order.scale,
-                narrow=[weights[n] for n in order.which],
+                narrow=[weights[n] for n in order.which] if weights else None,
                 sliced=True,
                 scratch=rest[staged.numel() :].view(torch.float32) if unit.is_narrow else None,
             )
@@ -173,7 +174,7 @@ class Passing:
         self._lane.push(chunk.ticket, states_at, after=ready)
         self._sent.append(chunk.ticket)
         slot.free = chunk.ticket.out
-        if unit.is_streamed:
+        if is_staged:
             assert unit.source is not None
             self._lane.push(unit.source, staged, after=ready)
             self._sent.append(unit.source)
