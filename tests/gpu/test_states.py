@@ -172,8 +172,9 @@ SHRUNK = {
 
 
 @pytest.mark.parametrize("when", ["backward", "spill"])
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("kind", SHRUNK)
-def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, when, world, hardware):
+def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, weights, when, world, hardware):
     """Of the model's own width, as those optimizers are used. A state is made in the first step, a projector again later."""
     plain, batch = copy.deepcopy(world[0]).bfloat16().cuda(), world[1]
     model = copy.deepcopy(plain)
@@ -181,7 +182,8 @@ def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, when,
     optimizer = SHRUNK[kind](model)
     trace = holdall.trace(model, batch, optimizer=optimizer, head="whole")
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
-    rows = {u.name: ("resident", "through") for u in trace.units}
+    can = streamable(trace)
+    rows = {u.name: (weights if u.name in can else "resident", "through") for u in trace.units}
     plan = finish(Nop(), replace(problem, clips=False), [Place.of(problem.trace, rows, when=when)])
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         got = loop(model, batch, optimizer, None)
