@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdall.optim._part import PIECE
-from holdall.runtime.units import Layout, Unit, like
+from holdall.runtime.units import DEVICE, Layout, Unit, like
 from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -27,6 +27,11 @@ class Chunk:
     ticket: Ticket
     layout: Layout
     keys: list[tuple[int, str]]  # after the homes: (member, name of the state)
+
+    def span(self, lane: Keeper) -> range:
+        """Its addresses."""
+        begin = lane.memory(self.ticket).data_ptr()
+        return range(begin, begin + self.layout.nbytes)
 
 
 class Slot:
@@ -43,7 +48,6 @@ class Passing:
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
         self._chunks: dict[str, Chunk] = {}
-        self._left: dict[str, set[tuple[int, str]]] = {}  # unit -> states that are not in its chunk, but in ordinary memory
         self._slots: list[Slot] = []
         self._sent: list[Ticket] = []  # copies out of the slots
         self._turn = 0
@@ -75,7 +79,7 @@ class Passing:
 
     def adopt(self, unit: Unit) -> bool:
         """Move a unit's homes and states, once there are states, into one chunk; whether that is done. A step may have added
-        to the states, or made them larger: then they move into another."""
+        to the states, or others were loaded: then all move into another."""
         states = self._updater.states(unit.trained)
         if not all(states):
             return False
@@ -86,21 +90,21 @@ class Passing:
             if isinstance(v, torch.Tensor) and v.numel() and self._updater.follows(unit.trained[n], key, v)
         ]
         before = self._chunks.get(unit.name)
-        if before is not None and before.keys == keys and not self._left[unit.name]:
+        outside = {(n, key) for n, key in keys if not self._is_in(before, states[n][key])}
+        if before is not None and before.keys == keys and not outside:
             return True
         layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
         if before is not None:
             self._lane.arrived(before.ticket)
         ticket = self._lane.reserve(layout.nbytes)
         views = layout.views(self._lane.memory(ticket))
-        left = self._left.get(unit.name, set(keys))
         with self._updater.quiet():
             for m, view in zip(unit.trained, views, strict=False):
                 copy_tensor(view, m.home.data)
                 m.home.data = view
             for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
                 copy_tensor(view, states[n][key])
-                if (n, key) in left:
+                if (n, key) in outside:
                     self._updater.away.discard(states[n][key].untyped_storage()._cdata)  # soon another's
                     self._updater.outside -= view.nbytes
                 states[n][key] = view
@@ -108,25 +112,32 @@ class Passing:
             self._lane.free(before.ticket)
         elif unit.homes is not None and len(unit.trained) == len(unit.members):
             self._lane.free(unit.homes)  # else frozen homes still lie there, until the store is closed
-        if not unit.is_narrow:  # working weights come out of the chunk, which begins with the homes
-            unit.source = ticket if unit.is_streamed else None
+        if not unit.is_narrow:  # working weights come out of the chunk, if it begins with all homes
+            unit.source = ticket if len(unit.trained) == len(unit.members) else None
         unit.homes = ticket
         self._updater.keep(unit.trained, states, away=True)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)
-        self._left[unit.name] = set()
         return True
 
+    def _is_in(self, chunk: Chunk | None, state: torch.Tensor) -> bool:
+        return chunk is not None and state.data_ptr() in chunk.span(self._lane)
+
     def refill_chunks(self, units: Sequence[Unit]) -> None:
-        """The optimizer's states were replaced by loaded ones: they move into the chunks."""
+        """The optimizer's states were replaced by loaded ones: they move into the chunks, where they are as those were."""
+        outside = 0
         for unit in units:
-            chunk = self._chunks.get(unit.name)
-            if chunk is None or self._updater.lane is None:
-                continue
-            views = chunk.layout.views(self._lane.memory(chunk.ticket))[len(unit.trained) :]
             states = self._updater.states(unit.trained)
-            for (n, key), view in zip(chunk.keys, views, strict=True):
-                copy_tensor(view, states[n][key])
-                states[n][key] = view
+            chunk = self._chunks.get(unit.name)
+            if chunk is not None:
+                views = chunk.layout.views(self._lane.memory(chunk.ticket))[len(unit.trained) :]
+                for (n, key), view in zip(chunk.keys, views, strict=True):
+                    if key in states[n] and _are_alike(states[n][key], view):
+                        copy_tensor(view, states[n][key])
+                        states[n][key] = view
+            if unit.update != DEVICE:
+                kept = [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and not self._is_in(chunk, v)]
+                outside += sum(v.nbytes for v in kept)
+        self._updater.outside = outside
 
     def through(self, unit: Unit, order: Order, ticket: Ticket, layout: Layout) -> Any:
         """Update on the device, states in and out. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
@@ -196,13 +207,16 @@ class Passing:
                 view = there.get((n, key))
                 if view is not None and value is view:
                     continue
-                if view is not None and (value.shape, value.dtype) == (view.shape, view.dtype):
+                if view is not None and _are_alike(value, view):
                     view.copy_(value)
                 elif isinstance(value, torch.Tensor) and value.numel() and self._updater.follows(unit.trained[n], key, value):
                     with self._updater.quiet():
                         mine[key] = value.to(unit.trained[n].home.device, copy=True)
                     self._updater.away.add(mine[key].untyped_storage()._cdata)
                     self._updater.outside += mine[key].nbytes
-                    self._left[unit.name].add((n, key))
                 else:
                     mine[key] = value
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)

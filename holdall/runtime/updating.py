@@ -236,11 +236,10 @@ class Updater:
         if unit.is_narrow and len(unit.trained) == len(unit.members):
             assert unit.buffer is not None
             return self.back.pull(unit.buffer, unit.flat, after=order.after)
-        if not unit.is_narrow:
-            assert unit.source is not None
+        if not unit.is_narrow and unit.source is not None:
             return self.back.pull(unit.source, unit.flat, after=order.after)
-        assert unit.buffer is not None  # a narrow unit with frozen members: theirs have not changed
-        every = iter(unit.grads.views(self.back.memory(unit.buffer)))
+        new = unit.host_weights(self.back) or [m.home.data for m in unit.trained]  # there are frozen members: theirs stay
+        every = iter(new)
         for view, m in zip(unit.layout.views(unit.flat), unit.members, strict=True):
             if m.trained:
                 copy_tensor(view, next(every))

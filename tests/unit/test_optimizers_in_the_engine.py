@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import holdall
-from holdall.actions.place import Place
+from holdall.actions.place import Place, streamable
 from holdall.cost.roofline import cost_trace
 from holdall.optim.adafactor import Adafactor
 from holdall.optim.adam8bit import Adam8bit
@@ -74,6 +74,37 @@ def test_states_pass_through_the_device_and_nothing_of_them_stays(made, when):
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=0.015)
     assert harness.notes == []
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_states_of_another_rank_are_loaded_where_others_pass_through_the_device(weights):
+    """Larger than those that were there; and then none, but for the seeds."""
+    model, batch = family("tied")
+    reference, other = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer, plain = of_rank(model, 4), of_rank(reference, 4)
+    trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), machine())
+    can = streamable(trace) if weights == "streamed" else set()
+    rows = {u.name: (weights if u.name in can else "resident", "through") for u in trace.units}
+    plan = finish(Nop(), replace(problem_for(trace), clips=False), [Place.of(trace, rows, when="step")])
+    larger = of_rank(other, 6)
+    train(other, batch, larger, 3)
+    found = [larger.state_dict(), of_rank(other, 4).state_dict()]
+
+    def loop(model, optimizer):
+        seen = train(model, batch, optimizer, 3)
+        for state in found:
+            optimizer.load_state_dict(copy.deepcopy(state))
+            seen += train(model, batch, optimizer, 3)
+        return seen
+
+    expected = loop(reference, plain)
+    with Harness(plan, model, optimizer, store=Far()):
+        assert loop(model, optimizer) == expected
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+def of_rank(model, rank):
+    return GaLore(GaLore.groups(model, rank=rank, update_proj_gap=2))
 
 
 def test_states_that_the_host_makes_are_counted_as_its_own():

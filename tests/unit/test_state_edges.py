@@ -690,6 +690,19 @@ def test_states_loaded_in_the_middle_are_used(place, slow_host):
 
 
 @every_place
+def test_an_optimizer_that_is_given_no_states_begins_anew(place):
+    def loop(model, optimizer):
+        start = states(model, optimizer)
+        seen = steps(model, optimizer, 0, 3)
+        model.load_state_dict(start["model"])
+        optimizer.load_state_dict(start["optimizer"])
+        assert steps(model, optimizer, 0, 3) == seen
+        return [*seen, *steps(model, optimizer, 3, 5)]
+
+    assert_the_same(net, place, loop)
+
+
+@every_place
 def test_states_loaded_right_after_applying_are_used(place):
     reference, plain = fresh(net)
     steps(reference, plain, 0, 2)
