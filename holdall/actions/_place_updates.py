@@ -70,6 +70,7 @@ class Updates:
         for placed in self.units:
             if placed.update == "device" and placed.unit.numel and self.is_narrow:
                 self._on_device(placed)
+        self._keep_room_of_libraries()
         if self.place.when != "backward":
             if self.beside:
                 self._beside()
@@ -94,6 +95,15 @@ class Updates:
                     )
                 ],
             )
+
+    def _keep_room_of_libraries(self) -> None:
+        """Units pass on a stream of their own, and libraries keep room for products on every stream."""
+        those = [p.unit for p in self.units if p.update == "through" and p.buffer and p.unit.products]
+        room = self.hardware.resident // 2  # that is the room of two
+        if those and room:
+            like = self.trace.tensors[those[0].weights[0]]
+            kept = self.schedule.add(like, name="library workspaces of updates", kind=Kind.BUFFER, nbytes=room, born=-1)
+            self.schedule.holds[kept] = [(len(self.trace.ops), 0)]
 
     def _device_seconds(self, unit: Unit) -> float:
         return unit.moved / self.hardware.bandwidth + 8 * self.hardware.overhead

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +144,25 @@ class Trials:
         count = max(_RUNS, round(_LONG / alone))
         _seconds(both, count)
         return 1 + (_seconds(both, count // 2) - alone) / few  # clocks of arithmetic sink, those of memory do not
+
+
+def load_solvers(device: torch.device) -> None:
+    """Have the library loaded that takes matrices apart, before a plan is made, which counts what libraries take by then.
+
+    It takes a tenth of a GiB outside of the allocator; as much again for every thread that uses it while others do, but this
+    one leaves its part to the next.
+    """
+    if not torch.cuda.is_available():
+        return
+
+    def use() -> None:
+        torch.linalg.svd(torch.eye(8, device=device))
+        torch.cuda.synchronize(device)
+
+    with _disable_current_modes():
+        thread = Thread(target=use)
+        thread.start()
+        thread.join()
 
 
 def _seconds(call: Callable[[], Any], count: int) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdall.optim._part import Part, clone_optimizer, snapshot
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.trials import Trials
+from holdall.tracing.trials import Trials, load_solvers
 from holdall.tracing.values import KnownValues
 from holdall.types import Block, Kind, Op, Phase, TensorInfo, Unit
 
@@ -90,7 +90,7 @@ def find_units(
             first.setdefault(x, op.id)
     groups = group_parameters([n for n in names if n in weights], blocks)
     order = sorted(groups, key=lambda g: min(first.get(weights[n], len(ops)) for n in groups[g]))
-    costs: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
+    costs: dict[tuple[object, ...], tuple[int, _Cost, int]] = {}
     elsewhere = updating.on_host() if updating is not None and updating.is_on_gpu else None
     group_of = updating.groups() if updating is not None else {}
     found: list[Unit] = []
@@ -99,10 +99,10 @@ def find_units(
         trained = [n for n in members if updating is not None and n in updating.values]
         shape = tuple((tensors[weights[n]].shape, tensors[weights[n]].dtype, group_of.get(n)) for n in members)
         if shape not in costs:
-            moved, workspace = _measure(trained, updating) if updating is not None and trained else (0, 0)
-            host_moved = _measure(trained, elsewhere)[0] if elsewhere is not None and trained else 0
-            costs[shape] = (len(found), moved, workspace, host_moved)
-        same, moved, workspace, host_moved = costs[shape]
+            cost = _measure(trained, updating) if updating is not None and trained else _Cost()
+            host_moved = _measure(trained, elsewhere).moved if elsewhere is not None and trained else 0
+            costs[shape] = (len(found), cost, host_moved)
+        same, cost, host_moved = costs[shape]
         found.append(
             Unit(
                 id=len(found),
@@ -112,17 +112,29 @@ def find_units(
                 grads=tuple(grads[n] for n in members if n in grads),
                 states=tuple(x for n in members for x in states.get(n, ())),
                 numel=sum(updating.values[n].numel() for n in trained) if updating is not None else 0,
-                moved=moved,
-                workspace=workspace,
+                moved=cost.moved,
+                workspace=cost.workspace,
                 same_as=None if same == len(found) else same,
                 host_moved=host_moved,
+                products=cost.products,
             )
         )
+    if updating is not None and updating.is_on_gpu and any(cost.solves for _, cost, _ in costs.values()):
+        load_solvers(next(v.device for v in updating.values.values() if v.device.type == "cuda"))
     return tuple(found)
 
 
-def _measure(names: Sequence[str], updating: Updating) -> tuple[int, int]:
-    """(bytes read and written, most bytes taken at once) of one update on fakes."""
+class _Cost(NamedTuple):
+    """Of one update."""
+
+    moved: int = 0  # bytes read and written
+    workspace: int = 0  # most bytes taken at once
+    products: bool = False  # matrices are multiplied
+    solves: bool = False  # or taken apart
+
+
+def _measure(names: Sequence[str], updating: Updating) -> _Cost:
+    """Of one update on fakes."""
     recorder = Recorder(values=KnownValues(None), real=False, trials=Trials(torch.device("cpu")))
     recorder.phase = Phase.STEP
     recorder.values.guess = True
@@ -147,4 +159,5 @@ def _measure(names: Sequence[str], updating: Updating) -> tuple[int, int]:
     for op, delta in zip(ops, change, strict=False):
         live += delta
         most = max(most, live + op.workspace)
-    return moved, most
+    solves = any("linalg" in op.site.op and "norm" not in op.site.op for op in ops)
+    return _Cost(moved, most, products=any(op.flops for op in ops), solves=solves)

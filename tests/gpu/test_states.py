@@ -17,6 +17,7 @@ from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, region
+from holdall.api import resolve_hardware
 from holdall.cost.roofline import cost_trace
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
@@ -28,8 +29,13 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def hardware():
+def probed():
     return holdall.probe("cuda", quick=True)
+
+
+@pytest.fixture
+def hardware(probed):
+    return resolve_hardware(probed, "cuda")  # with the kernels that tests before have loaded
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +180,14 @@ SHRUNK = {
 @pytest.mark.parametrize("when", ["backward", "spill"])
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("kind", SHRUNK)
-def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, weights, when, world, hardware):
+def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, weights, when, world, probed):
     """Of the model's own width, as those optimizers are used. A state is made in the first step, a projector again later."""
     plain, batch = copy.deepcopy(world[0]).bfloat16().cuda(), world[1]
     model = copy.deepcopy(plain)
     expected = loop(plain, batch, SHRUNK[kind](plain), None)
     optimizer = SHRUNK[kind](model)
     trace = holdall.trace(model, batch, optimizer=optimizer, head="whole")
+    hardware = resolve_hardware(probed, "cuda")
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
     can = streamable(trace)
     rows = {u.name: (weights if u.name in can else "resident", "through") for u in trace.units}
@@ -188,6 +195,7 @@ def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, weigh
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         got = loop(model, batch, optimizer, None)
     assert got == pytest.approx(expected, rel=2e-2)
+    assert harness.step_peaks[-1] <= plan.predicted.peak["gpu"]  # libraries that the update loads, and their room, are in it
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["gpu"], rel=0.03)
     assert harness.notes == []
 

@@ -57,7 +57,7 @@ def test_a_gpus_kernel_is_not_the_hosts():
         weight = torch.nn.Parameter(torch.empty(1024, 1024, device="cuda", dtype=torch.bfloat16))
         there = Updating(optimizer=Adam8bit([weight]), values={"weight": weight}, narrow={}, sliced=True)
         here = there.on_host()
-        moved, _ = _measure(["weight"], here)
+        moved = _measure(["weight"], here).moved
     assert there.is_on_gpu and not here.is_on_gpu
     assert moved > 100 * weight.numel()
     unit = trace.units[0]
