@@ -7,8 +7,11 @@ named at the end. `--tiny`: the same on a CPU with a tiny model, in float32.
 
 alone      the optimizer or technique with nothing else but the chunked head; peak by the allocator (a CPU: by the ledger)
 combined   the planner `auto` at a budget, with the technique; gradients are used up in backward wherever that is said. Where
-           that does not fit, because weights and states stay on the device, they are placed too (LOMO's rule is then SGD's).
+           that does not fit, because weights and states stay on the device, or is said to be slower, they are placed too
+           (LOMO's rule is then SGD's). Compression is one means beside others: `actions` says how many blocks have it.
            A plan that runs out of memory after all is made once more for 5 % less, as `fit` would; the row says so
+
+`--folder`: traces and plans go there, and those that are there are used.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class Method:
     optimizer: str
     in_backward: bool = False
     compress: bool = False  # activations in 4 bits
-    placed: str = ""  # the optimizer whose states and weights may be placed, where nothing else fits
+    placed: str = ""  # the optimizer whose states and weights may be placed, where that is better
     traced: bool = True  # false: its update, not fused, has too many ops; the planner is told of so many bytes less
 
 
@@ -69,7 +72,7 @@ METHODS = {
     "adam8bit in backward": Method("adam8bit", in_backward=True, placed="adam8bit" if is_there() else "", traced=is_there()),
     "lomo": Method("lomo", in_backward=True, placed="sgd"),
     "actnn": Method("adamw", compress=True),
-    "actnn and lomo": Method("lomo", in_backward=True, compress=True),
+    "actnn and lomo": Method("lomo", in_backward=True, compress=True, placed="sgd"),
 }
 _PATIENCE = 10.0  # seconds of a step; a device's time is dear
 _TIGHTER = 0.95  # of a budget, for a plan that ran out of memory
@@ -90,12 +93,12 @@ class Asked:
     name: str
     limit: int
     kept: int = 0  # bytes of it that are not the plan's
-    placed: bool = False  # for where the method as it is does not fit
+    placed: bool = False  # an alternative to the method as it is
 
     @property
     def method(self) -> Method:
         usual = METHODS[self.name]
-        return Method(usual.placed) if self.placed else usual
+        return Method(usual.placed, compress=usual.compress) if self.placed else usual
 
     @property
     def file(self) -> str:
@@ -104,6 +107,8 @@ class Asked:
 
 def choose(folder: Path, asked: Asked) -> int:
     """Plan a row, in a process of its own. Returns the bytes that the plan needs, be they there or not."""
+    if (folder / asked.file).exists():
+        return needed_bytes(Plan.load(folder / asked.file).predicted) + asked.kept
     hardware, method = Hardware.load(folder / "hardware.json"), asked.method
     trace = Trace.load(folder / trace_file(method.optimizer if method.traced else ""))
     problem = pose(trace if method.traced else used_up(trace), hardware, asked.limit - asked.kept, method)
@@ -114,8 +119,10 @@ def choose(folder: Path, asked: Asked) -> int:
 
 def pose(trace: Trace, hardware: Hardware, limit: int | None, method: Method) -> Problem:
     home = hardware.home
-    allow = {"keep", "head", "compress"} if method.compress else {"keep", "head", "recompute", "offload"}
-    if not method.in_backward and not method.compress:
+    allow = {"keep", "head", "recompute", "offload"}
+    if method.compress:
+        allow.add("compress")
+    if not method.in_backward:
         allow.add("place")
     budget = {home.name: home.capacity if limit is None else limit}
     return Problem(trace=trace, hardware=hardware, budget=budget, allow=frozenset(allow), clips=False)
@@ -143,8 +150,9 @@ class Bench:
         self.tokens = rows * length
         self.head = max(8, self.tokens // 4) if options.tiny else rows_for(self.tokens, source.config.vocab_size)
         self.traces: dict[str, Any] = {}
-        self._place = TemporaryDirectory()  # of traces and plans; gone when this is
-        self.folder = Path(self._place.name)
+        self._place = TemporaryDirectory()  # of traces and plans, where no other is given; gone when this is
+        self.folder = Path(options.folder or self._place.name)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.needs: dict[Asked, int] = {}  # what was planned, in the order in which it is tried
         self.hardware: Any = None
         self.about = {
@@ -177,6 +185,9 @@ class Bench:
     def trace(self, optimizer: str) -> Any:
         """Of a step with this optimizer, or with none."""
         name = _traced_as(optimizer)
+        known = self.folder / "hardware.json", self.folder / trace_file(optimizer)
+        if name not in self.traces and all(file.exists() for file in known):
+            self.hardware, self.traces[name] = Hardware.load(known[0]), Trace.load(known[1])
         if name not in self.traces:
             began = time.perf_counter()
             made = self.optimizer(name) if name else None
@@ -208,7 +219,8 @@ class Bench:
     def combined(self, name: str, budget: float) -> dict[str, Any]:
         limit = round(budget * self.unit)
         needs = {asked: size for asked, size in self.needs.items() if (asked.name, asked.limit) == (name, limit)}
-        found = [asked for asked, size in needs.items() if size <= limit]
+        fitting = [asked for asked, size in needs.items() if size <= limit]
+        found = sorted(fitting, key=lambda asked: Plan.load(self.folder / asked.file).predicted.seconds)
         if not found:
             return {"why": f"nothing fits; the least found needs {min(needs.values()) / self.unit:.2f}"}
         try:
@@ -269,7 +281,7 @@ class Bench:
             elif method.in_backward and not by_plan:
                 stack.enter_context(in_backward(optimizer))
             if plan is not None:
-                whole = method.traced and (by_plan or not method.compress)
+                whole = method.traced and (budget is not None or not method.compress)
                 shown = replace(plan, budget={**plan.budget, next(iter(plan.budget)): budget or 2**50})
                 of = optimizer if whole else None
                 harness = stack.enter_context(holdall.apply(shown, self.model, of, enforce=budget is not None))
@@ -376,6 +388,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds after which no further row is begun")
     parser.add_argument("--methods", default="", help="only these, between commas; `lomo@8`: at 8 GiB only")
     parser.add_argument("--kind", default="both", choices=("both", "alone", "combined"))
+    parser.add_argument("--folder", default="", help="of traces and plans, to be kept and used again")
     parser.add_argument("--out", default="shrink_on_gpu.csv")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)

@@ -79,6 +79,8 @@ class CpuMeter:
 
 
 _FIRST = 3  # steps after which no more kernels are expected
+_PAGE = 2  # MiB of a page of expandable segments: what is free in a page that a tensor shares is lost, so small ones lose less
+_USUAL_PAGE = 20  # PyTorch's own
 
 
 def device_context(device: torch.device) -> int:
@@ -172,7 +174,7 @@ class CudaMeter:
 
 
 def _expandable_segments(on: bool) -> bool:
-    """Switch them; whether that changed anything. The user's own setting stays."""
+    """Switch them; whether that changed anything. The user's own settings stay."""
     own = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments" in own:
         return False
@@ -180,8 +182,12 @@ def _expandable_segments(on: bool) -> bool:
     change = change or getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
     if change is None:
         return False
-    try:
-        change(f"expandable_segments:{on}")
-    except (RuntimeError, ValueError):
-        return False  # a platform that has none
-    return True
+    settings = f"expandable_segments:{on}"
+    paged = f"{settings},large_segment_size_mb:{_PAGE if on else _USUAL_PAGE}"
+    for tried in (settings,) if "large_segment_size_mb" in own else (paged, settings):
+        try:
+            change(tried)
+        except (RuntimeError, ValueError):
+            continue  # a platform that has none, or a release whose pages are of one size
+        return True
+    return False

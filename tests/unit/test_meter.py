@@ -56,3 +56,31 @@ def test_kernels_that_come_in_the_first_steps_lower_the_limit(device):
     assert metered.peaks() == [4 * GIB, 4 * GIB]
     metered.stop()
     assert device.limits[-1] == 16.0
+
+
+@pytest.mark.parametrize(
+    ("own", "known", "expected"),
+    [
+        ("", "expandable_segments large_segment_size_mb", "expandable_segments:True,large_segment_size_mb:2"),
+        ("", "expandable_segments", "expandable_segments:True"),
+        ("large_segment_size_mb:40", "expandable_segments large_segment_size_mb", "expandable_segments:True"),
+        ("expandable_segments:False", "expandable_segments large_segment_size_mb", None),
+        ("", "", None),
+    ],
+)
+def test_pages_are_small_where_they_can_be_and_the_user_has_not_said(own, known, expected, monkeypatch):
+    changed = []
+
+    def change(settings):
+        if any(part.split(":")[0] not in known.split() for part in settings.split(",")):
+            raise ValueError(settings)
+        changed.append(settings)
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", own)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", change, raising=False)
+    assert meter._expandable_segments(True) == (expected is not None)
+    assert changed == ([] if expected is None else [expected])
+    if expected is not None:
+        assert meter._expandable_segments(False)
+        assert changed[-1] == expected.replace("True", "False").replace("mb:2", "mb:20")
