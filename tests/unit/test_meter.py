@@ -61,7 +61,7 @@ def test_kernels_that_come_in_the_first_steps_lower_the_limit(device):
 @pytest.mark.parametrize(
     ("own", "known", "expected"),
     [
-        ("", "expandable_segments large_segment_size_mb", "expandable_segments:True,large_segment_size_mb:2"),
+        ("", "expandable_segments large_segment_size_mb", "expandable_segments:True,large_segment_size_mb:12"),
         ("", "expandable_segments", "expandable_segments:True"),
         ("large_segment_size_mb:40", "expandable_segments large_segment_size_mb", "expandable_segments:True"),
         ("expandable_segments:False", "expandable_segments large_segment_size_mb", None),
@@ -83,4 +83,4 @@ def test_pages_are_small_where_they_can_be_and_the_user_has_not_said(own, known,
     assert changed == ([] if expected is None else [expected])
     if expected is not None:
         assert meter._expandable_segments(False)
-        assert changed[-1] == expected.replace("True", "False").replace("mb:2", "mb:20")
+        assert changed[-1] == expected.replace("True", "False").replace("mb:12", "mb:20")
