@@ -79,7 +79,7 @@ class CpuMeter:
 
 
 _FIRST = 3  # steps after which no more kernels are expected
-_PAGE = 12  # MiB of a page of expandable segments, the least that is taken: what is free beside a tensor in its last page is lost
+_PAGE = 12  # MiB of a page of expandable segments, the least that is taken: what a tensor's last page leaves free is lost
 _USUAL_PAGE = 20  # PyTorch's own
 
 
