@@ -47,7 +47,8 @@ def _if_not_clipped(problem: Problem, actions: Sequence[Action]) -> dict[str, An
     """Seconds of a step whose gradients are not clipped, where that makes a difference."""
     if not any(isinstance(a, Place) and a.ahead for a in actions):
         return {}
-    return {"seconds_if_not_clipped": simulate(dataclasses.replace(problem, clipped=False), actions).seconds}
+    outcome = simulate(dataclasses.replace(problem, clipped=False), actions, allocator=allocator_of(problem))
+    return {"seconds_if_not_clipped": outcome.seconds}
 
 
 def allocator_of(problem: Problem) -> str | None:

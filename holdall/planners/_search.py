@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from holdall.errors import Unsupported
 from holdall.planners._chain import best_choices
-from holdall.planners._finish import allocator_of, over_budget
+from holdall.planners._finish import allocator_of, outcome_of, over_budget
 from holdall.planners._hidden import HIDDEN, hidden_offloads, price_of, with_hidden
 from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
 from holdall.planners._segments import segmented
@@ -38,6 +38,7 @@ class Search:
         self.problem = problem
         self.found: list[Candidate] = []
         self._known: dict[tuple[Action, ...], Outcome] = {}
+        self._allocated: dict[tuple[Action, ...], Outcome] = {}
         self._made: dict[tuple[str, str], Sequence[Action]] = {}  # by block and choice
         self._menus: Menus | None = None
 
@@ -57,6 +58,12 @@ class Search:
         if actions not in self._known:
             self._known[actions] = simulate(self.problem, actions)
         return self._known[actions]
+
+    def allocated(self, candidate: Candidate) -> Outcome:
+        """The outcome with what the device's allocator does."""
+        if candidate.actions not in self._allocated:
+            self._allocated[candidate.actions] = outcome_of(self.problem, candidate.actions)
+        return self._allocated[candidate.actions]
 
     def fastest(self, problem: Problem) -> Candidate | None:
         """Of what was found, what takes the least time within the budget of `problem`."""

@@ -11,6 +11,7 @@ import torch
 
 from holdall.runtime.ledger import Ledger
 from holdall.runtime.neighbours import own_bytes
+from holdall.units import PAGE, MiB
 
 
 class Meter(Protocol):
@@ -79,8 +80,7 @@ class CpuMeter:
 
 
 _FIRST = 3  # steps after which no more kernels are expected
-_PAGE = 12  # MiB of a page of expandable segments, the least that is taken: what a tensor's last page leaves free is lost
-_USUAL_PAGE = 20  # PyTorch's own
+_USUAL_PAGE = 20 * MiB  # PyTorch's own
 
 
 def device_context(device: torch.device) -> int:
@@ -183,7 +183,7 @@ def _expandable_segments(on: bool) -> bool:
     if change is None:
         return False
     settings = f"expandable_segments:{on}"
-    paged = f"{settings},large_segment_size_mb:{_PAGE if on else _USUAL_PAGE}"
+    paged = f"{settings},large_segment_size_mb:{(PAGE if on else _USUAL_PAGE) // MiB}"
     for tried in (settings,) if "large_segment_size_mb" in own else (paged, settings):
         try:
             change(tried)

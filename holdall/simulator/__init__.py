@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from holdall.errors import OverBudget
-from holdall.simulator.allocators import make_allocator
+from holdall.simulator.allocators import Expandable, make_allocator
 from holdall.simulator.check import Illegal, check
 from holdall.simulator.lower import close, lower
+from holdall.simulator.pages import Churn, churn
 from holdall.simulator.replay import replay
-from holdall.types import Action, Outcome, Problem
+from holdall.types import Action, Outcome, Problem, Schedule
 
 __all__ = ["Illegal", "check", "close", "lower", "replay", "simulate"]
 
@@ -20,9 +22,12 @@ def simulate(
     """What a step costs under these actions. `checked`: also walk it with the naive checker."""
     schedule = lower(problem, actions)
     steps = close(schedule)
+    limit = problem.limit(problem.home)
     try:  # with the budget as its limit, an allocator gives cached memory back before it fails, as the real one does
-        made = make_allocator(allocator, limit=problem.limit(problem.home)) if allocator else None
+        made = make_allocator(allocator, limit=limit) if allocator else None
         outcome = replay(steps, schedule, problem.hardware, allocator=made, full=full)
+        if isinstance(made, Expandable):
+            outcome = _with_churn(outcome, churn(made.order, _there(schedule), limit))
     except OverBudget:
         made = make_allocator(allocator or "ideal")
         outcome = replay(steps, schedule, problem.hardware, allocator=made, full=full)
@@ -31,3 +36,16 @@ def simulate(
         if naive != outcome.peak:
             raise Illegal(f"the simulator counts {outcome.peak}, the checker {naive}")
     return outcome
+
+
+def _there(schedule: Schedule) -> int:
+    """How many tensors lie on the device when a step begins."""
+    info = {**schedule.trace.tensors, **schedule.added}
+    return sum(t.born < 0 and schedule.start.get(x, schedule.home) == schedule.home for x, t in info.items())
+
+
+def _with_churn(outcome: Outcome, found: Churn) -> Outcome:
+    stall = None if outcome.stall_seconds is None else outcome.stall_seconds + found.seconds
+    return replace(
+        outcome, seconds=outcome.seconds + found.seconds, stall_seconds=stall, churn=found.seconds, cramped=found.missing > 0
+    )

@@ -94,6 +94,15 @@ class Expandable(Ideal):
 
     def __init__(self, *, limit: Bytes | None = None) -> None:
         super().__init__(MIN_BLOCK, limit=None if limit is None else self.usable(limit))
+        self.order: list[tuple[int, Bytes]] = []  # what was allocated, with its size, and freed: -1; for `pages.py`
+
+    def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:
+        self.order.append((key, nbytes))
+        super().alloc(key, nbytes, stream)
+
+    def free(self, key: int) -> None:
+        self.order.append((key, -1))
+        super().free(key)
 
     @classmethod
     def usable(cls, limit: Bytes) -> Bytes:

@@ -44,6 +44,8 @@ class Outcome:
     peak: Mapping[str, Bytes]  # tier -> bytes
     recompute_seconds: Seconds | None = None  # None: not known
     stall_seconds: Seconds | None = None  # computation waiting for copies; None: not known
+    churn: Seconds = 0.0  # of `seconds`: the allocator moves pages, because free ones are in the wrong places
+    cramped: bool = False  # the allocator may run out of pages before the device runs out of bytes
     reserved: Bytes | None = None  # what the allocator takes from the device at the peak; None: not known
     traffic: Mapping[str, Bytes] = field(default_factory=dict)  # "gpu->cpu" -> bytes per step
     peak_where: str = ""  # the op at the peak

@@ -5,12 +5,14 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
 
 from holdall.simulator.allocators import Caching
-from holdall.units import MiB
+from holdall.simulator.pages import Exhausted, Pages
+from holdall.units import PAGE, MiB
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -18,27 +20,34 @@ if not torch.cuda.is_available():
 REAL = """
 import json, sys, torch
 torch.cuda.init()
+if len(sys.argv) > 1:
+    torch.cuda.set_per_process_memory_fraction(int(sys.argv[1]) / torch.cuda.get_device_properties(0).total_memory)
 live, seen = {}, []
 for event, key, nbytes in json.load(sys.stdin):
     if event == "alloc":
-        live[key] = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        try:
+            live[key] = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            pass
     elif event == "free":
         del live[key]
     else:
         torch.cuda.empty_cache()
-    seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), retries))
 print(json.dumps(seen))
 """
 
 
-def on_the_device(events):
-    """(allocated, reserved) of PyTorch after each event."""
+def on_the_device(events, settings="", limit=None):
+    """(allocated, reserved, times that it ran out and tried again) of PyTorch after each event."""
     plain = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
-    run = subprocess.run(
-        [sys.executable, "-c", REAL], input=json.dumps(events), capture_output=True, text=True, env=plain, timeout=300
-    )
+    if settings:
+        plain["PYTORCH_CUDA_ALLOC_CONF"] = settings
+    command = [sys.executable, "-c", REAL, *([str(limit)] if limit else [])]
+    run = subprocess.run(command, input=json.dumps(events), capture_output=True, text=True, env=plain, timeout=300)
     assert run.returncode == 0, run.stderr
-    return [tuple(pair) for pair in json.loads(run.stdout.strip().splitlines()[-1])]
+    return [tuple(found) for found in json.loads(run.stdout.strip().splitlines()[-1])]
 
 
 def in_the_model(events):
@@ -89,3 +98,26 @@ def test_random_traffic_gives_nearly_the_same_bytes_on_the_device(seed):
         if key % 500 == 499:
             events.append(("empty", 0, 0))
     compare(events, tolerance=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_are_taken_and_given_back_as_on_the_device(seed):
+    limit = 513 * MiB  # no multiple of what is asked for: rounding must not decide
+    rng, pages, live, events, expected = random.Random(seed), Pages(limit), {}, [], []
+    for key in range(1500):
+        size = int(2 ** rng.uniform(21, 26))
+        if live and sum(live.values()) + size > 0.9 * limit:
+            gone = rng.choice(list(live))
+            del live[gone]
+            pages.free(gone)
+            events.append(("free", gone, 0))
+        else:
+            with suppress(Exhausted):  # of the device too; both have given pages back by then
+                pages.alloc(key, size)
+                live[key] = size
+            events.append(("alloc", key, size))
+        expected.append((pages.reserved, pages.halts))
+    assert pages.halts > 10
+    seen = on_the_device(events, f"expandable_segments:True,large_segment_size_mb:{PAGE // MiB}", limit)
+    for at, (real, model) in enumerate(zip(seen, expected, strict=True)):
+        assert real[1:] == model, f"event {at} {events[at]}: the device has {real}, the model {model}"
