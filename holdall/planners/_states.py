@@ -7,7 +7,7 @@ pass through the device. The last follows from the rates: each unit goes to whoe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdall.actions.place import Place, streamable
 from holdall.cost.updates import host_seconds
@@ -23,6 +23,9 @@ class Spread:
     device: int
     streamed: int
     through: bool = True  # units may be updated on their way through the device, which takes room there
+    spills: bool = (
+        False  # updates go on beside the next forward where they could be made in backward, which waits for what passes
+    )
     overlap: bool = True  # copies of weights and gradients go on beside the device's work, which takes room too
 
 
@@ -55,6 +58,11 @@ class Placements:
             return "backward"
         return "spill" if p.hardware.overlap else "step"
 
+    def passing(self, spread: Spread) -> list[Spread]:
+        """The ways in which units of such a placement may pass through the device."""
+        can_spill = self.when == "backward" and self.problem.hardware.overlap
+        return [replace(spread, through=True, spills=spills) for spills in (False, True)[: 1 + can_spill]]
+
     def at(self, spread: Spread) -> Place:
         stay = {u.name for u in self.movable[: spread.device]}
         rest = [u for u in self.movable if u.name not in stay]
@@ -73,7 +81,8 @@ class Placements:
             rows[unit.name] = (weights, "through" if is_through else "host")
             host, link = (host, by_link) if is_through else (by_host, link)
         share = self.problem.accumulate == 1
-        return Place.of(self.problem.trace, rows, when=self.when, share=share, overlap=spread.overlap)
+        when = "spill" if spread.spills else self.when
+        return Place.of(self.problem.trace, rows, when=when, share=share, overlap=spread.overlap)
 
     def _may_pass(self, unit: Unit, weights: str) -> bool:
         is_narrow = self.problem.trace.about.get("precision") is not None

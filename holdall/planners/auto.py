@@ -9,9 +9,9 @@ that fits is not returned.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ from holdall.units import format_bytes, format_seconds
 
 _SHOWS = 0.88  # of the time without passing units; with them, clipped steps took up to 14 % longer than was said on an H200
 _ROOM = (0.97, 0.94)  # of the memory, where a plan that takes all of it keeps the allocator busy
+_BUSY = 0.005  # of a step, for the allocator, that is worth looking further
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
 
 
@@ -50,7 +51,8 @@ class Auto:
         best = search.fastest(less)
         if best is not None:
             best = search.leave_room(less, best)
-            made = finish(self, problem, best.actions, why=_why(problem, plain, best, search.found), began=began)
+            why = [*_why(problem, plain, best, search.found), *_why_cramped(search.allocated(best))]
+            made = finish(self, problem, best.actions, why=why, began=began)
             return made if other is None or made.predicted.seconds <= other.predicted.seconds else other
         if other is not None:
             return other
@@ -106,35 +108,49 @@ class _Search(Search):
         if not levels:
             return [Spread(0, can, through=False)]
         seconds, streamed, most = min(levels)
-        found = _fewer(most, streamed, through=False)
-        if self._may_pass(problem, found):
-            found = [*(replace(spread, through=True) for spread in found), *found]
+        found = _fewer(most, streamed)
+        how = self._how_to_pass(problem, found)
+        if how is not None:
+            found = [*(replace(spread, through=True, spills=how.spills) for spread in found), *found]
         fewest = Spread(levels[0][2], levels[0][1], through=False)
         if fewest.streamed != streamed:
             found.append(fewest)
-            if self._pass_resident(problem, fewest, seconds):
-                found = [*_fewer(fewest.device, 0, through=True), *found]
+            how = self._how_to_pass_resident(problem, fewest, seconds)
+            if how is not None:
+                passing = (replace(spread, through=True, spills=how.spills) for spread in _fewer(fewest.device, 0))
+                found = [*passing, *found]
         return found
 
-    def _pass_resident(self, problem: Problem, fewest: Spread, seconds: float) -> bool:
-        """Whether units pass through the device that could not if their weights came and went too: so much shorter is a step.
+    def _how_to_pass_resident(self, problem: Problem, fewest: Spread, seconds: float) -> Spread | None:
+        """How units pass through the device that could not if their weights came and went too, if a step is so much shorter.
         That is where an optimizer is slow on the host."""
         if fewest.streamed or self.through is False or not (self.through or problem.hardware.updates_beside):
-            return False
-        with suppress(ValueError):  # there is no room for it
-            return self._least_seconds(problem, replace(fewest, through=True)) < (1.0 if self.through else _SHOWS) * seconds
-        return False
+            return None
+        found, how = self._fastest_passing(problem, [fewest])
+        return how if found < (1.0 if self.through else _SHOWS) * seconds else None
 
-    def _may_pass(self, problem: Problem, spreads: Sequence[Spread]) -> bool:
-        """Whether units may pass through the device: as asked for, or if steps are so much shorter then that it will show."""
-        if self.through is not None or not problem.hardware.updates_beside:
-            return bool(self.through)
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for spread in spreads:
-            for through, found in seconds.items():
-                with suppress(ValueError):  # there is no room for it
-                    found.append(self._least_seconds(problem, replace(spread, through=through)))
-        return bool(seconds[True]) and min(seconds[True]) < _SHOWS * min(seconds[False])
+    def _how_to_pass(self, problem: Problem, spreads: Sequence[Spread]) -> Spread | None:
+        """How units pass through the device, if they may: as asked for, or if steps are so much shorter that it will show."""
+        if self.through is False or not (self.through or problem.hardware.updates_beside):
+            return None
+        found, how = self._fastest_passing(problem, spreads)
+        if self.through:
+            return how or replace(spreads[0], through=True)
+        without = min(self._seconds_or_never(problem, spread) for spread in spreads)
+        return how if found < _SHOWS * without else None
+
+    def _fastest_passing(self, problem: Problem, spreads: Sequence[Spread]) -> tuple[float, Spread | None]:
+        """(seconds, how), with activations in the least memory; never, where there is no room for it."""
+        every = [passing for spread in spreads for passing in self.placements.passing(spread)]
+        found = [(self._seconds_or_never(problem, passing), passing) for passing in every]
+        seconds, how = min(found, key=lambda pair: pair[0])
+        return seconds, how if seconds < math.inf else None
+
+    def _seconds_or_never(self, problem: Problem, spread: Spread) -> float:
+        try:
+            return self._least_seconds(problem, spread)
+        except ValueError:  # there is no room for it
+            return math.inf
 
     def leave_room(self, problem: Problem, best: Candidate) -> Candidate:
         """Of the best plan, and the best ones in less memory, the fastest when what the allocator does is counted: where free
@@ -149,11 +165,14 @@ class _Search(Search):
             if other is None:
                 break
             found.append(self.begin_ahead(other))
+            before = self.allocated(found[-2])
+            if not before.cramped and found[-1].outcome.seconds >= before.seconds:  # still less memory takes still longer
+                break
         return min(found, key=lambda c: (self.allocated(c).cramped, self.allocated(c).seconds))
 
     def _is_tight(self, candidate: Candidate) -> bool:
         outcome = self.allocated(candidate)
-        return outcome.cramped or outcome.churn > 0
+        return outcome.cramped or outcome.churn > _BUSY * outcome.seconds
 
     def begin_ahead(self, best: Candidate) -> Candidate:
         """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
@@ -201,15 +220,16 @@ class _Search(Search):
         return [(self.placements.at(spread),) for spread in spreads]
 
 
-def _fewer(most: int, streamed: int, *, through: bool) -> list[Spread]:
+def _fewer(most: int, streamed: int) -> list[Spread]:
     """So many units on the device, and fewer."""
     counts = dict.fromkeys(round(most * share) for share in _SHARES)
-    return [Spread(n, streamed, through=through) for n in counts]
+    return [Spread(n, streamed, through=False) for n in counts]
 
 
 def _describe(spread: Spread, count: int) -> str:
     text = f"{spread.device} of {count} units updated on the device"
     text += f", {spread.streamed} streamed" if spread.streamed else ""
+    text += ", updates beside the next forward" if spread.spills else ""
     text += "" if spread.overlap else ", copies waited for"
     return text if spread.through else f"{text}, none passing through"
 
@@ -229,3 +249,13 @@ def _why(problem: Problem, plain: Candidate, best: Candidate, found: list[Candid
         verdict = verdict if fits else "does not fit"
         reasons.append(f"{other.label} ({format_bytes(other.outcome.peak[problem.home])}) {verdict}")
     return list(dict.fromkeys(reasons))
+
+
+def _why_cramped(outcome: Outcome) -> list[str]:
+    if outcome.cramped:
+        return ["the allocator may not find room in one piece, though the bytes are there: a step may have to be made again"]
+    if outcome.churn > 0:
+        return [
+            f"{format_seconds(outcome.churn)} of a step are the allocator's, which moves pages; less memory would cost more"
+        ]
+    return []
