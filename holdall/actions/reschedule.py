@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace
+from holdall.types import Block, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
 from holdall.types.program import Effect, fault, lazily
 from holdall.types.schedule import Kept
 from holdall.types.trace import TensorId, digest_of
@@ -169,13 +169,16 @@ class _Rewrite:
 
     def _release(self) -> None:
         """Neither autograd nor a Python frame of the block holds what it made; whoever is outside still does."""
-        mine = set(self.block.saves)
-        saves = [self.trace.saves[i] for i in mine]
-        for x in {s.tensor for s in saves}:
-            self.schedule.unhold(x, [s for s in saves if s.tensor == x])
-        elsewhere = {s.tensor for i, s in enumerate(self.trace.saves) if i not in mine}
-        for x in self.own - set(self.block.outputs) - elsewhere:
-            self.schedule.holds[x] = []
+        saves: dict[TensorId, list[Save]] = {}
+        for i in set(self.block.saves):
+            save = self.trace.saves[i]
+            saves.setdefault(save.tensor, []).append(save)
+        for x, own in saves.items():
+            self.schedule.unhold(x, own)
+        here = {id(s) for own in saves.values() for s in own}
+        for x in self.own - set(self.block.outputs):
+            if all(id(s) in here for s in self.trace.saves_of(x)):
+                self.schedule.holds[x] = []
         inside = {op.id for op in self.ops}
         for op in self.ops[self.count :]:
             for x in op.writes:
@@ -194,7 +197,7 @@ class _Rewrite:
             if waiting:
                 self.schedule.insert(at - 1, waiting)
                 waiting = []
-            if run != self.schedule.run(at):
+            if run is not self.schedule.run(at):
                 self.schedule.runs[at] = run
         assert not waiting, "a program ends with the last op of its half"
 
@@ -213,12 +216,12 @@ class _Rewrite:
         again = self.runs.get(n, 0)
         self.runs[n] = again + 1
         now = self.now
-        reads = tuple(now.get(x, x) for x in op.reads)
-        mutates = tuple(now.get(x, x) for x in op.mutates)
+        reads, mutates = op.reads, op.mutates
+        if now:
+            reads = tuple([now.get(x, x) for x in reads])
+            mutates = tuple([now.get(x, x) for x in mutates])
         if not again:
             base = self.schedule.run(op.id)
-            for x in op.writes:
-                now[x] = x
             is_same = reads == base.reads and mutates == base.mutates
             return base if is_same else replace(base, reads=reads, mutates=mutates)
         copied = [x for x in op.mutates if x not in self.own]  # buffers have had their change: a copy is changed instead

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from holdall.errors import InvalidInput
 from holdall.simulator.accumulate import accumulated
@@ -11,10 +11,12 @@ from holdall.types import Action, Copy, Drop, Kind, Problem, Run, Schedule, Step
 from holdall.types.schedule import Mark
 from holdall.types.trace import TensorId
 
+_Moments = dict[TensorId, list[int]]
+
 
 def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     """The trace's schedule rewritten by the actions, each in its rank's turn."""
-    schedule = Schedule(trace=problem.trace, home=problem.home)
+    schedule = Schedule(trace=problem.trace, home=problem.home, is_shared=False)
     _leave_to_process(schedule, problem)
     ordered = sorted(actions, key=lambda a: a.rank)
     _once_per_block(ordered)
@@ -74,9 +76,10 @@ def close(schedule: Schedule) -> list[Step]:
     first[count] = never
     later: dict[Mark, int] = {}  # runs again
     home = schedule.home
-    begins: dict[TensorId, list[int]] = {}
-    touched: dict[TensorId, list[int]] = {}
-    tiers: dict[str, tuple[dict[TensorId, list[int]], dict[TensorId, list[int]]]] = {home: (begins, touched)}
+    begins: _Moments = defaultdict(list)
+    touched: _Moments = defaultdict(list)
+    tiers: dict[str, tuple[_Moments, _Moments]] = defaultdict(lambda: (defaultdict(list), defaultdict(list)))
+    tiers[home] = begins, touched
     for x, info in {**schedule.trace.tensors, **schedule.added}.items():
         if info.born < 0 and x not in schedule.start:
             begins[x] = [-1]
@@ -89,28 +92,32 @@ def close(schedule: Schedule) -> list[Step]:
             if step.stream != "compute":
                 continue  # what it works on stays for other reasons
             for x in step.writes:
-                _put(begins, x, i)
+                begins[x].append(i)
             for x in step.reads:
-                _put(touched, x, i)
+                touched[x].append(i)
             for x in step.mutates:
-                _put(touched, x, i)
+                touched[x].append(i)
         elif isinstance(step, Copy):
-            source, target = (tiers.setdefault(tier, ({}, {})) for tier in (step.src, step.dst))
+            source, target = tiers[step.src], tiers[step.dst]
             for x in step.tensors:
                 if not (step.aside and step.src == home):
-                    _put(source[1], x, i)
+                    source[1][x].append(i)
                 if not (step.aside and step.dst == home):
-                    _put(target[0 if step.lands else 1], x, i)
+                    target[0 if step.lands else 1][x].append(i)
         elif isinstance(step, Wait):
             for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
                 for begun, used in tiers.values():
                     if x in begun:
-                        _put(used, x, i)
-    drops: dict[int, list[Drop]] = {}
+                        used[x].append(i)
+    drops: dict[int, list[Drop]] = defaultdict(list)
+    made: dict[tuple[TensorId, str], Drop] = schedule.trace.__dict__.setdefault("_drops", {})  # a search makes the same again
 
     def let_go(x: TensorId, tier: str, end: int) -> None:
         if end < never:
-            _put(drops, end, Drop(tensor=x, tier=tier))
+            drop = made.get((x, tier))
+            if drop is None:
+                drop = made[x, tier] = Drop(tensor=x, tier=tier)
+            drops[end].append(drop)
 
     plainly, changed = schedule.trace.last_held, schedule.holds
     for x, starts in begins.items():
@@ -131,15 +138,6 @@ def close(schedule: Schedule) -> list[Step]:
     return closed
 
 
-def _put(table: dict[Any, list[Any]], key: Any, value: Any) -> None:
-    """`setdefault`, without a new list each time: this runs a million times a plan."""
-    found = table.get(key)
-    if found is None:
-        table[key] = [value]
-    else:
-        found.append(value)
-
-
 def _end_each(
     x: TensorId,
     tier: str,
@@ -149,5 +147,8 @@ def _end_each(
     let_go: Callable[[TensorId, str, int], None],
 ) -> None:
     """Every stay ends with the last mark before the next begins."""
+    if len(starts) == 1:
+        let_go(x, tier, max(starts[0], max(marks, default=-1)))
+        return
     for start, bound in zip(starts, [*starts[1:], never + 1], strict=True):
         let_go(x, tier, max((m for m in marks if start <= m < bound), default=start))
