@@ -195,7 +195,7 @@ class Caching:
         block = pool.take(size) or self._new_segment(size, pool)
         rest = block.size - size
         if pool.keeps_rest(rest):
-            self._split(block, size)
+            pool.add(cut(block, size))
         self._live[key] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -208,10 +208,10 @@ class Caching:
         pool = block.pool
         if block.before is not None and block.before.is_free:
             pool.remove(block.before)
-            block = _merge(block.before, block)
+            block = join(block.before, block)
         if block.after is not None and block.after.is_free:
             pool.remove(block.after)
-            block = _merge(block, block.after)
+            block = join(block, block.after)
         pool.add(block)
 
     def empty_cache(self) -> None:
@@ -257,16 +257,18 @@ class Caching:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block
 
-    def _split(self, block: Block, size: Bytes) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        block.pool.add(rest)
+
+def cut(block: Block, size: Bytes) -> Block:
+    """Shorten a block to so many bytes; what follows it is returned."""
+    rest = Block(block.address + size, block.size - size, block.pool)
+    rest.before, rest.after = block, block.after
+    if rest.after is not None:
+        rest.after.before = rest
+    block.after, block.size = rest, size
+    return rest
 
 
-def _merge(low: Block, high: Block) -> Block:
+def join(low: Block, high: Block) -> Block:
     """Two neighbours as one, in the object of the lower."""
     low.size += high.size
     low.after = high.after

@@ -18,7 +18,17 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdall.simulator.allocators import MIN_BLOCK, MIN_OWN_SEGMENT, ROUND_SEGMENT, SMALL_REQUEST, SMALL_SEGMENT, Block, Pool
+from holdall.simulator.allocators import (
+    MIN_BLOCK,
+    MIN_OWN_SEGMENT,
+    ROUND_SEGMENT,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+    Block,
+    Pool,
+    cut,
+    join,
+)
 from holdall.types.trace import Bytes, Seconds
 from holdall.units import PAGE, GiB, TiB
 
@@ -205,25 +215,6 @@ class Pages:
         taken = space.map(block, size)
         self.reserved += taken
         self.mapped += taken
-
-
-def cut(block: Block, size: Bytes) -> Block:
-    """Shorten a block to so many bytes; what follows it is returned."""
-    rest = Block(block.address + size, block.size - size, block.pool)
-    rest.before, rest.after = block, block.after
-    if rest.after is not None:
-        rest.after.before = rest
-    block.after, block.size = rest, size
-    return rest
-
-
-def join(low: Block, high: Block) -> Block:
-    """Two neighbours as one, in the object of the lower."""
-    low.size += high.size
-    low.after = high.after
-    if low.after is not None:
-        low.after.before = low
-    return low
 
 
 def churn(order: Order, there: int, limit: Bytes) -> Churn:
