@@ -23,9 +23,7 @@ class Spread:
     device: int
     streamed: int
     through: bool = True  # units may be updated on their way through the device, which takes room there
-    spills: bool = (
-        False  # updates go on beside the next forward where they could be made in backward, which waits for what passes
-    )
+    spills: bool = False  # updates go on beside the next forward, though they could be made in backward, which waits for them
     overlap: bool = True  # copies of weights and gradients go on beside the device's work, which takes room too
 
 

@@ -24,6 +24,7 @@ def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
         schedule = accumulated(schedule, problem)
     for action in ordered:
         schedule = action.rewrite(schedule, problem)
+    schedule.is_shared = True
     return schedule
 
 
