@@ -14,7 +14,7 @@ import torch
 from holdall.api import Budget, plan, resolve_budget
 from holdall.cli._errors import first_line
 from holdall.cli._workload import Workload, describe_workload
-from holdall.cost.presets import gpu
+from holdall.cost.presets import gpu, gpu_names
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
 from holdall.planners._finish import allocator_of
@@ -110,6 +110,8 @@ def find_machine(name: str | None, path: Path | None, progress: Progress, *, dev
     if name is not None:
         return gpu(name)
     if path is not None:
+        if not path.exists() and str(path) in gpu_names():
+            raise InvalidInput(f"`{path}` is a GPU and no file", hint=f"write `--gpu {path}`")
         return Hardware.load(path)
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(

@@ -236,6 +236,7 @@ def test_wrong_names_offer_the_closest():
     assert "did you mean `plan`" in refused("plann")[1]
     assert "did you mean `recompute`" in refused("systems", "--family", "recomput")[1]
     assert "no model was named" in refused("plan")[0]
+    assert "write `--gpu rtx-4090`" in refused("plan", *TINY, "--hardware", "rtx-4090")[1]
 
 
 @pytest.mark.parametrize("change", [{"tiers": []}, {"bandwidth": 0.0}, {"flops": "fast"}, {"format": "other"}, None])
