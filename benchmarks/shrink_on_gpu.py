@@ -82,7 +82,7 @@ BUDGETS = (24, 16, 12, 8)  # GiB; weights take 6, AdamW's moments in bf16 12, 8-
 TINY = {24: 4, 16: 3, 12: 2.5, 8: 1.5}  # MiB
 FIELDS = (
     "method", "kind", "budget_gib", "tokens_per_s", "step_s", "peak_gib", "device_gib", "predicted_gib", "predicted_s",
-    "host_gib", "state_gib", "fits", "actions", "solve_s", "losses", "why",
+    "host_gib", "state_gib", "fits", "actions", "solve_s", "losses", "why", "retries",
 )  # fmt: skip
 
 
@@ -273,6 +273,7 @@ class Bench:
 
     def run(self, method: Method, plan: Any, *, budget: int | None) -> dict[str, Any]:
         optimizer = self.optimizer(method.optimizer)
+        before = self.retries()
         by_plan = plan is not None and any(a.name == "in_backward" for a in plan.actions)
         consumes = getattr(optimizer, "consumes_gradients", False)
         with ExitStack() as stack:
@@ -299,6 +300,7 @@ class Bench:
                 "device_gib": self.on_device(),
                 "state_gib": round(self.states(optimizer) / self.unit, 3),
                 "losses": " ".join(f"{float(x):.4f}" for x in losses),
+                "retries": self.retries() - before,
             }
         if plan is not None and method.traced and budget is not None:
             row |= {"predicted_gib": round(next(iter(plan.predicted.peak.values())) / self.unit, 3)}
@@ -342,6 +344,10 @@ class Bench:
     def wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+    def retries(self) -> int:
+        """Times that the allocator has come to its limit and given pages back; in a row, those of all its steps."""
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if self.device == "cuda" else 0
 
     def on_device(self) -> float | str:
         """What the driver says is taken, by whomever."""

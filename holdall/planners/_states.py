@@ -42,8 +42,6 @@ class Placements:
         self.castable = [u for u in self.streamable if is_narrow and 0 < len(u.grads) == len(u.weights)]
         sizes = sorted(u.numel for u in self.movable) or [0]
         self._common = sizes[len(sizes) // 2]  # units much larger would need as much room for all
-        states = sorted(sum(trace.tensors[x].nbytes for x in u.states) for u in self.movable) or [0]
-        self.common_bytes = max(1, states[len(states) // 2])  # what a unit takes more where it is updated on the device
 
     @property
     def is_possible(self) -> bool:

@@ -27,7 +27,6 @@ from holdall.units import format_bytes, format_seconds
 _SHOWS = 0.88  # of the time without passing units; with them, clipped steps took up to 14 % longer than was said on an H200
 _ROOM = (0.97, 0.94)  # of the memory, where a plan that takes all of it keeps the allocator busy
 _BUSY = 0.005  # of a step, for the allocator, that is worth looking further
-_GUESSES = 3  # before halves are tried
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
 
 
@@ -188,22 +187,14 @@ class _Search(Search):
         """How many units can be updated on the device if activations take the least; None: not even none of them."""
         if not self._fits_least(problem, Spread(0, streamed, through=False)):
             return None
-        low, over = 0, len(self.placements.movable) + 1
+        low, high = 0, len(self.placements.movable)
         if not self.placements.castable:
-            over -= streamed
-        tries = 0
-        while over - low > 1:
-            tries += 1
-            guess = self._guess(problem, low, streamed) if tries <= _GUESSES else (low + over) // 2
-            middle = max(low + 1, min(guess, over - 1))
+            high -= streamed
+        while low < high:
+            middle = (low + high + 1) // 2
             fits = self._fits_least(problem, Spread(middle, streamed, through=False))
-            low, over = (middle, over) if fits else (low, middle)
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low
-
-    def _guess(self, problem: Problem, fitting: int, streamed: int) -> int:
-        """How many units can be updated on the device, where so many can and the others are of the common size."""
-        least = next(self._least(Spread(fitting, streamed, through=False))).peak[problem.home]
-        return fitting + (problem.limit(problem.home) - least) // self.placements.common_bytes
 
     def _fits_least(self, problem: Problem, spread: Spread) -> bool:
         return any(not over_budget(problem, outcome) for outcome in self._least(spread))

@@ -16,7 +16,7 @@ _Moments = dict[TensorId, list[int]]
 
 def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     """The trace's schedule rewritten by the actions, each in its rank's turn."""
-    schedule = Schedule(trace=problem.trace, home=problem.home, is_shared=False)
+    schedule = Schedule(trace=problem.trace, home=problem.home)
     _leave_to_process(schedule, problem)
     ordered = sorted(actions, key=lambda a: a.rank)
     _once_per_block(ordered)
@@ -24,7 +24,6 @@ def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
         schedule = accumulated(schedule, problem)
     for action in ordered:
         schedule = action.rewrite(schedule, problem)
-    schedule.is_shared = True
     return schedule
 
 

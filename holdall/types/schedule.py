@@ -106,12 +106,9 @@ class Schedule:
     replays: dict[int, OpId] = field(default_factory=dict)  # block -> the op after which it is run again
     programs: dict[int, Kept] = field(default_factory=dict)  # block that runs by a program -> what that keeps
     start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
-    is_shared: bool = True  # false: nobody looks at it again when it has been rewritten
 
     def copy(self) -> Schedule:
         """A schedule to rewrite; lists are shared, since a change makes a new one."""
-        if not self.is_shared:
-            return self
         return replace(
             self,
             runs=dict(self.runs),
@@ -171,7 +168,7 @@ class Schedule:
     def add(self, like: TensorInfo, **changes: object) -> TensorId:
         """A new tensor made after the pattern of another; its id."""
         new = len(self.added) + self.trace.next_id
-        self.added[new] = replace(like, id=new, **changes) if changes else like.as_another(new)  # type: ignore[arg-type]
+        self.added[new] = replace(like, id=new, **changes)  # type: ignore[arg-type]
         self.holds[new] = []
         return new
 
