@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
-from holdall.planners._finish import finish, over_budget
+from holdall.planners._finish import finish, outcome_of, over_budget
 from holdall.planners._in_backward import plan_with_updates
 from holdall.planners._search import Candidate, Search, usable
 from holdall.planners._states import Placements, Spread
@@ -168,7 +168,16 @@ class _Search(Search):
             before = self.allocated(found[-2])
             if not before.cramped and found[-1].outcome.seconds >= before.seconds:  # still less memory takes still longer
                 break
-        return min(found, key=lambda c: (self.allocated(c).cramped, self.allocated(c).seconds))
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda c: (self.allocated(c).cramped, self._seconds_either_way(c)))
+
+    def _seconds_either_way(self, candidate: Candidate) -> float:
+        """Of a step with what the allocator does, clipped or not: nobody knows which it will be."""
+        clipped = self.allocated(candidate).seconds
+        if not any(isinstance(a, Place) and a.ahead for a in candidate.actions):
+            return clipped
+        return (clipped + outcome_of(replace(self.problem, clipped=False), candidate.actions).seconds) / 2
 
     def _is_tight(self, candidate: Candidate) -> bool:
         outcome = self.allocated(candidate)

@@ -126,7 +126,8 @@ class CudaMeter:
 
     def _limit(self, budget: int) -> None:
         total = torch.cuda.get_device_properties(self._device).total_memory
-        share = max(0, budget - self._context) / total
+        page = PAGE if self._expanded else 0  # the last one counts as what is asked of it, and is mapped whole
+        share = max(0, budget - self._context - page) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
 
     def begin(self) -> None:

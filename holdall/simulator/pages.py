@@ -34,7 +34,7 @@ from holdall.units import PAGE, GiB, TiB
 
 _STEPS = 5  # the first is unlike those after it, and those differ
 _SECONDS = 6.4e-3 / GiB  # to unmap a byte and to map it elsewhere: 3.2 and 3.1 ms a GiB on an H200 with CUDA 13
-_HALT = 2e-3  # seconds that a device has nothing to do when the launching thread has waited for it
+_HALT = 0.3e-3  # seconds until a device has work again: 26 halts and 14 GiB a step took less than 0.1 s there, in 6 GiB
 
 Order = Sequence[tuple[int, Bytes]]  # what is allocated, with its size, and what is freed: -1
 
