@@ -18,4 +18,6 @@ def host_seconds(unit: Unit, trace: Trace, hardware: Hardware, *, beside: bool =
     is_fast = trace.about.get("optimizer") in _FAST and is_wide
     if is_fast or hardware.device != "cuda":  # a CPU's rate of updates stands for its memory
         return unit.numel / rate
+    if unit.host_seconds:
+        return unit.host_seconds * hardware.updates / rate
     return _OP_BY_OP * (unit.host_moved or unit.moved) / (_FAST_BYTES * rate)

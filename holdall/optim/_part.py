@@ -15,7 +15,7 @@ import torch
 
 Groups = list[dict[str, Any]]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(  # rules that look at each element alone
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
@@ -68,7 +68,7 @@ class Part:
         where = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._group = [where.get(id(p), -1) for p in params]
         self._clone = clone_optimizer(optimizer, {}, foreach=False)
-        self._elementwise = type(optimizer) in _ELEMENTWISE
+        self._elementwise = type(optimizer) in ELEMENTWISE
         self.trained = [g >= 0 for g in self._group]
 
     def by_group(self, which: Sequence[int]) -> dict[int, list[int]]:

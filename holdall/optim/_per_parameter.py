@@ -56,6 +56,10 @@ class PerParameter(torch.optim.Optimizer):
         """Bytes of state that updates of `param` allocate; nothing for one that is not trained."""
         return self._bytes(param, self._group_of(param)) if param.requires_grad else 0
 
+    def is_by_element(self, param: torch.Tensor) -> bool:
+        """Whether `param` is updated element by element, or a few neighbours at a time."""
+        return bool(self._alone(self._group_of(param)))
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         for option in param_group:
             if option not in self.defaults and option not in _FOREIGN:

@@ -56,6 +56,9 @@ class Adam8bit(PerParameter):
         whole = {"params": [p for p in trained if id(p) in embedded], **options, "bits": 32}
         return [group for group in (coded, whole) if group["params"]]
 
+    def is_by_element(self, param: Tensor) -> bool:  # noqa: ARG002 - a block of codes at a time at most
+        return True
+
     def _check(self, group: Group) -> None:
         if group["bits"] not in (8, 32):
             raise InvalidInput(f"`bits` is {group['bits']}", hint="8, or 32 to leave moments as they are")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdall.optim._part import Part, clone_optimizer, snapshot
+from holdall.tracing.host_trials import seconds_per_element
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.trials import Trials, load_solvers
 from holdall.tracing.values import KnownValues
@@ -54,6 +55,17 @@ class Updating:
         narrow = {n: v.detach().to("cpu") for n, v in self.narrow.items()}
         return Updating(optimizer=clone, values={n: there[id(v)] for n, v in self.values.items()}, narrow=narrow, sliced=False)
 
+    def seconds_on_host(self) -> dict[str, float]:
+        """Of the update of each parameter for which a sample tells them."""
+        groups = self.groups()
+        keys = {n: (groups[n], v.dtype, self.narrow.get(n, v).dtype) for n, v in self.values.items()}
+        largest: dict[Any, str] = {}
+        for n, key in keys.items():
+            if key not in largest or self.values[n].numel() > self.values[largest[key]].numel():
+                largest[key] = n
+        rates = {key: seconds_per_element(self.optimizer, self.values[n], key[2]) for key, n in largest.items()}
+        return {n: rate * self.values[n].numel() for n, key in keys.items() if (rate := rates[key]) is not None}
+
 
 def group_parameters(names: Sequence[str], blocks: Sequence[Block]) -> dict[str, list[str]]:
     """Unit -> its parameters: by the block that contains them, else by the module that owns them."""
@@ -93,6 +105,8 @@ def find_units(
     costs: dict[tuple[object, ...], tuple[int, _Cost, int]] = {}
     elsewhere = updating.on_host() if updating is not None and updating.is_on_gpu else None
     group_of = updating.groups() if updating is not None else {}
+    is_here = torch.cuda.is_available()  # else updates will be made on another host than this
+    rates = updating.seconds_on_host() if updating is not None and updating.is_on_gpu and is_here else {}
     found: list[Unit] = []
     for unit in order:
         members = groups[unit]
@@ -116,6 +130,7 @@ def find_units(
                 workspace=cost.workspace,
                 same_as=None if same == len(found) else same,
                 host_moved=host_moved,
+                host_seconds=sum(rates[n] for n in trained) if all(n in rates for n in trained) else 0.0,
                 products=cost.products,
             )
         )

@@ -131,6 +131,7 @@ class Unit:
     workspace: Bytes  # bytes that its update takes and gives back
     same_as: int | None = None  # the earlier unit that it repeats
     host_moved: Bytes = 0  # bytes that its update moves where a CPU makes it, which may have no kernel for it; 0: as many
+    host_seconds: Seconds = 0.0  # that its update took on the host where the trace was made; 0: not measured
     products: bool = False  # its update multiplies matrices, for which libraries keep room on every stream
 
 

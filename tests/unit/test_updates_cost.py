@@ -1,6 +1,7 @@
 """What an update on the host is said to take."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
 from holdall.cost.updates import host_seconds
 from holdall.optim.adam8bit import Adam8bit
+from holdall.optim.galore import GaLore
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
@@ -137,3 +139,42 @@ def test_a_step_that_waits_for_the_host_takes_longer_where_activations_leave():
     alone, with_copies = ((seconds(actions, 1e6), seconds(actions, 2.5e5)) for actions in ([], leaving))
     assert alone[0] < alone[1]  # gradients and new weights are copied too
     assert alone[1] - alone[0] < with_copies[1] - with_copies[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype", "is_sampled"),
+    [
+        (torch.optim.AdamW, torch.bfloat16, True),
+        (partial(torch.optim.AdamW, fused=True), torch.bfloat16, True),
+        (torch.optim.AdamW, torch.float32, False),  # the probe has it
+        (torch.optim.SGD, torch.float32, True),
+        (torch.optim.Adafactor, torch.float32, False),
+        (Adam8bit, torch.bfloat16, True),
+        (GaLore, torch.bfloat16, True),
+        (lambda params: GaLore([{"params": params, "rank": 4}]), torch.bfloat16, False),
+    ],
+    ids=["adamw", "fused", "adamw32", "sgd", "adafactor", "adam8bit", "galore", "rank"],
+)
+def test_rules_that_treat_elements_alone_are_timed_on_a_sample(build, dtype, is_sampled):
+    """Within a trace, where tensors are fake; nothing of the optimizer's changes."""
+    before = torch.random.get_rng_state()
+    with FakeTensorMode():
+        weights = [torch.nn.Parameter(torch.empty(n, 128, device="cuda", dtype=dtype)) for n in (96, 32)]
+        optimizer = build(weights)
+        updating = Updating(optimizer=optimizer, values=dict(zip("ab", weights, strict=True)), narrow={}, sliced=True)
+        states = {id(p): dict(s) for p, s in optimizer.state.items()}
+        found = updating.seconds_on_host()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert {id(p): dict(s) for p, s in optimizer.state.items()} == states
+    assert all(p is q for group in optimizer.param_groups for p, q in zip(group["params"], weights, strict=True))
+    assert found.keys() == (set("ab") if is_sampled else set())
+    if is_sampled:
+        assert 0 < found["b"] == pytest.approx(found["a"] / 3)
+
+
+def test_what_was_measured_on_the_host_is_what_is_charged():
+    trace = traced(Adam8bit)
+    unit = replace(trace.units[0], host_seconds=0.25)
+    slower = replace(H100, updates_beside=H100.updates / 2)
+    assert host_seconds(unit, trace, slower) == 0.25
+    assert host_seconds(unit, trace, slower, beside=True) == 0.5
