@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdall.optim._part import PIECE
-from holdall.runtime.units import DEVICE, Layout, Unit, like
+from holdall.runtime.units import DEVICE, Layout, Member, Unit, like
 from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -77,12 +77,10 @@ class Passing:
         staged = unit.layout.nbytes if unit.is_streamed and unit.is_narrow else 0
         return chunk.layout.nbytes + grads.nbytes + staged + wide
 
-    def adopt(self, unit: Unit) -> bool:
-        """Move a unit's homes and states, once there are states, into one chunk; whether that is done. A step may have added
-        to the states, or others were loaded: then all move into another."""
+    def adopt(self, unit: Unit) -> None:
+        """Move a unit's homes and states into one chunk. A step may have added to the states, the first one makes them, or
+        others were loaded: then all move into another."""
         states = self._updater.states(unit.trained)
-        if not all(states):
-            return False
         keys = [
             (n, key)
             for n, s in enumerate(states)
@@ -92,7 +90,7 @@ class Passing:
         before = self._chunks.get(unit.name)
         outside = {(n, key) for n, key in keys if not self._is_in(before, states[n][key])}
         if before is not None and before.keys == keys and not outside:
-            return True
+            return
         layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
         if before is not None:
             self._lane.arrived(before.ticket)
@@ -117,7 +115,6 @@ class Passing:
         unit.homes = ticket
         self._updater.keep(unit.trained, states, away=True)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)
-        return True
 
     def _is_in(self, chunk: Chunk | None, state: torch.Tensor) -> bool:
         return chunk is not None and state.data_ptr() in chunk.span(self._lane)
@@ -181,6 +178,7 @@ class Passing:
                 scratch=rest[staged.numel() :].view(torch.float32) if unit.is_narrow else None,
             )
             self._take_back(unit, chunk, views[len(unit.trained) :], own, states)
+            self._updater.keep(unit.trained, own)  # those that had none have got them
             ready = self._stream.record_event() if self._stream is not None else None
         self._lane.push(chunk.ticket, states_at, after=ready)
         self._sent.append(chunk.ticket)
@@ -209,13 +207,22 @@ class Passing:
                     continue
                 if view is not None and _are_alike(value, view):
                     view.copy_(value)
-                elif isinstance(value, torch.Tensor) and value.numel() and self._updater.follows(unit.trained[n], key, value):
-                    with self._updater.quiet():
-                        mine[key] = value.to(unit.trained[n].home.device, copy=True)
-                    self._updater.away.add(mine[key].untyped_storage()._cdata)
-                    self._updater.outside += mine[key].nbytes
+                elif isinstance(value, torch.Tensor) and value.numel() and value is not mine.get(key):
+                    self._put(unit.trained[n], mine, key, value)
                 else:
                     mine[key] = value
+
+    def _put(self, member: Member, state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+        """A tensor that an update has made becomes a state, in the host's ordinary memory: a counter where it is."""
+        follows = self._updater.follows(member, key, value)
+        before = state.get(key)
+        with self._updater.quiet():
+            state[key] = value.to(member.home.device if follows else value.device, copy=True)
+        self._updater.away.add(state[key].untyped_storage()._cdata)
+        self._updater.outside += value.nbytes
+        if not follows and isinstance(before, torch.Tensor):
+            self._updater.away.discard(before.untyped_storage()._cdata)
+            self._updater.outside -= before.nbytes
 
 
 def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

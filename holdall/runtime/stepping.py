@@ -108,7 +108,8 @@ class Stepping:
             updater.on_device(unit, order, held.here)
             held.here = []
             unit.note_versions()
-        elif unit.update == THROUGH and self._passing.adopt(unit):
+        elif unit.update == THROUGH:
+            self._passing.adopt(unit)
             self._pass_through(held, order)
         else:
             is_right = self._ahead.judge(held, order)
@@ -131,7 +132,9 @@ class Stepping:
 
     def _prepare_room(self, held: Iterable[Held]) -> None:
         """Memory for the units that pass through the device, from here until they all have."""
-        those = [h for h in held if h.unit.update == THROUGH and self._passing.adopt(h.unit)]
+        those = [h for h in held if h.unit.update == THROUGH]
+        for h in those:
+            self._passing.adopt(h.unit)
         if those and self._device.type == "cuda":
             most = max(self._passing.through_bytes(h.unit, h.layout) for h in those)
             self._passing.room(most, min(self._slots, len(those)))
