@@ -1,9 +1,10 @@
 """Cross entropy of a linear head whose logits never exist whole.
 
 A few rows at a time: their logits, their losses and, while the logits are there, their gradient, in the memory that held them
-(the idea of Liger-Kernel, arXiv 2410.10989). Three matrix products in all, as without chunks; what waits for backward is the
-gradient of the hidden rows and of the weight. Two kinds of loss must know the incoming gradient before they can do so, and
-compute their logits again in backward: one loss per row, and float16, whose gradients vanish unless they are scaled first.
+(the idea of Liger-Kernel, arXiv 2410.10989). Softmax, which is wider, takes fewer of them at once than the products, of which
+there are three, as without chunks. What waits for backward is the gradient of the hidden rows and of the weight. Two kinds of
+loss must know the incoming gradient before they can do so, and compute their logits again in backward: one loss per row, and
+float16, whose gradients vanish unless they are scaled first.
 
 Tolerance, measured on a CPU as the norm of the difference over the norm of the truth. float32, 8 chunks, against the whole:
 loss 1e-7, gradients 4e-7. bfloat16, against exact arithmetic: loss 4e-5 and the hidden rows' gradient 4e-3, both as the whole
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 
+_WIDE = 2**27  # bytes of the softmax of a few rows: enough for a GPU to be busy, a quarter of what a chunk of them would take
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias
 
 
@@ -110,34 +113,27 @@ def _walk(
         w = weight.to(hidden.dtype)
         b = None if bias is None else bias.to(hidden.dtype)
         narrow = hidden.new_empty(rows, vocab)  # the logits, then their gradient
-        wide = narrow
+        wide, few = narrow, rows
         if hidden.dtype in (torch.bfloat16, torch.float16):
-            wide = torch.empty_like(narrow, dtype=torch.float32)  # the softmax
+            few = max(1, min(rows, _WIDE // (4 * vocab)))
+            wide = narrow.new_empty(few, vocab, dtype=torch.float32)  # the softmax
         losses = wide.new_empty(tokens)
         for_hidden = torch.empty_like(hidden) if scale is not None and wants[0] else None
         for_weight = _Sum(weight, hidden.dtype) if scale is not None and wants[1] else None
         for_bias = wide.new_zeros(vocab) if scale is not None and wants[2] else None
         for first in range(0, tokens, rows):
             some = slice(first, min(first + rows, tokens))
-            h, label = hidden[some], labels[some, None]
-            z, p = narrow[: h.shape[0]], wide[: h.shape[0]]
+            h = hidden[some]
+            z = narrow[: h.shape[0]]
             if b is None:
                 torch.mm(h, w.t(), out=z)
             else:
                 torch.addmm(b, h, w.t(), out=z)
-            if wide is not narrow:
-                p.copy_(z)
-            torch.log_softmax(p, 1, out=p)  # every kernel reads an element before it writes it
-            torch.mul(p.gather(1, label)[:, 0], asked.smoothing - 1, out=losses[some])
-            if asked.smoothing:
-                losses[some].sub_(p.mean(1), alpha=asked.smoothing)
+            shares = repeat(None) if scale is None else scale[some, None].split(few)
+            for part in zip(z.split(few), labels[some, None].split(few), shares, losses[some].split(few), strict=False):
+                _softmax(*part, wide, asked.smoothing)
             if scale is None:
                 continue
-            p.exp_()
-            p.scatter_(1, label, p.gather(1, label).sub_(1 - asked.smoothing))
-            if asked.smoothing:
-                p.sub_(asked.smoothing / vocab)
-            torch.mul(p, scale[some, None], out=z)
             if for_hidden is not None:
                 torch.mm(z, w, out=for_hidden[some])
             if for_weight is not None:
@@ -149,6 +145,25 @@ def _walk(
         None if for_weight is None else for_weight.total,
         None if for_bias is None or bias is None else for_bias.to(bias.dtype),
     )
+
+
+def _softmax(
+    z: torch.Tensor, label: torch.Tensor, share: torch.Tensor | None, loss: torch.Tensor, wide: torch.Tensor, smoothing: float
+) -> None:
+    """The losses of some rows of logits and, if `share` says how much each counts, the gradient in place of the logits.
+    `wide`: room for them as wide as softmax is taken."""
+    p = z if z.dtype == wide.dtype else wide[: z.shape[0]].copy_(z)
+    torch.log_softmax(p, 1, out=p)  # every kernel reads an element before it writes it
+    torch.mul(p.gather(1, label)[:, 0], smoothing - 1, out=loss)
+    if smoothing:
+        loss.sub_(p.mean(1), alpha=smoothing)
+    if share is None:
+        return
+    p.exp_()
+    p.scatter_(1, label, p.gather(1, label).sub_(1 - smoothing))
+    if smoothing:
+        p.sub_(smoothing / p.shape[1])
+    torch.mul(p, share, out=z)
 
 
 class _Sum:

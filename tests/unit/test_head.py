@@ -19,6 +19,8 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.runtime import chunked_loss
+from holdall.runtime.chunked_loss import Asked, chunked_cross_entropy
 from holdall.runtime.harness import Harness
 from holdall.runtime.logits import LazyLogits, chunk_head, head_of, rows_for
 from holdall.simulator import lower
@@ -768,6 +770,25 @@ def test_chunks_are_small_enough_even_and_tiled(vocab):
         chunks = -(-tokens // rows)
         assert chunks * rows - tokens < max(256, 128 * chunks), "no chunk is much smaller than the others"
         assert chunks == 1 or (rows + 128) * vocab * 4 > 2**29 or chunks == -(-tokens // (rows + 128)) or rows == 256
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_softmax_of_fewer_rows_at_once_gives_the_same_bits(dtype, smoothing, monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(40, 24), torch.randn(96, 24), torch.randn(96)
+    labels = torch.randint(96, (40,)).masked_fill(torch.rand(40) < 0.2, -100)
+    asked = Asked(rows=16, dtype=torch.float32, ignore_index=-100, reduction="mean", smoothing=smoothing)
+
+    def of():
+        given = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        loss = chunked_cross_entropy(*given, labels, None, asked)
+        loss.backward()
+        return loss, *(x.grad for x in given)
+
+    whole = of()
+    monkeypatch.setattr(chunked_loss, "_WIDE", 5 * 4 * 96)  # 5, 5, 5 and 1 of 16 rows
+    assert all(torch.equal(a, b) for a, b in zip(whole, of(), strict=True))
 
 
 # the action
