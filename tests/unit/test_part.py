@@ -92,7 +92,7 @@ def assert_same(values, states, params, optimizer):
 
 
 def test_every_elementwise_rule_is_tried():
-    assert {rule_class(rule) for rule in RULES} == _part._ELEMENTWISE
+    assert {rule_class(rule) for rule in RULES} == _part.ELEMENTWISE
 
 
 @pytest.mark.parametrize(("rule", "form"), CASES)
