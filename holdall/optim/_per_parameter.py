@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.errors import InvalidInput, unknown_name
+from holdall.optim._target import kind_of
 
 STRETCH = 1 << 20  # elements: what is made on the way stays in a processor's caches
 _ON_GPU = 1 << 24  # which wants more of them at once
@@ -138,7 +139,7 @@ class PerParameter(torch.optim.Optimizer):
 
 
 def _stretch(device: torch.device) -> int:
-    return _ON_GPU if device.type == "cuda" else STRETCH
+    return _ON_GPU if kind_of(device) == "cuda" else STRETCH
 
 
 def compute_dtype(p: torch.Tensor) -> torch.dtype:

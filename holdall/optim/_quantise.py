@@ -15,13 +15,15 @@ from math import ceil
 import torch
 import torch.nn.functional as F
 
+from holdall.optim._target import kind_of
+
 BLOCK = 256
 _PIECE = {"cuda": 1 << 23}  # elements that are worked on at a time, whole blocks; a GPU wants more of them at once
 _USUAL = 1 << 20
 
 
 def piece_of(device: torch.device) -> int:
-    return _PIECE.get(device.type, _USUAL)
+    return _PIECE.get(kind_of(device), _USUAL)
 
 
 @lru_cache(maxsize=2)

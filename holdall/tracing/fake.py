@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from holdall.optim._part import clone_optimizer
+from holdall.optim._target import made_for
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -43,6 +44,7 @@ def record_fake_step(
     recorder = Recorder(values=values, real=False, trials=Trials(on))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_tracing_branch())
+        stack.enter_context(made_for(device.type))
         stack.enter_context(mode)
         parameters, swapped = _fake_parameters(model, on, precision)
         unique = {name: parameters[name] for name, _ in model.named_parameters()}

@@ -86,3 +86,18 @@ def test_a_plan_counts_what_stretches_move_and_not_the_whole_each_time(monkeypat
     whole = moved()
     monkeypatch.setattr(_per_parameter, "STRETCH", 64)  # 48 of them
     assert moved() <= 1.5 * whole
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_step_traced_for_a_gpu_elsewhere_has_a_gpus_stretches(monkeypatch):
+    monkeypatch.setattr(_per_parameter, "STRETCH", 512)
+    monkeypatch.setattr(_per_parameter, "_ON_GPU", 2048)
+
+    def workspace(device):
+        table = torch.nn.Embedding(ROWS, WIDTH, dtype=torch.bfloat16)
+        ids = torch.arange(ROWS)
+        optimizer = GaLore(table.parameters())
+        traced = holdall.trace(table, ids, optimizer=optimizer, loss=lambda model, x: model(x).sum(), device=device)
+        return traced.units[0].workspace
+
+    assert workspace("cuda") == 4 * workspace("cpu")
