@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.optim._part import ELEMENTWISE, Part, clone_optimizer, snapshot
 from holdall.optim._per_parameter import PerParameter
+from holdall.optim._target import made_for
 
 _SAMPLE = 1 << 25  # elements: more than caches hold
 _RUNS = 2
@@ -26,7 +27,7 @@ def seconds_per_element(optimizer: torch.optim.Optimizer, param: torch.Tensor, g
     if not _is_sampled(optimizer, param):
         return None
     numel = min(param.numel(), _SAMPLE)
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([]):
+    with _disable_current_modes(), made_for("cpu"), torch.no_grad(), torch.random.fork_rng([]):
         sample = torch.nn.Parameter(torch.randn(numel, dtype=torch.float32, device="cpu").to(param.dtype))
         like = torch.randn(numel, dtype=torch.float32, device="cpu").to(grad)
         clone = clone_optimizer(optimizer, {id(param): sample}, foreach=False)
