@@ -45,7 +45,8 @@ from holdall.cli._planning import needed_bytes
 from holdall.cost.roofline import cost_trace
 from holdall.optim import in_backward
 from holdall.optim._adam8bit_fused import is_there
-from holdall.optim._quantise import piece_of
+from holdall.optim._pieces import piece_of
+from holdall.optim._quantise import ON_GPU
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
@@ -264,7 +265,7 @@ class Bench:
     def _kept_free(self, method: Method) -> int:
         """Bytes for an update that is not in the trace: its states, and a stretch of values, gradient, moments and codes."""
         optimizer = self.optimizer(method.optimizer)
-        piece = min(piece_of(torch.device(self.device)), max(p.numel() for p in self.model.parameters()))
+        piece = min(piece_of(torch.device(self.device), on_gpu=ON_GPU), max(p.numel() for p in self.model.parameters()))
         return self.states(optimizer) + 48 * piece
 
     def problem(self, trace: Any, limit: int | None, method: Method) -> Problem:

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.errors import InvalidInput, unknown_name
-from holdall.optim._target import kind_of
+from holdall.optim._pieces import piece_of
 
-STRETCH = 1 << 20  # elements: what is made on the way stays in a processor's caches
-_ON_GPU = 1 << 24  # which wants more of them at once
+_ON_GPU = 1 << 24  # elements of a stretch
 State = dict[str, Any]  # of one parameter: tensors, numbers, strings, lists of numbers
 Group = dict[str, Any]
 
@@ -91,7 +90,7 @@ class PerParameter(torch.optim.Optimizer):
         """Update `p` in the precision of the computation, and round once at the end."""
         dtype = compute_dtype(p)
         alone = self._alone(group)
-        if alone and p.numel() > _stretch(p.device) and p.is_contiguous():
+        if alone and p.numel() > piece_of(p.device, on_gpu=_ON_GPU) and p.is_contiguous():
             self._apply_by_stretches(p, grad, group, alone)
             return
         value = p if p.dtype == dtype else p.to(dtype)
@@ -107,7 +106,7 @@ class PerParameter(torch.optim.Optimizer):
         values, grads = p.detach().view(-1), grad.reshape(-1)
         shaped = {key: state[key].view(-1) for key in keys}
         others = {key: kept for key, kept in state.items() if key not in shaped}
-        length = _stretch(p.device)
+        length = piece_of(p.device, on_gpu=_ON_GPU)
         for begin in range(0, p.numel(), length):
             here = slice(begin, begin + length)
             part = {**others, **{key: kept[here] for key, kept in shaped.items()}}
@@ -136,10 +135,6 @@ class PerParameter(torch.optim.Optimizer):
             if any(p is param for p in group["params"]):
                 return group
         raise InvalidInput(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's", hint="add its group")
-
-
-def _stretch(device: torch.device) -> int:
-    return _ON_GPU if kind_of(device) == "cuda" else STRETCH
 
 
 def compute_dtype(p: torch.Tensor) -> torch.dtype:

@@ -15,15 +15,10 @@ from math import ceil
 import torch
 import torch.nn.functional as F
 
-from holdall.optim._target import kind_of
+from holdall.optim._pieces import piece_of
 
 BLOCK = 256
-_PIECE = {"cuda": 1 << 23}  # elements that are worked on at a time, whole blocks; a GPU wants more of them at once
-_USUAL = 1 << 20
-
-
-def piece_of(device: torch.device) -> int:
-    return _PIECE.get(kind_of(device), _USUAL)
+ON_GPU = 1 << 23  # elements that are worked on at a time, whole blocks
 
 
 @lru_cache(maxsize=2)
@@ -112,7 +107,7 @@ def decode_levels(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
 
 def _pieces(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """(elements, their blocks): so many at a time that what is made on the way stays small."""
-    numel, piece = flat.numel(), piece_of(flat.device)
+    numel, piece = flat.numel(), piece_of(flat.device, on_gpu=ON_GPU)
     for begin in range(0, numel, piece):
         end = min(begin + piece, numel)
         yield slice(begin, end), slice(begin // BLOCK, ceil(end / BLOCK))

@@ -21,7 +21,8 @@ from holdall.errors import InvalidInput
 from holdall.optim import _adam8bit_fused
 from holdall.optim._moments import is_coded, moment_bytes
 from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype
-from holdall.optim._quantise import BLOCK, decode, encode, piece_of, table_on
+from holdall.optim._pieces import piece_of
+from holdall.optim._quantise import BLOCK, ON_GPU, decode, encode, table_on
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether they have signs
 
@@ -79,7 +80,7 @@ class Adam8bit(PerParameter):
             return
         values = p.detach().contiguous()  # the values themselves where they lie in order
         flat, grads = values.view(-1), grad.reshape(-1)
-        piece = piece_of(p.device)
+        piece = piece_of(p.device, on_gpu=ON_GPU)
         tables = {signed: table_on(p.device, signed=signed) for signed in (True, False)} if "exp_avg_scale" in state else {}
         for begin in range(0, flat.numel(), piece):
             here = slice(begin, begin + piece)

@@ -81,6 +81,7 @@ class CpuMeter:
 
 _FIRST = 3  # steps after which no more kernels are expected
 _USUAL_PAGE = 20 * MiB  # PyTorch's own
+_SPARE = PAGE + 24 * MiB  # the last page counts as what is asked of it; and so much has come after the allocator had its memory
 
 
 def device_context(device: torch.device) -> int:
@@ -126,8 +127,7 @@ class CudaMeter:
 
     def _limit(self, budget: int) -> None:
         total = torch.cuda.get_device_properties(self._device).total_memory
-        page = PAGE if self._expanded else 0  # the last one counts as what is asked of it, and is mapped whole
-        share = max(0, budget - self._context - page) / total
+        share = max(0, budget - self._context - _SPARE) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
 
     def begin(self) -> None:

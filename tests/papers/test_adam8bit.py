@@ -81,7 +81,7 @@ def test_a_stretch_at_a_time_gives_the_bits_of_the_whole(monkeypatch):
     start, grads = torch.randn(70, 100), torch.randn(4, 70, 100)
     results = []
     for piece in (1 << 20, 1024):
-        monkeypatch.setattr("holdall.optim._quantise._USUAL", piece)
+        monkeypatch.setattr("holdall.optim._pieces.ON_HOST", piece)
         p = nn.Parameter(start.clone())
         optimizer = Adam8bit([p], lr=1e-2)
         run(p, optimizer, grads)
