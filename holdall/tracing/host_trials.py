@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.optim._part import ELEMENTWISE, Part, clone_optimizer, snapshot
 from holdall.optim._per_parameter import PerParameter
-from holdall.optim._target import made_for
+from holdall.optim._pieces import made_for
 
 _SAMPLE = 1 << 25  # elements: more than caches hold
 _RUNS = 2
