@@ -5,8 +5,10 @@ python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,24@1e9,24@1e-3+1e
 A budget may name its planner; `24:auto-host` is auto without updates that pass through the device. `24@1e9` clips to that norm,
 which is to say never, and `24@1e-3` always: an update may begin before it is known whether gradients are clipped, so both are
 worth a row. `24@1e-3+1e9` is both, one after the other in one run: a row for each, warmed up anew. `24:auto-through` lets units
-pass through the device whatever the probe says. All plans are made first, in processes side by side. Rows have the columns of
-`gpu_budget_curve.py`, are added at the end of the file as they come, and can be plotted with its.
+pass through the device whatever the probe says. All plans are made first, in processes side by side. Minutes may lie between
+that and a row, and a host that others share is not as fast all the time: its rate is measured again before a row, and what the
+plan says is renewed by it, as if it were made then (`planned_step_s` is what it said when it was made). Rows have the columns
+of `gpu_budget_curve.py`, are added at the end of the file as they come, and can be plotted with its.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from gpu_budget_curve import FIELDS, Row, describe_plan
 from peers import ADAMW, SHAPES, build_ids, build_model
 
 import holdall
-from holdall.api import environment
+from holdall.api import environment, make_problem
 from holdall.optim import _host
+from holdall.planners._finish import outcome_of
 from holdall.runtime.meter import device_context
-from holdall.types import Hardware, Plan
+from holdall.runtime.probe import host_rates
+from holdall.types import Hardware, Plan, Trace
 
 CONTEXT = 20 * 2**20  # bytes of kernels that the first steps still load
 MORE = (
@@ -45,6 +49,10 @@ MORE = (
     "steps_clipped",
     "steps_ahead",
     "predicted_if_not_clipped_s",
+    "planned_step_s",
+    "planned_if_not_clipped_s",
+    "host_gparam_s",
+    "host_beside_gparam_s",
     "solve_s",
     "harness_host",
     "seconds_of_steps",
@@ -117,6 +125,9 @@ def rows(first, batch, options, plans, started):
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
         try:
             plan = load_plan(plans, of)
+            if not options.plans:
+                plan, rates = renew(plan, plans)
+                row |= rates
             for found in run(plan, model, optimizer, batch, options, max_norms):
                 row |= found
                 write(options.out, row)
@@ -161,6 +172,28 @@ def load_plan(folder: Path, of: str) -> Plan:
     if refused.exists():
         raise holdall.Infeasible(refused.read_text())
     return Plan.load(_plan_file(folder, of))
+
+
+def renew(plan: Plan, folder: Path) -> tuple[Plan, Row]:
+    """The same plan with the seconds that it takes by the host's present rate; that, for the row."""
+    began = time.perf_counter()
+    alone, beside = host_rates("cuda")
+    torch.cuda.empty_cache()
+    hardware = replace(Hardware.load(folder / "hardware.json"), updates=alone, updates_beside=beside)
+    problem = make_problem(Trace.load(folder / "trace.json"), budget=dict(plan.budget), hardware=hardware)
+    clipped, not_clipped = (outcome_of(replace(problem, clipped=is_clipped), plan.actions) for is_clipped in (True, False))
+    before = plan.about.get("seconds_if_not_clipped")
+    about = {**plan.about, **({} if before is None else {"seconds_if_not_clipped": not_clipped.seconds})}
+    print(
+        f"{alone / 1e9:.2f} Gparam/s on the host ({beside / 1e9:.2f} beside copies), {time.perf_counter() - began:.1f} s",
+        flush=True,
+    )
+    rates = {"host_gparam_s": round(alone / 1e9, 3), "host_beside_gparam_s": round(beside / 1e9, 3)}
+    return replace(plan, predicted=replace(plan.predicted, seconds=clipped.seconds), about=about), {
+        **rates,
+        "planned_step_s": plan.predicted.seconds,
+        "planned_if_not_clipped_s": before,
+    }
 
 
 def _plan_file(folder: Path, of: str) -> Path:

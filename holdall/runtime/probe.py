@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from threading import Event, Thread
@@ -40,6 +40,7 @@ _MEMORY = {  # bytes of one operand
 }
 _COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
 _PIECE = 32 * MiB  # of copies that only keep the link busy
+_PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
 Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, the call that does them)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,6 +48,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def probe(device: str = "auto", *, quick: bool = False, progress: Progress = silent) -> Hardware:
     """This machine as a `Hardware`, measured once per process. `quick`: shorter, noisier timings."""
     return _measure(_Request(_resolve(device), quick, torch.get_num_threads(), progress))
+
+
+def host_rates(device: str = "auto") -> tuple[float, float]:
+    """Parameters per second that the host of a GPU updates now: alone, and while copies go both ways. Measured anew at every
+    call, since a host that others work on too is not always as fast; (0, 0) where the CPU computes."""
+    clock = _Clock(torch.device(_resolve(device)), _PATIENCE)
+    if clock.device.type != "cuda":
+        return 0.0, 0.0
+    with torch.no_grad():
+        alone = _best_updates(clock)
+        with _busy_link(clock.device):
+            return alone, _best_updates(clock)
 
 
 def host_memory(*, root: Path = Path("/")) -> int:
@@ -114,11 +127,8 @@ def _measure(request: _Request) -> Hardware:
         finally:
             store.close()
     resident = context = 0
-    updates = beside = 0.0
+    updates, beside = host_rates(request.device)
     if kind == "cuda":
-        updates = _best_updates(clock)
-        with _busy_link(clock.device):
-            beside = _best_updates(clock)
         resident = _resident(clock.device)
         torch.cuda.empty_cache()
         context = device_context(clock.device)
@@ -152,7 +162,6 @@ def _measure(request: _Request) -> Hardware:
 
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
 _UPDATED = 1 << 26  # parameters
-_PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
 
 
 @contextmanager
@@ -209,8 +218,7 @@ def _updates(clock: _Clock, threads: int) -> float:
             threads=threads,
         )
 
-    seconds = replace(clock, budget=max(clock.budget, _PATIENCE)).seconds(update)
-    return count / seconds
+    return count / clock.seconds(update)
 
 
 def _resident(device: torch.device) -> int:
