@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.runtime.probe import _Clock, _measure, host_memory, probe
+from holdall.runtime.probe import _Clock, _measure, host_memory, host_rates, probe
 from holdall.types import Hardware
 from holdall.units import GiB, MiB
 
@@ -64,6 +64,13 @@ def test_a_measured_machine_survives_the_disk(measured, tmp_path):
     hardware, _ = measured
     hardware.save(tmp_path / "machine.json")
     assert Hardware.load(tmp_path / "machine.json") == hardware
+
+
+def test_where_the_cpu_computes_updates_are_as_fast_as_its_memory(measured):
+    hardware, _ = measured
+    assert host_rates("cpu") == (0.0, 0.0)
+    assert hardware.updates == pytest.approx(hardware.bandwidth / 28)
+    assert hardware.updates_beside == 0
 
 
 def test_a_device_that_is_not_there_is_refused_with_what_to_do():
