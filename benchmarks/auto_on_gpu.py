@@ -175,7 +175,7 @@ def load_plan(folder: Path, of: str) -> Plan:
 
 
 def renew(plan: Plan, folder: Path) -> tuple[Plan, Row]:
-    """The same plan with the seconds that it takes by the host's present rate; that, for the row."""
+    """The same plan with the seconds that it takes at the host's present rate; that rate and what was said, for the row."""
     began = time.perf_counter()
     alone, beside = host_rates("cuda")
     torch.cuda.empty_cache()
@@ -188,9 +188,10 @@ def renew(plan: Plan, folder: Path) -> tuple[Plan, Row]:
         f"{alone / 1e9:.2f} Gparam/s on the host ({beside / 1e9:.2f} beside copies), {time.perf_counter() - began:.1f} s",
         flush=True,
     )
-    rates = {"host_gparam_s": round(alone / 1e9, 3), "host_beside_gparam_s": round(beside / 1e9, 3)}
-    return replace(plan, predicted=replace(plan.predicted, seconds=clipped.seconds), about=about), {
-        **rates,
+    renewed = replace(plan, predicted=replace(plan.predicted, seconds=clipped.seconds), about=about)
+    return renewed, {
+        "host_gparam_s": round(alone / 1e9, 3),
+        "host_beside_gparam_s": round(beside / 1e9, 3),
         "planned_step_s": plan.predicted.seconds,
         "planned_if_not_clipped_s": before,
     }
