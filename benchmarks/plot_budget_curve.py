@@ -3,7 +3,8 @@
 python benchmarks/plot_budget_curve.py curve.csv [--figure curve.svg] [--planner auto] [--shape 3b]
 
 The figure's ending chooses its format. The tables go to standard output as Markdown. Runs of which every step was clipped, and
-those of which none was, are lines of their own: an update that need not be clipped can begin before backward has ended.
+those of which none was, are lines of their own: an update that need not be clipped can begin before backward has ended. Rows of
+other planners are drawn as other methods are; variants of the planner (`auto, units passing`) are left out.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ NAMES = {
     "fsdp2": "FSDP2 CPU offload",
     "torchao": "torchao CPU offload, bf16 states",
     "torchao_fp32": "torchao CPU offload, fp32 states",
+    "chen": "holdall's chen",
+    "protrain": "holdall's protrain",
+    "zero_offload": "holdall's zero_offload",
 }
 PEERS = ["#1d4ed8", "#047857", "#7c3aed", "#0e7490", "#a16207", "#be185d", "#4b5563", "#65a30d", "#0369a1"]
 MARKERS = "s^DvPX*<>"
@@ -73,9 +77,10 @@ class Point:
 def read(path: Path, planner: str, shape: str) -> tuple[dict[str, list[Point]], list[dict[str, str]]]:
     """What ran, by method and from small to large, and all rows; a later row replaces an earlier one of the same name."""
     with path.open(newline="") as file:
-        rows = [r for r in csv.DictReader(file) if r["shape"] == shape and (r["method"] != "ours" or r["planner"] == planner)]
+        rows = [r for r in csv.DictReader(file) if r["shape"] == shape and not r["planner"].startswith(f"{planner}, ")]
     for row in rows:
-        row["method"] += clipped(row)
+        is_rung = row["method"] == "ours" and row["planner"] != planner
+        row["method"] = (row["planner"] if is_rung else row["method"]) + clipped(row)
     latest = {(row["method"], row["budget_gib"]): row for row in rows}
     points: dict[str, list[Point]] = {}
     for (method, budget), row in latest.items():
