@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,8 +39,8 @@ import holdall
 from holdall.api import environment, make_problem
 from holdall.optim import _host
 from holdall.planners._finish import outcome_of
+from holdall.runtime.host_rates import host_rates
 from holdall.runtime.meter import device_context
-from holdall.runtime.probe import host_rates
 from holdall.types import Hardware, Plan, Trace
 
 CONTEXT = 20 * 2**20  # bytes of kernels that the first steps still load
@@ -53,6 +53,7 @@ MORE = (
     "planned_if_not_clipped_s",
     "host_gparam_s",
     "host_beside_gparam_s",
+    "read_beside",
     "solve_s",
     "harness_host",
     "seconds_of_steps",
@@ -177,21 +178,23 @@ def load_plan(folder: Path, of: str) -> Plan:
 def renew(plan: Plan, folder: Path) -> tuple[Plan, Row]:
     """The same plan with the seconds that it takes at the host's present rate; that rate and what was said, for the row."""
     began = time.perf_counter()
-    alone, beside = host_rates("cuda")
+    host = host_rates(torch.device("cuda"))
     torch.cuda.empty_cache()
-    hardware = replace(Hardware.load(folder / "hardware.json"), updates=alone, updates_beside=beside)
+    hardware = replace(Hardware.load(folder / "hardware.json"), **asdict(host))
     problem = make_problem(Trace.load(folder / "trace.json"), budget=dict(plan.budget), hardware=hardware)
     clipped, not_clipped = (outcome_of(replace(problem, clipped=is_clipped), plan.actions) for is_clipped in (True, False))
     before = plan.about.get("seconds_if_not_clipped")
     about = {**plan.about, **({} if before is None else {"seconds_if_not_clipped": not_clipped.seconds})}
     print(
-        f"{alone / 1e9:.2f} Gparam/s on the host ({beside / 1e9:.2f} beside copies), {time.perf_counter() - began:.1f} s",
+        f"{host.updates / 1e9:.2f} Gparam/s on the host ({host.updates_beside / 1e9:.2f} beside copies, "
+        f"which keep {host.read_beside:.2f}), {time.perf_counter() - began:.1f} s",
         flush=True,
     )
     renewed = replace(plan, predicted=replace(plan.predicted, seconds=clipped.seconds), about=about)
     return renewed, {
-        "host_gparam_s": round(alone / 1e9, 3),
-        "host_beside_gparam_s": round(beside / 1e9, 3),
+        "host_gparam_s": round(host.updates / 1e9, 3),
+        "host_beside_gparam_s": round(host.updates_beside / 1e9, 3),
+        "read_beside": round(host.read_beside, 3),
         "planned_step_s": plan.predicted.seconds,
         "planned_if_not_clipped_s": before,
     }
@@ -207,7 +210,7 @@ def look(model, batch, options, folder: Path) -> None:
     hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
     print(
         f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host "
-        f"({hardware.updates_beside / 1e9:.2f} beside copies), "
+        f"({hardware.updates_beside / 1e9:.2f} beside copies, which keep {hardware.read_beside:.2f}), "
         f"memory {hardware.bandwidth / 1e12:.2f} TB/s, link {hardware.tiers[1].read / 1e9:.1f}/"
         f"{hardware.tiers[1].write / 1e9:.1f} x {hardware.duplex:.2f}, context {hardware.context / 2**20:.0f} MiB",
         flush=True,

@@ -15,8 +15,8 @@ from holdall.units import ALIGN
 if TYPE_CHECKING:
     from holdall.actions.place import Place
 
-_BESIDE_OLD = 1.3  # of the time of an update in place, for one in backward: old values stay, and it has fewer threads
-_WEIGHTS_FIRST = 0.85  # likewise, for one that makes the new weights alone
+_BESIDE_OLD = 1.2  # of the time of an update in place, for one in backward: old values stay, and it has fewer threads
+_WEIGHTS_FIRST = 0.69  # likewise, for one that makes the new weights alone
 _PIECE = 1 << 26  # parameters whose gradients are widened at a time
 
 

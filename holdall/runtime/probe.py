@@ -11,11 +11,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -24,9 +23,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdall.errors import Unsupported, unknown_name
-from holdall.optim import _host
+from holdall.runtime.host_rates import host_rates
 from holdall.runtime.meter import device_context
-from holdall.runtime.threads import host_threads
 from holdall.tiers import Store
 from holdall.types import Hardware, Progress, Rate, Tier
 from holdall.types.plan import silent
@@ -39,27 +37,14 @@ _MEMORY = {  # bytes of one operand
     "cuda": (256 * KiB, 4 * MiB, 64 * MiB, 256 * MiB),
 }
 _COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
-_PIECE = 32 * MiB  # of copies that only keep the link busy
-_PATIENCE = 0.4  # seconds for the rate of updates: the first walks over fresh memory are slow
 Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, the call that does them)
+_UPDATE_BYTES = 28  # that Adam reads and writes per parameter
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def probe(device: str = "auto", *, quick: bool = False, progress: Progress = silent) -> Hardware:
     """This machine as a `Hardware`, measured once per process. `quick`: shorter, noisier timings."""
     return _measure(_Request(_resolve(device), quick, torch.get_num_threads(), progress))
-
-
-def host_rates(device: str = "auto") -> tuple[float, float]:
-    """Parameters per second that the host of a GPU updates now: alone, and while copies go both ways. Measured anew at every
-    call, since a host that others work on too is not always as fast; (0, 0) where the CPU computes."""
-    clock = _Clock(torch.device(_resolve(device)), _PATIENCE)
-    if clock.device.type != "cuda":
-        return 0.0, 0.0
-    with torch.no_grad():
-        alone = _best_updates(clock)
-        with _busy_link(clock.device):
-            return alone, _best_updates(clock)
 
 
 def host_memory(*, root: Path = Path("/")) -> int:
@@ -127,7 +112,7 @@ def _measure(request: _Request) -> Hardware:
         finally:
             store.close()
     resident = context = 0
-    updates, beside = host_rates(request.device)
+    host = host_rates(clock.device)
     if kind == "cuda":
         resident = _resident(clock.device)
         torch.cuda.empty_cache()
@@ -151,74 +136,14 @@ def _measure(request: _Request) -> Hardware:
         overlap=kind == "cuda",
         efficiency=1.0,  # the figures above were reached, not promised
         table=tuple(table),
-        updates=updates or bandwidth / _UPDATE_BYTES,
-        updates_beside=beside,
+        updates=host.updates or bandwidth / _UPDATE_BYTES,
+        updates_beside=host.updates_beside,
+        read_beside=host.read_beside,
         context=context,
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
         about={"threads": request.threads, "python": platform.python_version(), "notes": list(store.notes)},
     )
-
-
-_UPDATE_BYTES = 28  # that Adam reads and writes per parameter
-_UPDATED = 1 << 26  # parameters
-
-
-@contextmanager
-def _busy_link(device: torch.device) -> Iterator[None]:
-    """Copies go both ways all the time."""
-    here = [torch.zeros(_PIECE, dtype=torch.uint8, device=device) for _ in range(2)]
-    there = [torch.zeros(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    ways = [(here[0], there[0], torch.cuda.Stream(device)), (there[1], here[1], torch.cuda.Stream(device))]
-    is_over = Event()
-
-    def copy() -> None:
-        while not is_over.is_set():
-            for target, source, stream in ways:
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-            for _, _, stream in ways:
-                stream.synchronize()
-
-    thread = Thread(target=copy, name="holdall-probe", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def _best_updates(clock: _Clock) -> float:
-    """With whichever number of threads is faster; a run finds that out too."""
-    return max(_updates(clock, threads) for threads in set(host_threads(clock.device)))
-
-
-def _updates(clock: _Clock, threads: int) -> float:
-    """Parameters per second of Adam on the host: low-precision gradient in, low-precision weight out, as plans have it."""
-    count = min(_UPDATED, max(1 << 16, int(psutil.virtual_memory().available) // 64))
-    value, first, second = (torch.zeros(count) for _ in range(3))
-    grad = torch.full((count,), 0.01, dtype=torch.bfloat16)
-    step = torch.zeros(())
-
-    def update() -> None:
-        _host.update(
-            [value],
-            [first],
-            [second],
-            [step],
-            [grad],
-            lr=1e-3,
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            weight_decay=0.0,
-            decoupled=True,
-            scale=1.0,
-            out=[grad],
-            threads=threads,
-        )
-
-    return count / clock.seconds(update)
 
 
 def _resident(device: torch.device) -> int:

@@ -50,6 +50,7 @@ class Hardware:
     table: tuple[Rate, ...] = ()  # measured points; empty: datasheet only
     updates: float = 1e9  # parameters per second that the host's processors update
     updates_beside: float = 0.0  # likewise while copies go both ways, which take from the same memory; 0: not measured
+    read_beside: float = 1.0  # what is left of the rate of copies to the device while the host updates
     context: int = 0  # bytes of the device that its driver and kernels take before any tensor
     resident: int = 0  # bytes that libraries take once and keep (cuBLAS workspaces)
     world_size: int = 1

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.runtime.probe import _Clock, _measure, host_memory, host_rates, probe
+from holdall.runtime.host_rates import HostRates, host_rates
+from holdall.runtime.probe import _Clock, _measure, host_memory, probe
 from holdall.types import Hardware
 from holdall.units import GiB, MiB
 
@@ -68,7 +69,7 @@ def test_a_measured_machine_survives_the_disk(measured, tmp_path):
 
 def test_where_the_cpu_computes_updates_are_as_fast_as_its_memory(measured):
     hardware, _ = measured
-    assert host_rates("cpu") == (0.0, 0.0)
+    assert host_rates(torch.device("cpu")) == HostRates()
     assert hardware.updates == pytest.approx(hardware.bandwidth / 28)
     assert hardware.updates_beside == 0
 
