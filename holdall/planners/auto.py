@@ -28,6 +28,9 @@ _SHOWS = 0.88  # of the time without passing units; with them, clipped steps too
 _ROOM = (0.97, 0.94)  # of the memory, where a plan that takes all of it keeps the allocator busy
 _BUSY = 0.005  # of a step, for the allocator, that is worth looking further
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
+_CLOSE = 1.02  # of the time of the best, for what is looked at too
+_TRIED_TWICE = 5  # candidates that are simulated without clipping too
+_PLACEMENTS = 3  # that are looked at with blocks leaving meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class Auto:
         search.run(less)
         best = search.fastest(less)
         if best is not None:
-            best = search.leave_room(less, best)
+            best = search.leave_room(less, search.fastest_either_way(less, best))
             why = [*_why(problem, plain, best, search.found), *_why_cramped(search.allocated(best))]
             made = finish(self, problem, best.actions, why=why, began=began)
             return made if other is None or made.predicted.seconds <= other.predicted.seconds else other
@@ -79,8 +82,24 @@ class _Search(Search):
     def __init__(self, problem: Problem, *, through: bool | None, ahead: bool) -> None:
         super().__init__(problem)
         self.through = through
-        self._may_be_ahead = ahead
         self.placements = Placements(problem)
+        is_narrow = problem.trace.about.get("precision") is not None
+        self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
+        self._too_large_ahead: set[Place] = set()
+
+    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate:
+        return super().attempt(label, self._ahead(tuple(actions)))
+
+    def _ahead(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
+        places = {a for a in actions if isinstance(a, Place)}
+        if not self._may_be_ahead or not places or places & self._too_large_ahead:
+            return actions
+        tried = tuple(replace(a, ahead=True) if a in places else a for a in actions)
+        if over_budget(self.problem, self.outcome(tried)).keys() - {self.problem.home}:
+            self._too_large_ahead |= places
+            return actions
+        return tried
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""
@@ -92,9 +111,14 @@ class _Search(Search):
             if self.fastest(problem) is None and self.placements.streamable:
                 spread = self._least_of_all()
                 self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
-        best = self.fastest(problem)
-        if best is not None:
-            self.hide(problem, tuple(a for a in best.actions if isinstance(a, Place)))
+        for around in self._best_placements(problem):
+            self.hide(problem, around)
+
+    def _best_placements(self, problem: Problem) -> Sequence[tuple[Action, ...]]:
+        """Those of the fastest that fit: what blocks do meanwhile may turn their order around."""
+        fitting = [c for c in self.found if not over_budget(problem, c.outcome)]
+        fitting.sort(key=lambda c: (c.outcome.seconds, len(c.actions)))
+        return list(dict.fromkeys(tuple(a for a in c.actions if isinstance(a, Place)) for c in fitting))[:_PLACEMENTS]
 
     def _spreads(self, problem: Problem) -> list[Spread]:
         """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
@@ -112,9 +136,11 @@ class _Search(Search):
         how = self._how_to_pass(problem, found)
         if how is not None:
             found = [*(replace(spread, through=True, spills=how.spills) for spread in found), *found]
+        close = [level for level in levels if level[1] != streamed and level[0] < _CLOSE * seconds]
+        found += [spread for _, other, count in close for spread in _fewer(count, other, _SHARES[:3])]
         fewest = Spread(levels[0][2], levels[0][1], through=False)
         if fewest.streamed != streamed:
-            found.append(fewest)
+            found += [fewest] if fewest not in found else []
             how = self._how_to_pass_resident(problem, fewest, seconds)
             if how is not None:
                 passing = (replace(spread, through=True, spills=how.spills) for spread in _fewer(fewest.device, 0))
@@ -155,7 +181,7 @@ class _Search(Search):
     def leave_room(self, problem: Problem, best: Candidate) -> Candidate:
         """Of the best plan, and the best ones in less memory, the fastest when what the allocator does is counted: where free
         memory is in the wrong places, it moves pages, and a step may take less time in less memory."""
-        found = [self.begin_ahead(best)]
+        found = [best]
         for share in _ROOM:
             if not self._is_tight(found[-1]):
                 break
@@ -164,13 +190,21 @@ class _Search(Search):
             other = self.fastest(less)
             if other is None:
                 break
-            found.append(self.begin_ahead(other))
+            found.append(self.fastest_either_way(less, other))
             before = self.allocated(found[-2])
             if not before.cramped and found[-1].outcome.seconds >= before.seconds:  # still less memory takes still longer
                 break
         if len(found) == 1:
             return found[0]
         return min(found, key=lambda c: (self.allocated(c).cramped, self._seconds_either_way(c)))
+
+    def fastest_either_way(self, problem: Problem, best: Candidate) -> Candidate:
+        """Of those that take about as long as the best where steps are clipped, the fastest if that is not known."""
+        close = [
+            c for c in self.found if c.outcome.seconds < _CLOSE * best.outcome.seconds and not over_budget(problem, c.outcome)
+        ]
+        close = sorted(close, key=lambda c: (c.outcome.seconds, len(c.actions)))[:_TRIED_TWICE]
+        return min(close, key=self._seconds_either_way) if len(close) > 1 else best
 
     def _seconds_either_way(self, candidate: Candidate) -> float:
         """Of a step with what the allocator does, clipped or not: nobody knows which it will be."""
@@ -182,15 +216,6 @@ class _Search(Search):
     def _is_tight(self, candidate: Candidate) -> bool:
         outcome = self.allocated(candidate)
         return outcome.cramped or outcome.churn > _BUSY * outcome.seconds
-
-    def begin_ahead(self, best: Candidate) -> Candidate:
-        """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
-        is_narrow = self.problem.trace.about.get("precision") is not None
-        if not self._may_be_ahead or self.placements.when != "spill" or not is_narrow:
-            return best
-        actions = [replace(a, ahead=True) if isinstance(a, Place) else a for a in best.actions]
-        tried = replace(best, actions=tuple(actions), outcome=self.outcome(tuple(actions)))
-        return best if tried == best or over_budget(self.problem, tried.outcome) else tried
 
     def _most_on_device(self, problem: Problem, streamed: int) -> int | None:
         """How many units can be updated on the device if activations take the least; None: not even none of them."""
@@ -215,7 +240,7 @@ class _Search(Search):
         """What a placement gives where activations take as little as blocks can; what likely takes the least comes first."""
         place = self.placements.at(spread)
         for label in ("recompute + offload", "recompute"):
-            yield self.outcome((*self.uniform(label), place))
+            yield self.outcome(self._ahead((*self.uniform(label), place)))
 
     def _least_of_all(self) -> Spread:
         """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""
@@ -229,9 +254,9 @@ class _Search(Search):
         return [(self.placements.at(spread),) for spread in spreads]
 
 
-def _fewer(most: int, streamed: int) -> list[Spread]:
+def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES) -> list[Spread]:
     """So many units on the device, and fewer."""
-    counts = dict.fromkeys(round(most * share) for share in _SHARES)
+    counts = dict.fromkeys(round(most * share) for share in shares)
     return [Spread(n, streamed, through=False) for n in counts]
 
 

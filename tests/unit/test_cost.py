@@ -202,8 +202,21 @@ def test_the_host_is_slower_while_bytes_flow():
     out, back = clock.copy("cpu", "out", 16), clock.copy("cpu", "in", 8)
     clock.run()
     assert (clock.tasks[back].end, clock.tasks[out].end) == (2.5, 5.5)
-    # 0.5 of latency; two seconds both ways, three times as slow; three one way, twice as slow; the rest at full speed
-    assert clock.tasks[host].end == pytest.approx(5.5 + 10 - 0.5 - 2 / 3 - 3 / 2)
+    # 0.5 of latency; two seconds both ways, three times as slow; three out, 2.5 times; the rest at full speed
+    assert clock.tasks[host].end == pytest.approx(5.5 + 10 - 0.5 - 2 / 3 - 3 / 2.5)
+
+
+def test_copies_to_the_device_are_slower_while_the_host_updates():
+    """Those from it are not, as was measured."""
+    clock = Clock(machine(duplex=1.0, read_beside=0.5))
+    clock.beside("host", 1.5)
+    out, back = clock.copy("cpu", "out", 4), clock.copy("cpu", "in", 8)
+    clock.run()
+    alone = Clock(machine(duplex=1.0))
+    alone_out, alone_back = alone.copy("cpu", "out", 4), alone.copy("cpu", "in", 8)
+    alone.run()
+    assert clock.tasks[out].end == alone.tasks[alone_out].end
+    assert clock.tasks[back].end == pytest.approx(alone.tasks[alone_back].end + 0.5)  # a second at half of the rate
 
 
 def test_a_host_whose_rate_beside_copies_was_not_measured_is_as_fast_as_ever():
