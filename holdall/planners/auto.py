@@ -85,19 +85,20 @@ class _Search(Search):
         self.placements = Placements(problem)
         is_narrow = problem.trace.about.get("precision") is not None
         self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
-        self._too_large_ahead: set[Place] = set()
+        self._too_many_ahead = math.inf  # parameters updated on the host
+        self._sizes = {u.name: u.numel for u in problem.trace.units}
 
     def attempt(self, label: str, actions: Sequence[Action]) -> Candidate:
         return super().attempt(label, self._ahead(tuple(actions)))
 
     def _ahead(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
         """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
-        places = {a for a in actions if isinstance(a, Place)}
-        if not self._may_be_ahead or not places or places & self._too_large_ahead:
+        count = sum(self._sizes[u] for a in actions if isinstance(a, Place) for u, _, update in a.units if update == "host")
+        if not self._may_be_ahead or not 0 < count < self._too_many_ahead:
             return actions
-        tried = tuple(replace(a, ahead=True) if a in places else a for a in actions)
+        tried = tuple(replace(a, ahead=True) if isinstance(a, Place) else a for a in actions)
         if over_budget(self.problem, self.outcome(tried)).keys() - {self.problem.home}:
-            self._too_large_ahead |= places
+            self._too_many_ahead = count
             return actions
         return tried
 
