@@ -20,6 +20,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--profile", default="", help="write Chrome traces of two steps into this folder")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--out", default="auto_on_gpu.csv")
-    parser.add_argument("--trace", default="", help="also write the trace and the hardware into this folder")
+    parser.add_argument("--trace", default="", help="also write the trace, the hardware and the plans into this folder")
     parser.add_argument("--plans", default="", help="a folder with 24.json and so on, planned before: no tracing, no planning")
     options = parser.parse_args()
     began = started = time.perf_counter()
@@ -153,6 +154,9 @@ def plan_all(folder: Path, options) -> None:
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for _ in pool.map(partial(make_plan, folder, options.planner, clips=not options.no_clip), asked):
             pass
+    if options.trace:
+        for file in folder.glob("*.json"):
+            shutil.copy(file, options.trace)
     print(f"planned for {', '.join(asked)} in {time.perf_counter() - began:.1f} s", flush=True)
 
 
@@ -223,9 +227,8 @@ def look(model, batch, options, folder: Path) -> None:
     print(f"traced in {time.perf_counter() - began:.1f} s; ops {sum(o.seconds for o in trace.ops):.3f} s", flush=True)
     kernels = device_context(torch.device("cuda", 0))  # more of them are loaded by now
     hardware = replace(hardware, context=max(hardware.context, kernels) + CONTEXT)
-    for place in (folder, Path(options.trace)) if options.trace else (folder,):
-        trace.save(place / "trace.json")
-        hardware.save(place / "hardware.json")
+    trace.save(folder / "trace.json")
+    hardware.save(folder / "hardware.json")
 
 
 def write(path: str, row: Row) -> None:
