@@ -1,18 +1,16 @@
 """The rates of a GPU's host, which plans with updates there are made by."""
 
-from __future__ import annotations
-
 import threading
 
 import psutil
 import pytest
-
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
+import torch
 
 from holdall.runtime.host_rates import host_rates
 from holdall.units import GiB
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 
 def test_updates_and_copies_take_from_each_other_and_nothing_stays():
