@@ -85,22 +85,32 @@ class _Search(Search):
         self.placements = Placements(problem)
         is_narrow = problem.trace.about.get("precision") is not None
         self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
-        self._too_many_ahead = math.inf  # parameters updated on the host
         self._sizes = {u.name: u.numel for u in problem.trace.units}
+        self._ahead_at_most, self._ahead_below = 0, math.inf  # parameters updated on the host
 
     def attempt(self, label: str, actions: Sequence[Action]) -> Candidate:
         return super().attempt(label, self._ahead(tuple(actions)))
 
     def _ahead(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
         """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
-        count = sum(self._sizes[u] for a in actions if isinstance(a, Place) for u, _, update in a.units if update == "host")
-        if not self._may_be_ahead or not 0 < count < self._too_many_ahead:
+        place = next((a for a in actions if isinstance(a, Place)), None)
+        if not self._may_be_ahead or place is None or not self._has_room_ahead(place):
             return actions
-        tried = tuple(replace(a, ahead=True) if isinstance(a, Place) else a for a in actions)
-        if over_budget(self.problem, self.outcome(tried)).keys() - {self.problem.home}:
-            self._too_many_ahead = count
-            return actions
-        return tried
+        tried = tuple(replace(a, ahead=True) if a is place else a for a in actions)
+        return actions if self._passes_host(tried) else tried
+
+    def _has_room_ahead(self, place: Place) -> bool:
+        """Whether the host has, if no activation leaves for it."""
+        count = sum(self._sizes[unit] for unit, _, update in place.units if update == "host")
+        if self._ahead_at_most < count < self._ahead_below:
+            if self._passes_host((*self.uniform("recompute"), replace(place, ahead=True))):
+                self._ahead_below = count
+            else:
+                self._ahead_at_most = count
+        return count <= self._ahead_at_most
+
+    def _passes_host(self, actions: tuple[Action, ...]) -> bool:
+        return bool(over_budget(self.problem, self.outcome(actions)).keys() - {self.problem.home})
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""
