@@ -17,10 +17,11 @@ from typing import ClassVar
 
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
-from holdall.planners._finish import finish, outcome_of, over_budget
+from holdall.planners._finish import finish, over_budget
 from holdall.planners._in_backward import plan_with_updates
 from holdall.planners._search import Candidate, Search, usable
 from holdall.planners._states import Placements, Spread
+from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Phase, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
@@ -86,6 +87,7 @@ class _Search(Search):
         is_narrow = problem.trace.about.get("precision") is not None
         self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
         self._sizes = {u.name: u.numel for u in problem.trace.units}
+        self._not_clipped: dict[tuple[Action, ...], float] = {}
         self._ahead_at_most, self._ahead_below = 0, math.inf  # parameters updated on the host
 
     def attempt(self, label: str, actions: Sequence[Action]) -> Candidate:
@@ -207,7 +209,7 @@ class _Search(Search):
                 break
         if len(found) == 1:
             return found[0]
-        return min(found, key=lambda c: (self.allocated(c).cramped, self._seconds_either_way(c)))
+        return min(found, key=lambda c: (self.allocated(c).cramped, self._seconds_either_way(c, self.allocated(c))))
 
     def fastest_either_way(self, problem: Problem, best: Candidate) -> Candidate:
         """Of those that take about as long as the best where steps are clipped, the fastest if that is not known."""
@@ -215,14 +217,15 @@ class _Search(Search):
             c for c in self.found if c.outcome.seconds < _CLOSE * best.outcome.seconds and not over_budget(problem, c.outcome)
         ]
         close = sorted(close, key=lambda c: (c.outcome.seconds, len(c.actions)))[:_TRIED_TWICE]
-        return min(close, key=self._seconds_either_way) if len(close) > 1 else best
+        return min(close, key=lambda c: self._seconds_either_way(c, c.outcome)) if len(close) > 1 else best
 
-    def _seconds_either_way(self, candidate: Candidate) -> float:
-        """Of a step with what the allocator does, clipped or not: nobody knows which it will be."""
-        clipped = self.allocated(candidate).seconds
+    def _seconds_either_way(self, candidate: Candidate, clipped: Outcome) -> float:
+        """Of a step that is clipped or not: nobody knows which it will be."""
         if not any(isinstance(a, Place) and a.ahead for a in candidate.actions):
-            return clipped
-        return (clipped + outcome_of(replace(self.problem, clipped=False), candidate.actions).seconds) / 2
+            return clipped.seconds
+        if candidate.actions not in self._not_clipped:
+            self._not_clipped[candidate.actions] = simulate(replace(self.problem, clipped=False), candidate.actions).seconds
+        return (clipped.seconds + self._not_clipped[candidate.actions] + clipped.churn) / 2
 
     def _is_tight(self, candidate: Candidate) -> bool:
         outcome = self.allocated(candidate)
