@@ -144,7 +144,7 @@ def test_plans_are_held_against_each_other_by_steps_of_both_kinds(llama):
     assert other < clipped
     search = auto._Search(make_problem(trace, budget="1.5GiB", hardware=hardware), through=None, ahead=True)
     one = Candidate("the plan", plan.actions, plan.predicted)
-    assert search._seconds_either_way(one) == pytest.approx((clipped + other) / 2)
+    assert search._seconds_either_way(one, plan.predicted) == pytest.approx((clipped + other) / 2)
     waits = tuple(replace(a, ahead=False) if isinstance(a, Place) else a for a in plan.actions)
-    alone = search.attempt("without", waits)
-    assert search._seconds_either_way(alone) == search.allocated(alone).seconds
+    alone = Candidate("without", waits, search.outcome(waits))
+    assert search._seconds_either_way(alone, alone.outcome) == alone.outcome.seconds
