@@ -68,14 +68,16 @@ class Blocks:
     def run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         """The block's forward under its policy, with its weights there."""
         engine = self._engine
-        if engine is None:
-            return self._run(name, module, forward, buffers, args, kwargs)
-        engine.need(name)
+        if engine is not None:
+            engine.need(name)
         out = self._run(name, module, forward, buffers, args, kwargs)
-        engine.leave(name)
-        is_asked = engine.streaming.is_needed and torch.is_grad_enabled()
-        if is_asked and _at_backward(out, lambda: engine.streaming.backward_begins(name)):
-            engine.streaming.expect_backward(name)
+        if engine is not None:
+            engine.leave(name)
+            is_asked = engine.streaming.is_needed and torch.is_grad_enabled()
+            if is_asked and _at_backward(out, lambda: engine.streaming.backward_begins(name)):
+                engine.streaming.expect_backward(name)
+        if name in self._triggers and torch.is_grad_enabled():
+            self._fetch_at(name, out)  # behind the weights: this block may wait for them, and the link serves in order
         return out
 
     def _run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
@@ -111,8 +113,6 @@ class Blocks:
                 earlier.let_go()
         if policy is not None and policy.park and policy.lag:
             self._leaving.setdefault(policy.until, []).append(group)
-        if name in self._triggers:
-            self._fetch_at(name, out)
         return out
 
     def _group(self, policy: Policy) -> Group:
