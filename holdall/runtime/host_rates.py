@@ -106,8 +106,8 @@ class _Traffic:
 
     def __init__(self, store: Cpu, *, into: bool) -> None:
         here = torch.zeros(_PIECE, dtype=torch.uint8, device=store.device)
-        there = store.memory(store.reserve(_COPIED))
-        self._copies = [(here, part) if into else (part, here) for part in there.split(_PIECE)]
+        there = store.memory(store.reserve(max(_PIECE, min(_COPIED, int(psutil.virtual_memory().available) // 8))))
+        self._copies = [(here, part) if into else (part, here) for part in there.split(_PIECE) if part.numel() == _PIECE]
         self._stream = torch.cuda.Stream(store.device)
         self._nbytes = 0
         self._is_over = Event()
