@@ -102,7 +102,7 @@ class _Search(Search):
         return actions if self._passes_host(tried) else tried
 
     def _has_room_ahead(self, place: Place) -> bool:
-        """Whether the host has, if no activation leaves for it."""
+        """Whether it has, if no activation leaves for it."""
         count = sum(self._sizes[unit] for unit, _, update in place.units if update == "host")
         if self._ahead_at_most < count < self._ahead_below:
             if self._passes_host((*self.uniform("recompute"), replace(place, ahead=True))):
