@@ -45,6 +45,14 @@ def probe(
         say(f"\nwritten to {out}")
 
 
+def _describe_updates(machine: Hardware) -> str:
+    """Of parameters, by Adam; nothing where the CPU computes, since its memory says it."""
+    if not machine.updates_beside:
+        return ""
+    alone, beside = (format_rate(rate, "param") for rate in (machine.updates, machine.updates_beside))
+    return f"{alone}, {beside} beside copies both ways, of which those to the device keep {machine.read_beside:.0%}"
+
+
 def _show(machine: Hardware) -> None:
     show(
         facts(
@@ -55,6 +63,7 @@ def _show(machine: Hardware) -> None:
                 "start of an op": format_seconds(machine.overhead),
                 "copies beside computing": "yes" if machine.overlap else "no: the processor does both",
                 "both ways at once": f"{machine.duplex:.0%} of each way's rate" if machine.overlap else "",
+                "updates on the host": _describe_updates(machine),
                 "notes": "; ".join(machine.about.get("notes", ())),
                 "source": machine.source,
             }

@@ -65,10 +65,13 @@ class Search:
             self._allocated[candidate.actions] = outcome_of(self.problem, candidate.actions)
         return self._allocated[candidate.actions]
 
-    def fastest(self, problem: Problem) -> Candidate | None:
-        """Of what was found, what takes the least time within the budget of `problem`."""
+    def fitting(self, problem: Problem) -> list[Candidate]:
+        """Of what was found, what is within the budget of `problem`, the fastest first."""
         fitting = [c for c in self.found if not over_budget(problem, c.outcome)]
-        return min(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)), default=None)
+        return sorted(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)))
+
+    def fastest(self, problem: Problem) -> Candidate | None:
+        return next(iter(self.fitting(problem)), None)
 
     def uniform(self, label: str) -> tuple[Action, ...]:
         """The same for every block that can."""

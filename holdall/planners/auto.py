@@ -52,9 +52,8 @@ class Auto:
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
         other = self._with_updates_in_backward(problem)
         search.run(less)
-        best = search.fastest(less)
-        if best is not None:
-            best = search.leave_room(less, search.fastest_either_way(less, best))
+        if search.fastest(less) is not None:
+            best = search.leave_room(less, search.fastest_either_way(less))
             why = [*_why(problem, plain, best, search.found), *_why_cramped(search.allocated(best))]
             made = finish(self, problem, best.actions, why=why, began=began)
             return made if other is None or made.predicted.seconds <= other.predicted.seconds else other
@@ -129,9 +128,8 @@ class _Search(Search):
 
     def _best_placements(self, problem: Problem) -> Sequence[tuple[Action, ...]]:
         """Those of the fastest that fit: what blocks do meanwhile may turn their order around."""
-        fitting = [c for c in self.found if not over_budget(problem, c.outcome)]
-        fitting.sort(key=lambda c: (c.outcome.seconds, len(c.actions)))
-        return list(dict.fromkeys(tuple(a for a in c.actions if isinstance(a, Place)) for c in fitting))[:_PLACEMENTS]
+        found = (tuple(a for a in c.actions if isinstance(a, Place)) for c in self.fitting(problem))
+        return list(dict.fromkeys(found))[:_PLACEMENTS]
 
     def _spreads(self, problem: Problem) -> list[Spread]:
         """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
@@ -200,10 +198,9 @@ class _Search(Search):
                 break
             less = replace(problem, budget={**problem.budget, problem.home: int(share * problem.limit(problem.home))})
             self.run(less)
-            other = self.fastest(less)
-            if other is None:
+            if self.fastest(less) is None:
                 break
-            found.append(self.fastest_either_way(less, other))
+            found.append(self.fastest_either_way(less))
             before = self.allocated(found[-2])
             if not before.cramped and found[-1].outcome.seconds >= before.seconds:  # still less memory takes still longer
                 break
@@ -211,13 +208,11 @@ class _Search(Search):
             return found[0]
         return min(found, key=lambda c: (self.allocated(c).cramped, self._seconds_either_way(c, self.allocated(c))))
 
-    def fastest_either_way(self, problem: Problem, best: Candidate) -> Candidate:
-        """Of those that take about as long as the best where steps are clipped, the fastest if that is not known."""
-        close = [
-            c for c in self.found if c.outcome.seconds < _CLOSE * best.outcome.seconds and not over_budget(problem, c.outcome)
-        ]
-        close = sorted(close, key=lambda c: (c.outcome.seconds, len(c.actions)))[:_TRIED_TWICE]
-        return min(close, key=lambda c: self._seconds_either_way(c, c.outcome)) if len(close) > 1 else best
+    def fastest_either_way(self, problem: Problem) -> Candidate:
+        """Of those that take about as long as the fastest where steps are clipped, the fastest if that is not known."""
+        found = self.fitting(problem)
+        close = [c for c in found[:_TRIED_TWICE] if c.outcome.seconds <= _CLOSE * found[0].outcome.seconds]
+        return min(close, key=lambda c: self._seconds_either_way(c, c.outcome))
 
     def _seconds_either_way(self, candidate: Candidate, clipped: Outcome) -> float:
         """Of a step that is clipped or not: nobody knows which it will be."""
