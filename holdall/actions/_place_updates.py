@@ -238,7 +238,7 @@ class Updates:
             return {}
         by_host = (p.unit for p in self.units if p.update == "host" and p.buffer)
         on_host = {unit.name: host_seconds(unit, self.trace, self.hardware) for unit in by_host}
-        left = sum(op.seconds for op in self.trace.ops) - sum(on_host.values())
+        left = self._seconds_at_least() - sum(on_host.values())
         found = {}
         for placed in self.units:
             name, unit = placed.unit.name, placed.unit
@@ -248,6 +248,15 @@ class Updates:
                 left -= _WEIGHTS_FIRST * on_host[name]
                 found[name] = on_host[name]
         return found
+
+    def _seconds_at_least(self) -> float:
+        """Of a step: what the device computes, and the copies of weights and gradients that it waits for."""
+        steps = self.schedule.steps()
+        seconds = sum(s.seconds for s in steps if isinstance(s, Run) and s.stream == "compute")
+        if not self.place.overlap:
+            moving = [x for p in self.units for x in (*(2 * p.unit.weights if p.streamed and not p.cast else ()), *p.buffer)]
+            seconds += sum(self.schedule.info(x).nbytes for x in moving) / self.hardware.tier(self.far).read
+        return seconds
 
 
 def waited(steps: Iterable[Step]) -> Wait:

@@ -6,6 +6,7 @@ The reference is the same placement with every update at the step, which is held
 import copy
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,13 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdall
 from holdall.actions.place import Place, streamable
+from holdall.cost.roofline import cost_trace
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.runtime.beside import Beside
 from holdall.runtime.harness import Harness
-from holdall.testing.contracts import problem_for
+from holdall.simulator.lower import lower
+from holdall.testing.contracts import machine, problem_for
 from holdall.testing.states import Layer, differences
 from holdall.tiers.far import Far
+from holdall.types import Run
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
 LAYERS = 3
@@ -320,3 +324,26 @@ def test_ops_of_forward_and_backward_are_not_looked_at(rests, monkeypatch):
         step(model, optimizer, 1)
         step(model, optimizer, 2)
     assert not [name for name in looked if "addmm" in name or "embedding" in name or "backward" in name]
+
+
+def rests_said(*, takes, overlap=True):
+    """Units that the plan says are updated in two parts, where the host takes so many times the device's seconds for all."""
+    hardware = machine(overlap=True)
+    trace = cost_trace(traced()[1], hardware)
+    rows = {u.name: ("streamed" if u.name in streamable(trace) else "resident", "host") for u in trace.units}
+    place = Place.of(trace, rows, when="spill", ahead=True, overlap=overlap)
+    runs = [s for s in lower(problem_for(trace, overlap=True), [place]).steps() if isinstance(s, Run)]
+    rate = sum(u.numel for u in trace.units) / (takes * sum(r.seconds for r in runs if r.stream == "compute"))
+    problem = replace(problem_for(trace), hardware=replace(hardware, updates=rate))
+    return sum(s.name.startswith("rest of the update") for s in lower(problem, [place]).steps() if isinstance(s, Run))
+
+
+def test_the_plan_says_two_parts_for_as_many_as_the_host_has_time_for():
+    everybody = len(traced()[1].units)
+    assert rests_said(takes=0.1) == everybody
+    assert 0 < rests_said(takes=0.8) < everybody
+    assert rests_said(takes=1.5) == 0
+
+
+def test_the_host_has_more_time_where_the_device_waits_for_copies():
+    assert rests_said(takes=0.8, overlap=False) > rests_said(takes=0.8)
