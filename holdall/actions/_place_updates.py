@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from holdall.cost.link import IN, OUT, link_rate
 from holdall.cost.updates import host_seconds
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Unit, Wait
@@ -254,8 +255,11 @@ class Updates:
         steps = self.schedule.steps()
         seconds = sum(s.seconds for s in steps if isinstance(s, Run) and s.stream == "compute")
         if not self.place.overlap:
-            moving = [x for p in self.units for x in (*(2 * p.unit.weights if p.streamed and not p.cast else ()), *p.buffer)]
-            seconds += sum(self.schedule.info(x).nbytes for x in moving) / self.hardware.tier(self.far).read
+            far = self.hardware.tier(self.far)
+            fetched = [x for p in self.units if p.streamed and not p.cast for x in 2 * p.unit.weights]  # in both passes
+            leaving = [x for p in self.units for x in p.buffer]
+            seconds += sum(self.schedule.info(x).nbytes for x in fetched) / link_rate(far, IN)
+            seconds += sum(self.schedule.info(x).nbytes for x in leaving) / link_rate(far, OUT)
         return seconds
 
 
