@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from holdall.ops import count_flops, is_random, mutated_arguments, odd_argument
-from holdall.tracing.trials import Trials
+from holdall.tracing.trials import Trials, is_bound
 from holdall.tracing.values import KnownValues
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
 
@@ -407,7 +407,14 @@ class Recorder(TorchDispatchMode):
                 saved=t.saved,
             )
         saves = tuple(Save(tensor=s.tensor, packed=s.packed, unpacked=s.unpacked, released=s.released) for s in self.saves)
-        return tuple(self.ops), tensors, saves
+        return self._ops_in_a_step(), tensors, saves
+
+    def _ops_in_a_step(self) -> tuple[Op, ...]:
+        """The ops, with the times that they take among all others."""
+        slower = self.trials.slowdown()
+        if slower == 1.0:
+            return tuple(self.ops)
+        return tuple(replace(op, seconds=op.seconds * slower) if is_bound(op.site.op) else op for op in self.ops)
 
 
 def _made_here(op: Op, tensor: int) -> Op:

@@ -6,23 +6,23 @@ copy between two layouts takes. So every kind of op of a step is run a few times
 clock and allocator watch; a step has a few hundred of them, and its layers repeat. The workspace of matrix products is left
 out: it is taken once and stays (`Hardware.resident`).
 
-A few runs of a product are faster than a step full of them, in which the device comes to the limit of its power and lowers its
-clock. By how much is measured once, on products with a pass over memory between them as a step has it, and charged to whatever
-is bound by arithmetic.
+Values are those of `op_inputs.py`; what products take longer in a whole step than alone is measured by `mixture.py`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
+from holdall.tracing import mixture
+from holdall.tracing.op_inputs import describe, make_inputs
 from holdall.units import GiB, MiB
 
 _HIDING = (  # tried however small: what they take need not follow from what they are given
@@ -46,8 +46,6 @@ _LARGE = 8 * GiB  # of tensors that are made to try an op
 _FLOOR = 3e-6  # seconds of a kernel that does next to nothing
 _RUNS = 3
 _CYCLES = 500_000  # a quarter of a millisecond
-_SIDE = 8192  # of the product that is run for long
-_LONG = 0.6  # seconds after which a device has found the clock that it can hold
 
 
 class Trial(NamedTuple):
@@ -58,13 +56,19 @@ class Trial(NamedTuple):
 _UNKNOWN = Trial(0, 0.0)
 
 
+def is_bound(op: str) -> bool:
+    """Whether arithmetic, not memory, decides how long an op takes."""
+    return any(kind in op for kind in _BOUND)
+
+
 class Trials:
     """Asks the GPU, each question once. Without a GPU, or on another device, nothing is known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" and torch.cuda.is_available() else None
         self._known: dict[Any, Trial] = {}
-        self._slowdown: float | None = None
+        self._counts: Counter[Any] = Counter()
+        self._tried: dict[Any, mixture.Part] = {}
 
     @property
     def is_timed(self) -> bool:
@@ -80,70 +84,56 @@ class Trials:
         if size > _LARGE:
             return _UNKNOWN
         key = (str(func), tuple(_question(x) for x in tree_iter((args, kwargs))))
+        self._counts[key] += 1
         if key not in self._known:
-            self._known[key] = self._try(func, args, kwargs)
+            self._known[key] = self._try(key, func, describe(args, kwargs))
         return self._known[key]
 
-    def _try(self, func: Any, args: Any, kwargs: Any) -> Trial:
+    def _try(self, key: Any, func: Any, described: tuple[Any, Any]) -> Trial:
         for on_host in (True, False):  # some attention kernels read their random seed through a host pointer, some do not
             try:
-                return self._measure(func, args, kwargs, on_host)
+                trial = self._measure(func, described, on_host)
+                self._tried[key] = mixture.Part(
+                    func=func,
+                    described=described,
+                    seconds=trial.seconds,
+                    times=1,
+                    nbytes=mixture.nbytes_of(described),
+                    is_bound=is_bound(str(func)),
+                    on_host=on_host,
+                )
+                return trial
             except (RuntimeError, torch.OutOfMemoryError, TypeError, ValueError):
                 continue
         return _UNKNOWN  # it does not run on such tensors, or not in what is free now
 
-    def _measure(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Trial:
+    def _measure(self, func: Any, described: tuple[Any, Any], on_host: bool) -> Trial:
         assert self._device is not None
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
-
-            def filled(t: torch.Tensor) -> torch.Tensor:
-                single = t.dim() == 0 and not t.is_floating_point()
-                device = "cpu" if single and on_host else t.device
-                made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-                return made.zero_() if not t.is_floating_point() else made.normal_()
-
-            real_args, real_kwargs = tree_map_only(torch.Tensor, filled, (args, kwargs))
-            func(*real_args, **real_kwargs)  # libraries take what they keep on the first call
+            args, kwargs = make_inputs(func, described, on_host=on_host)
+            func(*args, **kwargs)  # libraries take what they keep on the first call
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
-            out = func(*real_args, **real_kwargs)
+            out = func(*args, **kwargs)
             after = torch.cuda.memory_allocated(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
             del out
-            seconds = _seconds(partial(func, *real_args, **real_kwargs), _RUNS)
-            if any(kind in str(func) for kind in _BOUND):
-                seconds *= self._in_the_long_run()
+            seconds = _seconds(partial(func, *args, **kwargs), _RUNS)
         assert after >= before
         is_product = any(kind in str(func) for kind in _PRODUCTS) and "_grouped_mm" not in str(func)
         return Trial(0 if is_product else peak - after, max(_FLOOR, seconds))
 
-    def _in_the_long_run(self) -> float:
-        """How much longer a product takes among many than among few."""
-        if self._slowdown is None:
-            self._slowdown = 1.0
-            with suppress(torch.OutOfMemoryError):
-                self._slowdown = max(1.0, self._compare())
-        return self._slowdown
-
-    def _compare(self) -> float:
-        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        a, b = (torch.empty(_SIDE, _SIDE, dtype=dtype, device=self._device).normal_() for _ in range(2))
-        product = partial(torch.mm, a, b)
-        product()
-        torch.cuda.synchronize(self._device)
-        few = _seconds(product, _RUNS)
-        passes = max(1, round(few / 2 / _seconds(a.clone, _RUNS)))  # a third of the time goes to memory
-
-        def both() -> None:
-            product()
-            for _ in range(passes):
-                a.clone()
-
-        alone = _seconds(both, _RUNS)
-        count = max(_RUNS, round(_LONG / alone))
-        _seconds(both, count)
-        return 1 + (_seconds(both, count // 2) - alone) / few  # clocks of arithmetic sink, those of memory do not
+    def slowdown(self) -> float:
+        """How much longer ops bound by arithmetic take in the step than they took alone."""
+        if self._device is None or not self._tried:
+            return 1.0
+        parts = [part._replace(times=self._counts[key]) for key, part in self._tried.items()]
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
+            try:
+                return mixture.slowdown(parts, _seconds)
+            except torch.OutOfMemoryError:
+                return 1.0
 
 
 def load_solvers(device: torch.device) -> None:

@@ -1,0 +1,93 @@
+"""Real tensors with which an op of the trace can be run alone: shapes and strides as traced, values as a step would have them.
+
+What some kernels take depends on values. An `index_put` whose indices are all zero adds into one row and is a hundred times
+slower than one over many rows; a grouped product whose groups are empty computes nothing. So indices are spread over what they
+index, and groups are of equal size; all other integers are zero, and floats are drawn from a normal distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor's layout without the tensor, which whoever traces must be free to let go."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(t: torch.Tensor) -> Like:
+        return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
+
+    def make(self, *, on_host: bool) -> torch.Tensor:
+        """`on_host`: integers without a dimension (seeds of attention kernels) lie on the CPU."""
+        is_single = not self.shape and not self.dtype.is_floating_point
+        device = torch.device("cpu") if is_single and on_host else self.device
+        flat = torch.empty(self.elements, dtype=self.dtype, device=device)  # an expanded tensor cannot be filled itself
+        return (flat.normal_() if self.dtype.is_floating_point else flat.zero_()).as_strided(self.shape, self.stride)
+
+    @property
+    def elements(self) -> int:
+        """Of the memory that the tensor spans."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+
+def describe(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with every tensor described instead of held."""
+    described: tuple[Any, Any] = tree_map_only(torch.Tensor, Like.of, (args, kwargs))
+    return described
+
+
+def make_inputs(func: Any, described: tuple[Any, Any], *, on_host: bool) -> tuple[Any, Any]:
+    """Arguments for `func` from their description."""
+    args, kwargs = tree_map_only(Like, lambda like: like.make(on_host=on_host), described)
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for index, size in _indices(given):
+        memory = index.as_strided((Like.of(index).elements,), (1,))
+        if memory.numel() and size > 0:
+            memory.copy_(torch.randperm(memory.numel(), device=index.device) % size)
+    _split_groups(given)
+    return args, kwargs
+
+
+def _indices(given: dict[str, Any]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Every tensor of indices with the size of the dimension that it indexes."""
+    base, index, indices, target = (given.get(name) for name in ("self", "index", "indices", "target"))
+    if isinstance(base, torch.Tensor) and isinstance(indices, (list, tuple)):  # index, index_put
+        yield from ((i, base.shape[n]) for n, i in enumerate(indices) if _is_index(i))
+    elif _is_index(indices):  # embedding and its backward
+        weight, rows = given.get("weight"), given.get("num_weights")
+        yield indices, weight.shape[0] if isinstance(weight, torch.Tensor) else int(rows or 0)
+    if isinstance(base, torch.Tensor) and base.dim() and _is_index(index) and isinstance(given.get("dim"), int):
+        yield index, base.shape[given["dim"]]  # gather, scatter, index_select, index_add
+    if isinstance(base, torch.Tensor) and base.dim() and _is_index(target):  # nll_loss
+        yield target, base.shape[1 if base.dim() > 1 else 0]
+
+
+def _is_index(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype in (torch.int64, torch.int32)
+
+
+def _split_groups(given: dict[str, Any]) -> None:
+    """Equal groups for a grouped product: `offs` holds where each one ends."""
+    offsets, left, right = given.get("offs"), given.get("self"), given.get("mat2")
+    if not _is_index(offsets) or not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return
+    rows = left.shape[0] if right.dim() == 3 else left.shape[1]
+    total = right.shape[-1] if left.dim() == 3 else rows
+    count = offsets.numel()
+    ends = torch.arange(1, count + 1) * (total // count)
+    ends[-1] = total
+    offsets.copy_(ends)
