@@ -107,7 +107,7 @@ def reference(cell: Cell, *, checkpointing: bool, steps: int) -> dict[str, Any]:
     """The recipe without a budget. `bf16`: working copies in bf16, masters, gradients and states in fp32."""
     model, batch = cell.build()
     if checkpointing:
-        enable_checkpointing(model)
+        enable_checkpointing(model, cell.shape.block)
     parameters = list(model.parameters())
     masters: list[torch.Tensor] = parameters  # type: ignore[assignment]
     if cell.recipe == "bf16":
@@ -142,18 +142,16 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def enable_checkpointing(model: torch.nn.Module) -> None:
-    """Hugging Face's own switch, or `torch.utils.checkpoint` around each member of the model's lists of blocks."""
-    if getattr(model, "supports_gradient_checkpointing", False):
+def enable_checkpointing(model: torch.nn.Module, block: str) -> None:
+    """Hugging Face's own switch, or `torch.utils.checkpoint` around each module of the class `block`."""
+    if not block:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         return
     from torch.utils.checkpoint import checkpoint
 
-    lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential))]
-    inside = {id(inner) for outer in lists for block in outer for inner in block.modules() if inner is not outer}
-    for outer in lists:
-        for block in outer if id(outer) not in inside else ():
-            block.forward = _checkpointed(block.forward, checkpoint)  # type: ignore[method-assign]
+    for module in model.modules():
+        if type(module).__name__ == block:
+            module.forward = _checkpointed(module.forward, checkpoint)  # type: ignore[method-assign]
 
 
 def _checkpointed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ class Shape:
     norm: float = 1.0  # gradients are clipped to it
     tight: float = 0.25  # the tight budget, as a share of plain's peak
     rate: float = 1e-4
+    block: str = ""  # the class to checkpoint, where the library has no switch for that
 
 
 SHAPES: dict[str, Shape] = {}
@@ -192,7 +193,7 @@ _add(
     norm=1e-3,
 )
 _add(
-    "mamba2-0.8b",
+    "mamba2-0.5b",
     _hf(
         "Mamba2Config",
         "Mamba2ForCausalLM",
@@ -299,6 +300,7 @@ _add(
         {"depths": [1, 1, 2, 1], "hidden_sizes": [16, 32, 48, 64], "num_labels": 10},
     ),
     _images(64, 224),
+    block="ConvNextV2Layer",
 )
 _add(
     "resnet-152",
@@ -309,6 +311,7 @@ _add(
         {"depths": [1, 1, 1, 1], "embedding_size": 16, "hidden_sizes": [16, 32, 48, 64], "num_labels": 10},
     ),
     _images(128, 224),
+    block="ResNetBottleNeckLayer",
 )
 
 
@@ -348,7 +351,7 @@ _add(
 )
 
 
-class _Stage(nn.Module):
+class Stage(nn.Module):
     """Two convolutions with the time added between them, and a way around."""
 
     def __init__(self, inner: int, outer: int, times: int) -> None:
@@ -376,15 +379,15 @@ class DiffusionUNet(nn.Module):
         now, passed = width, [width]
         for size in sizes:
             for _ in range(depth):
-                self.down.append(_Stage(now, size, times))
+                self.down.append(Stage(now, size, times))
                 now = size
                 passed.append(now)
             self.shrink.append(nn.Conv2d(now, now, 3, stride=2, padding=1))
-        self.middle = nn.ModuleList(_Stage(now, now, times) for _ in range(2))
+        self.middle = nn.ModuleList(Stage(now, now, times) for _ in range(2))
         for size in reversed(sizes):
             self.grow.append(nn.ConvTranspose2d(now, now, 2, stride=2))
             for _ in range(depth):
-                self.up.append(_Stage(now + passed.pop(), size, times))
+                self.up.append(Stage(now + passed.pop(), size, times))
                 now = size
         self.depth, self.width = depth, width
 
@@ -414,7 +417,7 @@ def _noisy(small: bool, config: Any) -> Batch:  # noqa: ARG001
     return {"noisy": torch.randn(rows, 3, side, side) + noise, "when": torch.randint(0, 1000, (rows,)), "noise": noise}
 
 
-_add("diffusion-unet", lambda small: DiffusionUNet(16, 1) if small else DiffusionUNet(256, 3), _noisy)
+_add("diffusion-unet", lambda small: DiffusionUNet(16, 1) if small else DiffusionUNet(256, 3), _noisy, block="Stage")
 
 
 # -- sound -----------------------------------------------------------------------------------------------------------------
