@@ -289,8 +289,7 @@ def guarded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def predicted_peak(cell: Cell) -> int:
     """For the smoke mode, where no driver tells."""
     model, batch = cell.build()
-    precision = "bf16" if cell.recipe == "bf16" else None
-    trace = holdall.trace(model, batch, optimizer=cell.optimizer(model.parameters()), precision=precision)
+    trace = holdall.trace(model, batch, optimizer=cell.optimizer(model.parameters()))
     return int(next(iter(holdall.plan(trace, planner="nop").predicted.peak.values())))
 
 
