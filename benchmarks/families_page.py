@@ -40,7 +40,8 @@ def small_part(rows: list[dict[str, str]]) -> str:
         *wrapped(
             f"`python benchmarks/families.py`: {len(by_name)} families x {' and '.join(shares)} % of the peak that is",
             "predicted for plain training; three steps with clipped gradients. *equal*: losses, gradient norms, parameters,",
-            "buffers and the random state are those of plain training, bit for bit, and the measured peak is within the budget. *refused*: no",
+            "buffers and the random state are those of plain training, bit for bit, and the measured peak is",
+            "within the budget. *refused*: no",
             "plan fits; no plan that recomputes block by block (`chen`, `rotor`, `zero_offload`) fits either, unless the table",
             f"names one. {', '.join(f'{n} {r}' for r, n in counts.items() if n)} of {len(rows)} cells. torch {about['torch']},",
             f"transformers {about['transformers']}, commit {about['commit']}.",
@@ -89,7 +90,8 @@ def mid_size_part(rows: list[dict[str, str]]) -> str:
             '*bf16*: the model on the CPU and `precision="bf16"`, against bf16 working copies with fp32 masters; *autocast*:',
             "the fp32 model on the GPU, `torch.autocast` around the forward. One batch, 12 steps, gradients clipped. Losses",
             "may differ from plain's by 5 % of the loss plus 1 % of the first loss; the column says which share of that",
-            "they took. Peaks are the driver's. *of checkpointing*: speed over gradient checkpointing, which needs the GiB in brackets.",
+            "they took. Peaks are the driver's.",
+            "*of checkpointing*: speed over gradient checkpointing, which needs the GiB in brackets.",
         ),
         "",
         "| shape | recipe | budget, GiB | result | predicted / seen GiB | predicted / median step, s | longest | of plain "
