@@ -112,8 +112,11 @@ def reference(cell: Cell, *, checkpointing: bool, steps: int) -> dict[str, Any]:
     masters: list[torch.Tensor] = parameters  # type: ignore[assignment]
     if cell.recipe == "bf16":
         masters = [p.detach().clone() for p in parameters]
+        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        wide = {id(p) for norm in norms for p in norm.parameters()}  # as wide as the statistics, or kernels refuse them
         for parameter in parameters:  # one by one: buffers (rotary frequencies, statistics) keep their width
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if id(parameter) not in wide:
+                parameter.data = parameter.data.to(torch.bfloat16)
         batch = {k: v.bfloat16() if is_floating(v) else v for k, v in batch.items()}
     optimizer = cell.optimizer(masters)
 
