@@ -334,7 +334,8 @@ def run_child(asked: dict[str, Any], *, driver: Driver, log: Path, limit: float,
     else:
         os.set_inheritable(writing, True)
         command = [sys.executable, __file__, "--child", json.dumps(asked), str(writing), str(log)]
-        process = subprocess.Popen(command, pass_fds=(writing,)).pid
+        started = subprocess.Popen(command, pass_fds=(writing,))
+        process = started.pid
     os.close(writing)
     peaks: dict[str, int] = {}
     now, text, rows, why = "", "", [], ""
@@ -411,7 +412,7 @@ def can_fork(smoke: bool) -> bool:
         code = 1
         with contextlib.suppress(BaseException):
             torch.zeros(1, device="cpu" if smoke else "cuda")
-            code = 0
+            code = 0 if smoke or torch.cuda.is_available() else 1
         os._exit(code)
     return os.waitpid(process, 0)[1] == 0
 

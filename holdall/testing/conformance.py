@@ -166,16 +166,17 @@ def reused(trace: Trace) -> Iterator[None]:
 
     Tracing is two thirds of a cell's time. Only the first trace is taken from here; one for another batch is made.
     """
-    real, left = api.trace_step, [trace]
+    real, left = vars(api)["trace_step"], [trace]
 
     def trace_step(*args: Any, **kwargs: Any) -> Trace:
-        return left.pop() if left else real(*args, **kwargs)
+        made: Trace = left.pop() if left else real(*args, **kwargs)
+        return made
 
-    api.trace_step = trace_step
+    vars(api)["trace_step"] = trace_step
     try:
         yield
     finally:
-        api.trace_step = real
+        vars(api)["trace_step"] = real
 
 
 def _judge(run: Run, expected: Run, measured: int | None, budget: int) -> str:

@@ -158,7 +158,8 @@ class Variational(nn.Module):
         mean, spread = self.encoder(x).chunk(2, -1)
         made = self.decoder(mean + torch.randn_like(mean) * (0.5 * spread).exp())
         apart = -0.5 * (1 + spread - mean.square() - spread.exp()).mean()
-        return nn.functional.mse_loss(made, x) + 0.1 * apart
+        out: torch.Tensor = nn.functional.mse_loss(made, x) + 0.1 * apart
+        return out
 
 
 @register("generative", "vae")
@@ -238,7 +239,8 @@ class Field(nn.Module):
         out = self.second(torch.cat([self.first(waves), waves], -1))
         opaque = 1 - torch.exp(-out[..., 3].relu())
         through = torch.cumprod(torch.cat([torch.ones_like(opaque[..., :1]), 1 - opaque + 1e-6], -1), -1)[..., :-1]
-        return ((opaque * through)[..., None] * out[..., :3].sigmoid()).sum(-2)
+        colours: torch.Tensor = ((opaque * through)[..., None] * out[..., :3].sigmoid()).sum(-2)
+        return colours
 
 
 @register("generative", "nerf", loss=values_of)

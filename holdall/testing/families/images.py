@@ -132,7 +132,8 @@ class Capsules(nn.Module):
         for _ in range(3):
             high = squash((routes.softmax(2)[..., None] * votes).sum(1))
             routes = routes + (votes * high[:, None]).sum(-1)
-        return high.norm(dim=-1) * 4
+        out: torch.Tensor = high.norm(dim=-1) * 4
+        return out
 
 
 def squash(x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ class Swish(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         s = torch.sigmoid(x)
-        return grad * (s + x * s * (1 - s))
+        out: torch.Tensor = grad * (s + x * s * (1 - s))
+        return out
 
 
 class SwishOnContext(torch.autograd.Function):
@@ -56,7 +57,8 @@ class SwishOnContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         s = torch.sigmoid(ctx.x)
-        return grad * (s + ctx.x * s * (1 - s))
+        out: torch.Tensor = grad * (s + ctx.x * s * (1 - s))
+        return out
 
 
 class Straight(torch.autograd.Function):
@@ -229,7 +231,8 @@ class Nested(nn.Module):
 
 def _nested_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     said, (other, (known,)) = model(batch[0])
-    return nn.functional.cross_entropy(said, batch[1]) + 0.01 * other.square().mean() + known["last"]
+    out: torch.Tensor = nn.functional.cross_entropy(said, batch[1]) + 0.01 * other.square().mean() + known["last"]
+    return out
 
 
 @register("manner", "nested", loss=_nested_loss)
@@ -382,7 +385,8 @@ def _penalised(model: nn.Module, batch: Any) -> torch.Tensor:
     x = batch[0].clone().requires_grad_()
     said = model(x).mean()
     (slope,) = torch.autograd.grad(said, x, create_graph=True)
-    return said + 10 * (slope.norm(dim=1) - 1).square().mean()
+    out: torch.Tensor = said + 10 * (slope.norm(dim=1) - 1).square().mean()
+    return out
 
 
 @register("manner", "gradient-penalty", loss=_penalised)

@@ -11,10 +11,10 @@ from holdall.testing.families._registry import VOCABULARY, WIDTH, Made, classes_
 class Words(nn.Module):
     """Words in, a recurrent layer, words out."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
         self.words, self.layer = nn.Embedding(VOCABULARY, WIDTH), layer
-        self.head = nn.Linear(layer.hidden_size * (2 if layer.bidirectional else 1), VOCABULARY)  # type: ignore[operator]
+        self.head = nn.Linear(layer.hidden_size * (2 if layer.bidirectional else 1), VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.layer(self.words(ids))[0])

@@ -90,7 +90,7 @@ class Hyper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = self.enter(x)
-        said = 0
+        said = torch.zeros(len(x), 32)
         for code in self.codes:
             made = self.maker(code)
             said = said + torch.tanh(nn.functional.linear(seen, made[: 32 * 16].view(32, 16), made[32 * 16 :]))
