@@ -131,8 +131,13 @@ def plain(name: str) -> Plain:
 
 def compare(name: str, share: int) -> Cell:
     """One cell: `fit` with default options in `share` per cent of plain's peak."""
-    family, known = FAMILIES[name], plain(name)
-    began, budget = time.perf_counter(), known.peak * share // 100
+    family, began = FAMILIES[name], time.perf_counter()
+    try:
+        known = plain(name)
+    except HoldallError as error:
+        said = f"plain training: {type(error).__name__}: {_line(error)}"
+        return Cell(family=name, kind=family.kind, share=share, result="failed", budget=0, plain_peak=0, message=said)
+    budget = known.peak * share // 100
     model, batch, optimizer = make(family)
     found: dict[str, Any] = {}
     try:
@@ -152,8 +157,6 @@ def compare(name: str, share: int) -> Cell:
         found["met_by"] = met_by_checkpointing(known.trace, budget)
     except OverBudget as over:
         found = {"result": "over", "message": _line(over)}
-    except HoldallError as error:
-        found = {"result": "failed", "message": f"{type(error).__name__}: {_line(error)}"}
     except Exception as error:
         found = {"result": "failed", "message": f"{type(error).__name__}: {_line(error)}"}
     seconds = time.perf_counter() - began

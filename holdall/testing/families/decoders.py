@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdall.testing.families._registry import HEADS, INNER, LAYERS, VOCABULARY, WIDTH, Made, hugging_face, register, tokens
+from holdall.testing.families._registry import (
+    HEADS,
+    INNER,
+    LAYERS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Made,
+    hugging_face,
+    register,
+    tokens,
+)
 
 SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 USUAL: dict[str, Any] = {
@@ -27,11 +38,13 @@ OLD: dict[str, Any] = {
 }
 
 
-def _decoder(name: str, prefix: str, settings: dict[str, Any], *, model: str = "", kind: str = "decoder") -> None:
+def _decoder(
+    name: str, prefix: str, settings: dict[str, Any], *, model: str = "", kind: str = "decoder", length: int = LENGTH
+) -> None:
     @register(kind, name)
     def build() -> Made:
         made = hugging_face(model or f"{prefix}ForCausalLM", f"{prefix}Config", **settings)
-        ids = tokens()
+        ids = tokens(length=length)
         return made, {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -125,11 +138,11 @@ _decoder(
     kind="mixture",
 )
 
-_decoder("mamba", "Mamba", {**_SHORT, "num_hidden_layers": LAYERS, "state_size": 8}, kind="state space")
+_decoder("mamba", "Mamba", {**_SHORT, "num_hidden_layers": LAYERS, "state_size": 8}, kind="state space", length=12)
 _MAMBA2 = {"num_hidden_layers": LAYERS, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
 _decoder("mamba2", "Mamba2", {**_SHORT, **_MAMBA2}, kind="state space")
 _RWKV = {"num_hidden_layers": LAYERS, "attention_hidden_size": WIDTH, "context_length": 128}
-_decoder("rwkv", "Rwkv", {**_SHORT, **_RWKV}, kind="state space")
+_decoder("rwkv", "Rwkv", {**_SHORT, **_RWKV}, kind="state space", length=8)
 _decoder(
     "jamba",
     "Jamba",
@@ -145,6 +158,7 @@ _decoder(
         "mamba_d_state": 8,
     },
     kind="state space",
+    length=12,
 )
 _decoder(
     "bamba",

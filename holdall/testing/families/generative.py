@@ -48,7 +48,7 @@ class UNet(nn.Module):
 
 @register("generative", "unet", loss=values_of)
 def _unet() -> Made:
-    return UNet(), (torch.randn(4, 3, 32, 32), torch.randn(4, 3, 32, 32))
+    return UNet(), (torch.randn(4, 3, 16, 16), torch.randn(4, 3, 16, 16))
 
 
 def _noise_in(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _noise_in(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @register("generative", "diffusion", loss=_noise_in)
 def _diffusion() -> Made:
-    return UNet(timed=True), (torch.randn(4, 3, 32, 32),)
+    return UNet(timed=True), (torch.randn(4, 3, 16, 16),)
 
 
 class Modulated(nn.Module):

@@ -42,7 +42,7 @@ _classifier("convnextv2", "ConvNextV2", {**FOUR, "depths": [1, 1, 2, 1]}, side=6
 _classifier("resnet", "ResNet", {**FOUR, "embedding_size": 16, "layer_type": "basic"}, side=64)
 _classifier("regnet", "RegNet", {**FOUR, "embedding_size": 16, "groups_width": 16}, side=64)
 _classifier("poolformer", "PoolFormer", FOUR, side=64)
-_classifier("mobilenet-v2", "MobileNetV2", {"depth_multiplier": 0.25}, side=64)
+_classifier("mobilenet-v2", "MobileNetV2", {"depth_multiplier": 0.25}, side=32)
 _classifier("efficientnet", "EfficientNet", {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320}, side=64)
 
 
