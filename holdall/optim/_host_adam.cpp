@@ -4,10 +4,13 @@
 // alone is asked for, it is 16.
 //
 // The order of operations is that of torch's own CPU kernel (ATen/native/cpu/FusedAdamKernel.cpp), so that the bits agree. That
-// kernel leaves it to its compiler which products join the sum behind them without rounding in between; FUSE says what it did:
+// kernel leaves it to its compiler which products join the sum behind them without rounding in between. It has two loops, one over
+// whole vectors and a scalar one over what is left at a tensor's end, and its compiler may choose differently in each. FUSE says
+// what it did in the first, and the caller says what it did in the second, and how many elements a vector has (`Rounding`):
 //
-//     0  nothing is fused          2  all, in exp_avg_sq the product exp_avg_sq * beta2 (GCC's choice)
+//     0  nothing is fused          2  all, in exp_avg_sq the product exp_avg_sq * beta2
 //     1  only the first moment     3  all, in exp_avg_sq the product with the gradient
+//                                  4  all, in exp_avg_sq neither
 //
 // Compile with -ffp-contract=off: every fused product is then one written `fma` here. No header but the standard library's.
 
@@ -24,11 +27,13 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__aarch64__)
+#define HAS_FMA 1
+#else
+#define HAS_FMA 0  // nothing is fused then, whatever is asked for
+#endif
 #ifndef FUSE
 #define FUSE 2
-#endif
-#if FUSE > 0 && !defined(__FP_FAST_FMAF) && !defined(__FMA__) && !defined(__aarch64__)
-#error "this CPU has no fused multiply-add"
 #endif
 
 #if defined(__clang__)
@@ -60,6 +65,11 @@ struct Array {  // the same fields in the same order in _host.py
 struct Rule {  // likewise
   double lr, beta1, beta2, eps, weight_decay, scale;
   int32_t decoupled, maximize;
+};
+
+struct Rounding {  // likewise
+  int32_t tail;   // what is fused in the elements behind a tensor's last whole vector
+  int64_t width;  // elements of a vector; more than a tensor has: all of it is tail
 };
 
 struct Coefficients {
@@ -127,33 +137,23 @@ struct Half {  // by integers and normal floats alone: subnormal floats are slow
   }
 };
 
-template <int kLeast>
-float multiply_add(float a, float b, float c) {
-#if FUSE > 0
-  if (FUSE >= kLeast) return __builtin_fmaf(a, b, c);
-#endif
-  return a * b + c;
+inline float multiply_add(bool fuses, float a, float b, float c) {
+  return HAS_FMA && fuses ? __builtin_fmaf(a, b, c) : a * b + c;
 }
 
-float second_moment(float before, float beta2, float part, float grad) {
-#if FUSE == 2
-  return __builtin_fmaf(before, beta2, part * grad);
-#elif FUSE == 3
-  return __builtin_fmaf(part, grad, before * beta2);
-#else
+inline float second_moment(int32_t fuse, float before, float beta2, float part, float grad) {
+  if (HAS_FMA && fuse == 2) return __builtin_fmaf(before, beta2, part * grad);
+  if (HAS_FMA && fuse == 3) return __builtin_fmaf(part, grad, before * beta2);
   return before * beta2 + part * grad;
-#endif
 }
 
 // All arithmetic in float, as torch's; the coefficients are computed in double and rounded once.
-Coefficients coefficients(const Rule& rule, double step) {
+Coefficients coefficients(const Rule& rule, double step, int32_t fuse) {
   Coefficients c;
   c.scale = rule.maximize ? -float(rule.scale) : float(rule.scale);
-#if FUSE >= 2
-  c.shrink = rule.decoupled ? float(std::fma(-rule.lr, rule.weight_decay, 1.0)) : 1.0f;
-#else
-  c.shrink = rule.decoupled ? float(1 - rule.lr * rule.weight_decay) : 1.0f;
-#endif
+  const bool fuses = HAS_FMA && fuse >= 2;
+  const double shrink = fuses ? std::fma(-rule.lr, rule.weight_decay, 1.0) : 1 - rule.lr * rule.weight_decay;
+  c.shrink = rule.decoupled ? float(shrink) : 1.0f;
   c.decay = rule.decoupled ? 0.0f : float(rule.weight_decay);
   c.lerp = float(1 - rule.beta1);
   c.beta2 = float(rule.beta2);
@@ -164,6 +164,25 @@ Coefficients coefficients(const Rule& rule, double step) {
   return c;
 }
 
+struct Element {
+  float param, exp_avg, exp_avg_sq;
+};
+
+inline Element updated(Element e, float g, const Coefficients& c, bool is_near, bool is_coupled, int32_t fuse) {
+  if (is_coupled) {
+    g = multiply_add(fuse >= 2, e.param, c.decay, g);
+  } else {
+    e.param = e.param * c.shrink;
+  }
+  const float weight = is_near ? c.lerp : c.lerp - 1.0f;  // a lerp starts from the nearer end
+  e.exp_avg = multiply_add(fuse >= 1, weight, g - e.exp_avg, is_near ? e.exp_avg : g);
+  e.exp_avg_sq = second_moment(fuse, e.exp_avg_sq, c.beta2, c.rest2 * g, g);
+  const float denominator = std::sqrt(e.exp_avg_sq) / c.root2 + c.eps;
+  e.param = e.param + c.step_size * e.exp_avg / denominator;
+  return e;
+}
+
+// Whole vectors: FUSE.
 template <class Grad, class Out, bool kCoupled, bool kKeeps>
 void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) {
   const float* param = array.param;
@@ -174,28 +193,38 @@ void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) 
   float* new_exp_avg_sq = array.new_exp_avg_sq;
   const auto* grad = static_cast<const typename Grad::type*>(array.grad);
   auto* out = static_cast<typename Out::type*>(array.out);
-  const bool is_near = std::fabs(c.lerp) < 0.5f;  // a lerp starts from the nearer end
-  const float weight = is_near ? c.lerp : c.lerp - 1.0f;
+  const bool is_near = std::fabs(c.lerp) < 0.5f;
   INDEPENDENT
   for (int64_t i = begin; i < end; ++i) {
-    float p = param[i];
-    float g = Grad::read(grad[i]) * c.scale;
-    if (kCoupled) {
-      g = multiply_add<2>(p, c.decay, g);
-    } else {
-      p = p * c.shrink;
-    }
-    float m = exp_avg[i];
-    m = multiply_add<1>(weight, g - m, is_near ? m : g);
-    const float v = second_moment(exp_avg_sq[i], c.beta2, c.rest2 * g, g);
-    const float denominator = std::sqrt(v) / c.root2 + c.eps;
-    p = p + c.step_size * m / denominator;
+    const float g = Grad::read(grad[i]) * c.scale;
+    const Element e = updated({param[i], exp_avg[i], exp_avg_sq[i]}, g, c, is_near, kCoupled, FUSE);
     if (kKeeps) {
-      new_exp_avg[i] = m;
-      new_exp_avg_sq[i] = v;
-      new_param[i] = p;
+      new_exp_avg[i] = e.exp_avg;
+      new_exp_avg_sq[i] = e.exp_avg_sq;
+      new_param[i] = e.param;
     }
-    Out::write(out, i, p);
+    Out::write(out, i, e.param);
+  }
+}
+
+// The few elements behind them.
+void walk_tail(const Array& array, const Coefficients& c, int32_t fuse, int64_t begin, int64_t end) {
+  const auto* grad16 = static_cast<const uint16_t*>(array.grad);
+  auto* out = static_cast<uint16_t*>(array.out);
+  const bool is_near = std::fabs(c.lerp) < 0.5f;
+  for (int64_t i = begin; i < end; ++i) {
+    const float g = array.grad_kind == kBfloat16 ? Bfloat16::read(grad16[i])
+                    : array.grad_kind == kHalf   ? Half::read(grad16[i])
+                                                 : static_cast<const float*>(array.grad)[i];
+    const Element before{array.param[i], array.exp_avg[i], array.exp_avg_sq[i]};
+    const Element e = updated(before, g * c.scale, c, is_near, c.decay != 0.0f, fuse);
+    if (array.new_param != nullptr) {
+      array.new_exp_avg[i] = e.exp_avg;
+      array.new_exp_avg_sq[i] = e.exp_avg_sq;
+      array.new_param[i] = e.param;
+    }
+    if (array.out_kind == kBfloat16) Bfloat16::write(out, i, e.param);
+    if (array.out_kind == kHalf) Half::write(out, i, e.param);
   }
 }
 
@@ -303,11 +332,13 @@ void walk_aside(const Array& array, const Coefficients& c, int64_t begin, int64_
 
 // Returns how many threads took part, the caller's included. They live for this call: starting one costs some microseconds,
 // a call some milliseconds, and nothing is left behind that a fork or torch's own pool could meet.
-extern "C" int32_t holdall_adam(const Array* arrays, int64_t count, const Rule* rule, int32_t threads) {
-  std::vector<Coefficients> coefs;
+extern "C" int32_t holdall_adam(
+    const Array* arrays, int64_t count, const Rule* rule, const Rounding* rounding, int32_t threads) {
+  std::vector<Coefficients> coefs;  // of the body and of the tail of every array
   std::vector<Piece> pieces;
   for (int64_t a = 0; a < count; ++a) {
-    coefs.push_back(coefficients(*rule, arrays[a].step));
+    coefs.push_back(coefficients(*rule, arrays[a].step, FUSE));
+    coefs.push_back(coefficients(*rule, arrays[a].step, rounding->tail));
     for (int64_t begin = 0; begin < arrays[a].size; begin += kPiece) {
       pieces.push_back({a, begin, std::min(begin + kPiece, arrays[a].size)});
     }
@@ -318,7 +349,10 @@ extern "C" int32_t holdall_adam(const Array* arrays, int64_t count, const Rule* 
       const Piece& piece = pieces[i];
       const Array& array = arrays[piece.array];
       const bool in_place = array.new_param == array.param;
-      (in_place ? walk_in_place : walk_aside)(array, coefs[piece.array], piece.begin, piece.end);
+      const int64_t tail = array.size - array.size % rounding->width;
+      const int64_t middle = std::min(std::max(tail, piece.begin), piece.end);
+      (in_place ? walk_in_place : walk_aside)(array, coefs[2 * piece.array], piece.begin, middle);
+      walk_tail(array, coefs[2 * piece.array + 1], rounding->tail, middle, piece.end);
     }
   };
   std::vector<std::thread> others;

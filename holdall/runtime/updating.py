@@ -61,8 +61,8 @@ class Updater:
         }
         self._parts: dict[str, Part] = {}
         self._pool: ThreadPoolExecutor | None = None
-        if store is not None:
-            self.is_plain_adam(snapshot(optimizer))  # finds the fast kernel now rather than in the first step
+        if store is not None and self.is_plain_adam(snapshot(optimizer)):
+            _host.backend()  # finds the fast kernel now rather than in the first step
 
     def close(self) -> None:
         if self._pool is not None:
@@ -170,9 +170,7 @@ class Updater:
             return False
         if any(g.get(extra) for g in groups for extra in ("amsgrad", "differentiable")):
             return False
-        if self.device.type == "cpu" and not all(g.get("fused") for g in groups):
-            return False
-        return _host.is_exact() or self.device.type != "cpu"  # asked in any case: whoever asks first lets it be compiled
+        return self.device.type != "cpu" or all(g.get("fused") for g in groups)
 
     def one_pass(
         self,
@@ -216,6 +214,7 @@ class Updater:
                 if into is not None
                 else None,
                 peek=peek,
+                exact=self.device.type == "cpu",
                 threads=threads,
             )
         elements, seconds = sum(m.home.numel() for m in members), time.perf_counter() - began

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from holdall.optim import _host, _host_library
+from holdall.optim import _host, _host_library, _host_native, _host_step
 
 SHAPES = [(), (1,), (3,), (16,), (17, 5), (64, 63), (1,), (129, 257), (0,)]
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -163,10 +163,10 @@ def test_both_back_ends_agree_after_many_steps():
     if not _host.is_exact() or not _host.backend().startswith("native"):
         pytest.skip(_host.backend())
     ours, theirs = (World([(4096 + 7,)], torch.bfloat16) for _ in range(2))
-    for step, world in ((_host._choose().step, ours), (_host._step_torch, theirs)):
+    for step, world in ((_host._choose().step, ours), (_host_step.step_by_torch, theirs)):
         dice = torch.Generator().manual_seed(1)
         for i in range(100):
-            rule = _host.Rule(1e-3 / (i + 1), 0.9, 0.999, 1e-8, 0.01 * (i % 3), bool(i % 2), bool(i % 5), 1 / (1 + i % 4))
+            rule = _host_step.Rule(1e-3 / (i + 1), 0.9, 0.999, 1e-8, 0.01 * (i % 3), bool(i % 2), bool(i % 5), 1 / (1 + i % 4))
             world.grads[0].copy_(torch.randn(4103, generator=dice))
             world.steps[0] += 1
             step(_host._gather(world.params, world.exp_avg, world.exp_avg_sq, world.steps, world.grads, None), rule, 2)
@@ -179,7 +179,7 @@ def test_slices_give_the_bits_of_the_whole(monkeypatch, length):
     shapes = [(5,), (16,), (2003,), (3, 701)]
     whole, sliced = World(shapes, torch.bfloat16), World(shapes, torch.bfloat16)
     whole.update(scale=0.5)
-    monkeypatch.setattr(_host, "SLICE", length)
+    monkeypatch.setattr(_host_step, "SLICE", length)
     sliced.update(scale=0.5)
     assert all(map(torch.equal, whole.state(), sliced.state()))
 
@@ -289,9 +289,9 @@ def test_without_a_compiler_torch_does_the_work(nothing_chosen, monkeypatch):
     ours.update()
     assert _host.backend() == "torch: no C++ compiler is on the path (of c++, g++, clang++)"
     assert _host.is_exact()
-    _host._step_torch(
+    _host_step.step_by_torch(
         _host._gather(theirs.params, theirs.exp_avg, theirs.exp_avg_sq, [s.add_(1) for s in theirs.steps], theirs.grads, None),
-        _host.Rule(1e-2, 0.9, 0.95, 1e-8, 0.1, True, False, 1.0),
+        _host_step.Rule(1e-2, 0.9, 0.95, 1e-8, 0.1, True, False, 1.0),
         1,
     )
     assert_same(ours.state(), theirs.state())
@@ -305,28 +305,35 @@ def test_a_compiler_that_fails_is_named_and_torch_does_the_work(nothing_chosen, 
 def test_a_native_step_that_is_wrong_is_not_taken(nothing_chosen, monkeypatch):
     monkeypatch.setattr(_host.shutil, "which", lambda _name: "c++")
     monkeypatch.setattr(_host_library, "build", lambda _compiler, _fusion: "nowhere")
-    monkeypatch.setattr(_host, "_bind", lambda _library: lambda _arrays, _rule, _threads: None)
+    monkeypatch.setattr(_host_native, "bind", lambda _library, _rounding: lambda _arrays, _rule, _threads: None)
     assert _host.backend().startswith("torch: the native one is")
 
 
 def test_a_native_step_that_is_nearly_right_says_how_far_it_is(nothing_chosen, monkeypatch):
     def nearly(arrays, rule, threads):
-        _host._step_torch(arrays, rule, threads)
+        _host_step.step_by_torch(arrays, rule, threads)
         for a in arrays:
             a.param[0] = torch.nextafter(a.param[0], torch.tensor(9.0))
 
     monkeypatch.setattr(_host.shutil, "which", lambda _name: "c++")
     monkeypatch.setattr(_host_library, "build", lambda _compiler, _fusion: "nowhere")
-    monkeypatch.setattr(_host, "_bind", lambda _library: nearly)
+    monkeypatch.setattr(_host_native, "bind", lambda _library, _rounding: nearly)
     assert "at most 1 ulps" in _host.backend()
     assert not _host.is_exact()
+    exact, theirs, near = (World([(5,), (64,)]) for _ in range(3))
+    exact.update(exact=True)  # which torch does then
+    near.update()
+    monkeypatch.setattr(_host, "_chosen", _host._by_torch("asked for"))
+    theirs.update()
+    assert all(map(torch.equal, exact.state(), theirs.state()))
+    assert not all(map(torch.equal, near.state(), theirs.state()))
 
 
 def test_it_is_compiled_once_for_all_processes(nothing_chosen, monkeypatch, tmp_path):
     if not _host.backend().startswith("native"):
         pytest.skip(_host.backend())
-    (library,) = (tmp_path / "holdall").iterdir()
-    assert library.suffix == ".so"
+    libraries = list((tmp_path / "holdall").iterdir())
+    assert 1 <= len(libraries) <= 2 and {library.suffix for library in libraries} == {".so"}
     monkeypatch.setattr(_host, "_chosen", None)
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("compiled again"))
     _host.warm(2)

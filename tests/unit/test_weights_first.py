@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import holdall
 from holdall.actions.place import Place, streamable
 from holdall.cost.roofline import cost_trace
+from holdall.optim import _host
+from holdall.optim._host_step import step_by_torch
 from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
 from holdall.runtime.beside import Beside
@@ -141,6 +143,28 @@ def test_every_unit_is_taken_where_the_host_catches_up(kind, rests):
             harness.engine.settle()
     units = [u.name for u in traced()[1].units]
     assert rests[1] == units * 3  # not in the first step, which makes the states
+
+
+@kinds
+@pytest.mark.parametrize("norm", [1e-3, 1e6])
+def test_where_the_fast_kernel_has_other_bits_torch_makes_the_updates_in_the_same_ways(kind, norm, rests, monkeypatch):
+    def loop(when, ahead):
+        model, optimizer, harness = begin(kind, when, ahead)
+        with harness:
+            losses = [step(model, optimizer, n, norm) for n in range(5)]
+        return {"losses": losses, **values(model, optimizer)}, harness
+
+    def wrong(arrays, rule, threads):
+        step_by_torch(arrays, rule, threads)
+        for a in arrays:
+            (a.out if a.is_peek else a.new[0] if a.new else a.param).mul_(2)
+
+    monkeypatch.setattr(_host, "_chosen", _host._by_torch("asked for"))
+    reference, _ = loop("step", False)
+    monkeypatch.setattr(_host, "_chosen", _host._Backend("native", "not the bits of torch", False, wrong))
+    ours, harness = loop("spill", True)
+    assert differences(ours, reference) == []
+    assert rests[1] if norm < 1 else all(harness.were_ahead[2:])
 
 
 def test_fewer_are_taken_where_it_is_late(rests):
