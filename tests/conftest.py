@@ -1,11 +1,14 @@
 """One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
 
 The whole suite takes some twenty minutes on two cores. By default long families of alike cases are sampled, one in three,
-always the same ones, and a few long tests are left out; `pytest --all` runs everything.
+always the same ones, and a few long tests are left out; `pytest --all` runs everything. A plain `pytest`, with no file named,
+runs in as many processes as there are cores, at most four, where pytest-xdist is installed; `-n 0` runs it in one.
 """
 
+import os
 import zlib
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -39,6 +42,23 @@ LONG = (
     "contracts/test_planners.py::TestCheckmate::test_the_same_problem",
     "unit/test_runtime.py::test_no_random_budget_is_ever_exceeded[tiny-llama]",
 )
+
+
+MOST_PROCESSES = 4  # each takes one to two GB
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Ask for processes before pytest-xdist looks whether any were asked for."""
+    option = config.option
+    is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
+        option.numprocesses = min(MOST_PROCESSES, cores())
+        option.dist = "worksteal" if option.dist == "no" else option.dist
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pytest_addoption(parser):

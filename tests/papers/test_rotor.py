@@ -205,10 +205,10 @@ def test_no_schedule_of_segments_inside_segments_is_faster():
 
 
 def test_two_hundred_stages_are_solved_in_seconds():
-    began = time.perf_counter()
+    began = time.process_time()
     table = Table(unit_chain(200), 200)
     assert len(table.items(0, 200, 30)) > 1
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 def deep(layers=8, width=32):

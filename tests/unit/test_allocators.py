@@ -251,10 +251,10 @@ def test_a_hundred_thousand_events_take_about_a_second():
     best = float("inf")
     for _ in range(3):  # other processes share the machine
         caching = Caching()
-        begun = time.perf_counter()
+        begun = time.process_time()
         for is_alloc, key, nbytes in events:
             caching.alloc(key, nbytes) if is_alloc else caching.free(key)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.process_time() - begun)
         if best < 1.5:
             break
     assert best < 1.5

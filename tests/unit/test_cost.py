@@ -167,12 +167,12 @@ def test_without_contention_both_directions_are_plain_queues(copies):
 
 
 def test_ten_thousand_copies_are_served_in_a_moment():
-    clock, begun = Clock(machine()), time.perf_counter()
+    clock, begun = Clock(machine()), time.process_time()
     for i in range(10_000):
         clock.compute(0.1)
         clock.copy("cpu", "out" if i % 2 else "in", 1)
     clock.run()
-    assert time.perf_counter() - begun < 4.0
+    assert time.process_time() - begun < 4.0
 
 
 def test_copies_of_one_direction_on_two_lanes_share_its_rate():
@@ -337,9 +337,9 @@ def test_every_family_in_the_mapping_is_one_that_tables_use():
 def test_costing_fills_in_every_op_and_changes_nothing_else():
     ops = tuple(op(flops=i % 7 * 100, moved=i % 5 * 10, number=i) for i in range(30_000))
     trace = Trace(ops=ops, tensors={}, blocks=(), saves=())
-    begun = time.perf_counter()
+    begun = time.process_time()
     costed = cost_trace(trace, machine())
-    assert time.perf_counter() - begun < 2.0
+    assert time.process_time() - begun < 2.0
     assert [replace(o, seconds=0.0) for o in costed.ops[:50]] == list(ops[:50])
     assert all(o.seconds == op_seconds(o, machine()) for o in costed.ops[:50])
     assert costed.fingerprint == trace.fingerprint

@@ -229,10 +229,10 @@ def test_the_gil_is_released(backend):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)  # or the Python around the step would give the other thread a fair share
     try:
-        shares = [longest_silence(lambda: world.update(threads=1)) for _ in range(5)]  # other work may silence it now and then
+        shares = (longest_silence(lambda: world.update(threads=1)) for _ in range(30))  # other work may silence it now and then
+        assert any(share < 0.3 for share in shares)
     finally:
         sys.setswitchinterval(interval)
-    assert min(shares) < 0.3
 
 
 def test_torch_runs_with_the_threads_asked_for_and_keeps_its_own(monkeypatch):

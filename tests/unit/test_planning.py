@@ -156,9 +156,9 @@ def test_a_hundred_blocks_are_planned_in_seconds(overlap):
     rng = random.Random(5)
     trace = chain([rng.randint(5, 500) for _ in range(100)], [rng.uniform(0.1, 3) for _ in range(100)])
     kept = simulate(problem(trace), []).peak["cpu"]
-    began = time.perf_counter()
+    began = time.process_time()  # of this process: others may share the machine
     plan = planned(problem(trace, budget=kept * 2 // 3, overlap=overlap))
-    assert time.perf_counter() - began < 15
+    assert time.process_time() - began < 15
     assert plan is not None
     assert plan.predicted.peak["cpu"] <= kept * 2 // 3
 
