@@ -50,6 +50,8 @@ MOST_PROCESSES = 4  # each takes one to two GB
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Ask for processes before pytest-xdist looks whether any were asked for."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # such a process itself: it must not start others
     option = config.option
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     if is_whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
