@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head whose logits never exist whole.
+"""Cross entropy of a linear head, soft-capped or scaled perhaps (`elementwise.py`), whose logits never exist whole.
 
 A few rows at a time: their logits, their losses and, while the logits are there, their gradient, in the memory that held them
 (the idea of Liger-Kernel, arXiv 2410.10989). Softmax, which is wider, takes fewer of them at once than the products, of which
@@ -9,7 +9,8 @@ float16, whose gradients vanish unless they are scaled first.
 Tolerance, measured on a CPU as the norm of the difference over the norm of the truth. float32, 8 chunks, against the whole:
 loss 1e-7, gradients 4e-7. bfloat16, against exact arithmetic: loss 4e-5 and the hidden rows' gradient 4e-3, both as the whole
 has them (one chunk gives its very bits); the weight's gradient 5e-3 over 8 chunks, 7e-3 over 32 and 1e-2 over 128, where the
-whole has 4e-3, because bfloat16 sums are rounded once per chunk, as they are over micro-batches.
+whole has 4e-3, because bfloat16 sums are rounded once per chunk, as they are over micro-batches. Soft-capping and scaling of
+the logits leave these figures as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from itertools import repeat
 from typing import Any
 
 import torch
+
+from holdall.runtime.elementwise import NO_CHAIN, Chain, Stretch
 
 _WIDE = 2**27  # bytes of the softmax of a few rows: enough for a GPU to be busy, a quarter of what a chunk of them would take
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias
@@ -34,6 +37,7 @@ class Asked:
     ignore_index: int
     reduction: str
     smoothing: float
+    chain: Chain = NO_CHAIN  # what is done to the logits before
 
 
 def chunked_cross_entropy(
@@ -117,6 +121,8 @@ def _walk(
         if hidden.dtype in (torch.bfloat16, torch.float16):
             few = max(1, min(rows, _WIDE // (4 * vocab)))
             wide = narrow.new_empty(few, vocab, dtype=torch.float32)  # the softmax
+        before = Stretch(asked.chain.before, narrow, differentiable=scale is not None)
+        after = Stretch(asked.chain.after, wide, differentiable=scale is not None)
         losses = wide.new_empty(tokens)
         for_hidden = torch.empty_like(hidden) if scale is not None and wants[0] else None
         for_weight = _Sum(weight, hidden.dtype) if scale is not None and wants[1] else None
@@ -129,11 +135,13 @@ def _walk(
                 torch.mm(h, w.t(), out=z)
             else:
                 torch.addmm(b, h, w.t(), out=z)
+            before.apply(z)
             shares = repeat(None) if scale is None else scale[some, None].split(few)
             for part in zip(z.split(few), labels[some, None].split(few), shares, losses[some].split(few), strict=False):
-                _softmax(*part, wide, asked.smoothing)
+                _softmax(*part, wide, asked.smoothing, after)
             if scale is None:
                 continue
+            before.pull_back(z)
             if for_hidden is not None:
                 torch.mm(z, w, out=for_hidden[some])
             if for_weight is not None:
@@ -148,11 +156,18 @@ def _walk(
 
 
 def _softmax(
-    z: torch.Tensor, label: torch.Tensor, share: torch.Tensor | None, loss: torch.Tensor, wide: torch.Tensor, smoothing: float
+    z: torch.Tensor,
+    label: torch.Tensor,
+    share: torch.Tensor | None,
+    loss: torch.Tensor,
+    wide: torch.Tensor,
+    smoothing: float,
+    after: Stretch,
 ) -> None:
     """The losses of some rows of logits and, if `share` says how much each counts, the gradient in place of the logits.
-    `wide`: room for them as wide as softmax is taken."""
+    `wide`: room for them as wide as softmax is taken; `after`: what is done to them there."""
     p = z if z.dtype == wide.dtype else wide[: z.shape[0]].copy_(z)
+    after.apply(p)
     torch.log_softmax(p, 1, out=p)  # every kernel reads an element before it writes it
     torch.mul(p.gather(1, label)[:, 0], smoothing - 1, out=loss)
     if smoothing:
@@ -163,7 +178,11 @@ def _softmax(
     p.scatter_(1, label, p.gather(1, label).sub_(1 - smoothing))
     if smoothing:
         p.sub_(smoothing / p.shape[1])
-    torch.mul(p, share, out=z)
+    if after:
+        after.pull_back(p.mul_(share))
+        z.copy_(p)
+    else:
+        torch.mul(p, share, out=z)
 
 
 class _Sum:

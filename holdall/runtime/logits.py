@@ -2,9 +2,10 @@
 
 The logits of a big vocabulary are the largest tensor of a step, and a loss makes two or three more of their size. Here the head
 returns a tensor that knows its shape but not its values. What a causal language model's loss does on the way to
-`cross_entropy` (cast up, cut off a position, flatten) happens to the hidden states instead, and the loss is taken a few rows
-at a time (`chunked_loss.py`, which states the tolerance). Whatever else is done with it computes the whole, once, with its
-graph, and goes on with that: soft-capping, sampling, metrics and printing give what they always gave.
+`cross_entropy` (cut off a position, flatten) happens to the hidden states instead. What it does to every logit (soft-cap,
+scale, add a bias, cast up) is remembered (`elementwise.py`). The loss is taken a few rows at a time (`chunked_loss.py`, which
+states the tolerance). Whatever else is done with it computes the whole, once, with its graph, and goes on with that: changes in
+place, sampling, metrics and printing give what they always gave.
 
 Who holds whom: the lazy tensor holds the hidden states and the weight, as the graph of plain logits would. Looking at it after
 the weight has changed would give other values than the call had, and is refused.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.runtime.chunked_loss import Asked, chunked_cross_entropy, no_autocast
+from holdall.runtime.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, Stretch, link_for, version_of
+from holdall.runtime.row_layout import TAKES
 
 _CHUNK = 2**29  # bytes of one chunk's logits in float32: large enough for a GPU to be busy, small beside a model
 _STEP = 128  # rows; matrix products are made of such tiles
@@ -64,7 +66,7 @@ def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
         if call is None:
             whole = plain(*args, **kwargs)
             return whole
-        return _lazy(call, hidden, call.dtype, None)
+        return _lazy(call, hidden, call.dtype, None, NO_CHAIN)
 
     head.forward = chunked  # type: ignore[method-assign]
 
@@ -101,7 +103,7 @@ class _Call:
 
     def check(self) -> None:
         for tensor, version in self.given:
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise Unsupported(
                     "the logits are asked for after the head's weight or its input was changed in place",
                     hint="read them before `optimizer.step()`",
@@ -134,25 +136,24 @@ def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> _Ca
         dtypes = {torch.get_autocast_dtype(hidden.device.type)}
     if len(dtypes) > 1 or not hidden.is_floating_point():
         return None
-    return _Call(weight, bias, dtypes.pop(), rows, [(t, _version(t)) for t in given])
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return _Call(weight, bias, dtypes.pop(), rows, [(t, version_of(t)) for t in given])
 
 
 class LazyLogits(torch.Tensor):
-    """`linear(hidden, weight, bias)`, not computed. Made by `chunk_head` and by what can be done to it lazily."""
+    """`linear(hidden, weight, bias)` and what was done to it, not computed. Made by `chunk_head` and by lazy ops on others."""
 
     _call: _Call
     _hidden: Tensor  # [..., H] for logits [..., V]
     _made: tuple[LazyLogits, Any, tuple[Any, ...], dict[str, Any]] | None  # from which other, and how; None: by the head
+    _chain: Chain  # what is done to each of the logits of `_hidden`
     _live: bool  # gradients flow through it
     _value: Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in COMMUTATIVE and len(args) == 2 and isinstance(args[1], LazyLogits) and isinstance(args[0], Tensor):
+            args = args[::-1] if not isinstance(args[0], LazyLogits) else args
         first = args[0] if args else None
         if any(isinstance(t, LazyLogits) and t._is_adopted() for t in tree_iter((args, kwargs))):
             with torch._C.DisableTorchFunctionSubclass():
@@ -184,6 +185,24 @@ class LazyLogits(torch.Tensor):
         """An autograd function has returned it as its own result (reentrant checkpointing does): its graph is not ours."""
         return bool(self._live != _plainly(self, _getter("requires_grad")))
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether a loss was taken of them in rows: no gradient will arrive at them."""
+        return self._call.spent
+
+    def leave_graph(self) -> None:
+        """Hold nothing of the graph that they came from; their values can still be had."""
+        call, lazy = self._call, self
+        call.given = [(t if t.is_leaf else t.detach(), version) for t, version in call.given]
+        call.whole = None if call.whole is None else call.whole.detach()
+        while True:
+            lazy._hidden, lazy._live = lazy._hidden.detach(), False
+            lazy._value = None if lazy._value is None else lazy._value.detach()
+            _plainly(lazy, Tensor.detach_)
+            if lazy._made is None:
+                return
+            lazy = lazy._made[0]
+
     def whole(self) -> Tensor:
         """The logits, with the graph that they would have had; computed by the first who asks."""
         if self._value is None:
@@ -199,6 +218,7 @@ class LazyLogits(torch.Tensor):
             call.version = call.whole._version
             return call.whole
         parent, func, args, kwargs = self._made
+        self._chain.check()
         value = parent.whole()
         if call.whole is not None and call.whole._version != call.version:
             raise Unsupported(
@@ -220,9 +240,9 @@ def _plainly(lazy: LazyLogits, func: Any) -> Any:
         return func(lazy)
 
 
-def _lazy(call: _Call, hidden: Tensor, dtype: torch.dtype, made: Any) -> LazyLogits:
-    lazy: LazyLogits = _Graph.apply(hidden, call.weight, call.bias, call, dtype)
-    lazy._call, lazy._hidden, lazy._made, lazy._value = call, hidden, made, None
+def _lazy(call: _Call, hidden: Tensor, dtype: torch.dtype, made: Any, chain: Chain) -> LazyLogits:
+    lazy: LazyLogits = _Graph.apply(hidden, call.weight, call.bias, call, dtype, chain)
+    lazy._call, lazy._hidden, lazy._made, lazy._value, lazy._chain = call, hidden, made, None, chain
     lazy._live = _plainly(lazy, _getter("requires_grad"))
     return lazy
 
@@ -231,9 +251,11 @@ class _Graph(torch.autograd.Function):
     """Ties lazy logits to the graph, for those who go past `__torch_function__`: an autograd function applied to them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, dtype: torch.dtype, chain: Chain
+    ) -> Tensor:
         # not through `save_for_backward`: this backward hardly ever runs, and nobody should plan for it
-        ctx.given = (hidden, weight, bias, call)
+        ctx.given = (hidden, weight, bias, call, chain)
         shape = (*hidden.shape[:-1], weight.shape[0])
         made: Tensor = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=hidden.device)
         return made
@@ -241,10 +263,11 @@ class _Graph(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, call = ctx.given
+        hidden, weight, bias, call, chain = ctx.given
         call.check()
         with no_autocast(hidden.device.type):
-            g = incoming.reshape(-1, weight.shape[0]).to(call.dtype)
+            g = incoming.reshape(-1, weight.shape[0])
+            g = _pulled_back(g, call.logits(hidden).view_as(g), chain) if chain != NO_CHAIN else g.to(call.dtype)
             h = hidden.reshape(-1, weight.shape[1]).to(call.dtype)
             wants = ctx.needs_input_grad
             return (
@@ -253,16 +276,40 @@ class _Graph(torch.autograd.Function):
                 g.sum(0).to(bias.dtype) if wants[2] else None,
                 None,
                 None,
+                None,
             )
+
+
+def _pulled_back(g: Tensor, z: Tensor, chain: Chain) -> Tensor:
+    """From the gradient of what a chain makes of logits to that of the logits."""
+    before = Stretch(chain.before, z, differentiable=True)
+    before.apply(z)
+    p = z.to(g.dtype)
+    after = Stretch(chain.after, p, differentiable=True)
+    after.apply(p)
+    g = g.clone()
+    after.pull_back(g)
+    g = g.to(z.dtype)
+    before.pull_back(g)
+    return g
 
 
 # what can be done lazily: each returns its result, or NotImplemented where only the whole will do
 
 
-def _derive(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, take: Callable[[Tensor], Tensor], dtype: Any = None) -> Tensor:
-    """The result of an op that does to the logits' rows what `take` does to the hidden ones."""
+def _derive(
+    lazy: LazyLogits,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    take: Callable[[Tensor], Tensor],
+    dtype: torch.dtype | None = None,
+    chain: Chain | None = None,
+) -> Tensor:
+    """The result of an op that does to the logits' rows what `take` does to the hidden ones. `chain`: what is done to each."""
     with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
-        return _lazy(lazy._call, take(lazy._hidden), dtype or lazy.dtype, (lazy, func, args, kwargs))
+        made = (lazy, func, args, kwargs)
+        return _lazy(lazy._call, take(lazy._hidden), dtype or lazy.dtype, made, chain or lazy._chain)
 
 
 def _same(hidden: Tensor) -> Tensor:
@@ -296,49 +343,18 @@ def _cast(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, dtype: torch.dtyp
     return _derive(lazy, func, args, kwargs, _same, dtype)
 
 
-def _reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    if kwargs or not sizes or not all(isinstance(n, int) for n in sizes):
+def _elementwise(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    found = None if kwargs or any(isinstance(a, LazyLogits) for a in args) else link_for(func, args, lazy)
+    if found is None or found[1] not in (lazy.dtype, torch.promote_types(lazy.dtype, torch.float32)):
         return NotImplemented
-    *lead, last = sizes
-    vocab = lazy.shape[-1]
-    if last != vocab and not (last == -1 and prod(lead) * vocab == lazy.numel()):
-        return NotImplemented
-    return _derive(lazy, func, args, kwargs, lambda hidden: hidden.reshape(*lead, hidden.shape[-1]))
+    link, dtype = found
+    chain = lazy._chain.then(link, cast=dtype != lazy._call.dtype)
+    return _derive(lazy, func, args, kwargs, _same, dtype, chain)
 
 
-def _flatten(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    start, end = _ends(*args, **kwargs)
-    if (end + lazy.dim() if end < 0 else end) >= lazy.dim() - 1:
-        return NotImplemented
-    return _derive(lazy, func, args, kwargs, lambda hidden: hidden.flatten(start, end))
-
-
-def _ends(start_dim: int = 0, end_dim: int = -1) -> tuple[int, int]:
-    return start_dim, end_dim
-
-
-def _index(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    key = args[0] if isinstance(args[0], tuple) else (args[0],)
-    if kwargs or not _leaves_last(key, lazy.dim()):
-        return NotImplemented
-    return _derive(lazy, func, args, kwargs, lambda hidden: hidden[key])
-
-
-def _leaves_last(key: tuple[Any, ...], dims: int) -> bool:
-    """Whether an index takes the last dimension as it is."""
-    taken, dots = 0, 0
-    for item in key:
-        if item is Ellipsis:
-            dots += 1
-        elif isinstance(item, Tensor) and item.dtype == torch.bool and item.dim():
-            taken += item.dim()
-        elif type(item) in (slice, int) or (isinstance(item, Tensor) and item.dtype == torch.int64):
-            taken += 1
-        else:
-            return False
-    reaches_last = taken == dims or (dots > 0 and key[-1] is not Ellipsis)
-    return dots < 2 and taken <= dims and (not reaches_last or (isinstance(key[-1], slice) and key[-1] == slice(None)))
+def _arranged(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    take = TAKES[func](lazy, args, kwargs)
+    return NotImplemented if take is None else _derive(lazy, func, args, kwargs, take)
 
 
 def _cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
@@ -367,10 +383,18 @@ def _loss(
     ):
         return NotImplemented
     call.check()
+    lazy._chain.check()
     dtype = lazy.dtype
     if torch.is_autocast_enabled(lazy.device.type):
         dtype = torch.promote_types(dtype, torch.float32)  # where autocast takes every loss
-    asked = Asked(rows=call.rows, dtype=dtype, ignore_index=ignore_index, reduction=reduction, smoothing=float(label_smoothing))
+    asked = Asked(
+        rows=call.rows,
+        dtype=dtype,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        smoothing=float(label_smoothing),
+        chain=lazy._chain,
+    )
     with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
         loss = chunked_cross_entropy(hidden.to(call.dtype), call.weight, call.bias, target, weight, asked)
     call.spent = call.spent or loss.requires_grad
@@ -381,13 +405,9 @@ _STEPS: dict[Any, Callable[[LazyLogits, Any, Any, Any], Any]] = {
     Tensor.contiguous: _contiguous,
     Tensor.float: _float,
     Tensor.to: _to,
-    Tensor.view: _reshape,
-    Tensor.reshape: _reshape,
-    torch.reshape: _reshape,
-    Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    Tensor.__getitem__: _index,
     F.cross_entropy: _cross_entropy,
+    **dict.fromkeys(TAKES, _arranged),
+    **dict.fromkeys(OPS, _elementwise),
     # for those who count bytes and watch graphs: what it stands on until it is computed
     Tensor.untyped_storage: lambda lazy, *_: lazy._hidden.untyped_storage(),
     _getter("grad_fn"): lambda lazy, *_: lazy._hidden.grad_fn,

@@ -1,0 +1,138 @@
+"""Ops on every element of the logits, done to a few rows of them at a time: soft-capping, scaling, a bias of the vocabulary.
+
+Each is done in place to a chunk of logits, with the kernel and in the dtype of the op that the model called, so that forward
+rounds as it does over the whole; the gradient of the chunk is led back through them in place, too. `tanh` needs its result for
+that: one more chunk of memory. No operand may want a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdall.errors import Unsupported
+
+Operand = float | int | Tensor
+OPS: dict[Any, str] = {
+    **dict.fromkeys((Tensor.mul, Tensor.multiply, torch.mul, torch.multiply), "mul"),
+    **dict.fromkeys((Tensor.div, Tensor.true_divide, torch.div, torch.true_divide), "div"),
+    **dict.fromkeys((Tensor.add, torch.add), "add"),
+    **dict.fromkeys((Tensor.sub, torch.sub), "sub"),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), "tanh"),
+}
+COMMUTATIVE = frozenset(op for op, name in OPS.items() if name in ("mul", "add"))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One op, by the name of its method. `operand`: a number, or a tensor that is the same for every row; None for `tanh`."""
+
+    name: str
+    operand: Operand | None = None
+    version: int = 0  # of the operand, if that is a tensor
+
+    @property
+    def needs_result(self) -> bool:
+        """Whether its derivative is computed from its result."""
+        return self.name == "tanh"
+
+    def check(self) -> None:
+        """The operand must still have the values that it had when the op was called."""
+        if isinstance(self.operand, Tensor) and version_of(self.operand) != self.version:
+            raise Unsupported(
+                f"the logits are asked for after an operand of their `{self.name}` was changed in place",
+                hint="read them before it is changed",
+            )
+
+    def apply(self, z: Tensor) -> None:
+        """Do it to logits, in place."""
+        if self.name == "tanh":
+            z.tanh_()
+        else:  # a number is no tensor on its way to the kernel, which a trace would count
+            op = getattr(torch.ops.aten, f"{self.name}_")
+            (op.Tensor if isinstance(self.operand, Tensor) else op.Scalar)(z, self.operand)
+
+    def pull_back(self, g: Tensor, result: Tensor | None) -> None:
+        """From the gradient of its result to that of its input, in place."""
+        if self.name == "tanh":
+            torch.ops.aten.tanh_backward.grad_input(g, result, grad_input=g)
+        elif self.name in ("mul", "div"):
+            self.apply(g)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What is done to every logit: `before`, in the head's dtype; then they are cast to float32; then `after`."""
+
+    before: tuple[Link, ...] = ()
+    after: tuple[Link, ...] = ()
+
+    def then(self, link: Link, *, cast: bool) -> Chain:
+        """With one more op, on logits that were cast up or not."""
+        return Chain(self.before, (*self.after, link)) if cast else Chain((*self.before, link), self.after)
+
+    def check(self) -> None:
+        for link in (*self.before, *self.after):
+            link.check()
+
+
+NO_CHAIN = Chain()
+
+
+class Stretch:
+    """Links one after the other, on chunks of rows; has room for the results that their derivatives need."""
+
+    def __init__(self, links: Sequence[Link], like: Tensor, *, differentiable: bool) -> None:
+        self._links = links
+        self._rooms = [torch.empty_like(like) if differentiable and link.needs_result else None for link in links]
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+    def apply(self, z: Tensor) -> None:
+        """Do them to the logits of some rows, in place."""
+        for link, room in zip(self._links, self._rooms, strict=True):
+            link.apply(z)
+            if room is not None:
+                room[: z.shape[0]].copy_(z)
+
+    def pull_back(self, g: Tensor) -> None:
+        """The gradient of those rows, in place."""
+        for link, room in zip(reversed(self._links), reversed(self._rooms), strict=True):
+            link.pull_back(g, None if room is None else room[: g.shape[0]])
+
+
+def version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def link_for(func: Any, args: Sequence[Any], logits: Tensor) -> tuple[Link, torch.dtype] | None:
+    """(the link for an op on logits, the dtype of its result); None: it cannot be done to each row by itself.
+
+    Of `logits` only what is known of them without their values is looked at.
+    """
+    name = OPS[func]
+    if name == "tanh" or len(args) != 1:
+        return (Link(name), logits.dtype) if name == "tanh" and not args else None
+    operand = args[0]
+    if type(operand) in (int, float):
+        return Link(name, operand), logits.dtype
+    if not isinstance(operand, Tensor) or not _is_same_for_every_row(operand, logits):
+        return None
+    dtype = logits.dtype if operand.dim() == 0 else torch.promote_types(logits.dtype, operand.dtype)
+    return Link(name, operand.reshape(-1) if operand.dim() else operand, version_of(operand)), dtype
+
+
+def _is_same_for_every_row(operand: Tensor, logits: Tensor) -> bool:
+    """Whether it is a constant that has one element, or one for every entry of the vocabulary."""
+    if is_traceable_wrapper_subclass(operand) or operand.is_complex() or (operand.requires_grad and torch.is_grad_enabled()):
+        return False
+    if operand.device != logits.device and operand.dim():
+        return False
+    *lead, last = operand.shape or (1,)
+    return operand.dim() <= logits.dim() and all(n == 1 for n in lead) and last in (1, logits.shape[-1])
