@@ -8,6 +8,10 @@ The autograd graph of the first try has to go, or there would be no room for the
 the model's outputs: those are detached in place. What a step cannot give back is found before anything is done, and then the
 error goes on, with the reason: gradients of an earlier backward that were added to, parameters that were already updated, a
 loss that reaches parameters past the model's outputs, several processes that train together.
+
+Lazy logits (`logits.py`) are outputs that no gradient arrives at: their loss in rows passes it on to the hidden states. If the
+model takes that loss itself, the loss is the output to begin from. If the loop takes it outside of the model, backward cannot
+be made again.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from holdall.errors import HoldallError, OverBudget
 from holdall.runtime.before import Buffers, RandomNumbers, Values
 from holdall.runtime.ledger import Ledger
+from holdall.runtime.logits import LazyLogits
 from holdall.runtime.recorder import Moment, Recorder
 from holdall.runtime.replaying import _autocast_state
 from holdall.types import Plan
@@ -49,6 +54,8 @@ class _Forward:
     versions: list[int]  # of the weights
     arrived: dict[int, torch.Tensor | None] = field(default_factory=dict)  # output -> its gradient; None: too large to keep
     outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    lazy: list[weakref.ref[LazyLogits]] = field(default_factory=list)  # outputs that no gradient arrives at
+    loss_may_be_outside: bool = False  # their loss was not taken inside of the model
 
 
 class Repeat:
@@ -125,6 +132,10 @@ class Repeat:
         self._buffers.watch(step.buffers)
         self._latest = step
         for number, t in enumerate(_outputs(out)):
+            if isinstance(t, LazyLogits):  # a hook would compute them whole
+                step.lazy.append(weakref.ref(t))
+                step.loss_may_be_outside |= not t.is_spent
+                continue
             if t.grad_fn is None:
                 continue
             step.outputs.append(weakref.ref(t))
@@ -134,7 +145,7 @@ class Repeat:
                 known[_key(self)] = weakref.ref(step), (places := {})
             places[t.output_nr] = number
             t.register_hook(_arrival(step.arrived, number, self._harness.ledger))
-        if not step.outputs:  # of a kind that is not looked into: its backward would not be noticed
+        if not step.outputs and not step.lazy:  # of a kind that is not looked into: its backward would not be noticed
             self._latest = None
 
     # backward
@@ -158,7 +169,7 @@ class Repeat:
             tighter = self._decide(error, step, "backward", reason or (found.reason if found is not None else ""))
             _forget(error)
         else:
-            if step.arrived:
+            if step.arrived or not step.outputs:
                 self._latest = None
             return
         assert found is not None
@@ -194,6 +205,9 @@ class Repeat:
             if t is not None:
                 with contextlib.suppress(RuntimeError):  # a view: then there may be no room, and the error goes on
                     t.detach_()
+        for lazy in (reference() for reference in step.lazy):
+            if lazy is not None:
+                lazy.leave_graph()
 
     def _drop_gradients(self, held: list[tuple[torch.nn.Parameter, torch.Tensor, int]]) -> None:
         before = {id(p): grad for p, grad, _ in held}
@@ -306,7 +320,7 @@ class _Seeds:
             if owner is not None and owner() is step and place in places:
                 entered[places[place]] = None
             elif node.name().endswith("AccumulateGrad"):
-                return _Seeds([], [], "a part of the loss does not pass through the outputs of the model")
+                return _Seeds([], [], _ROWS if step.loss_may_be_outside else _PAST)
             else:
                 open_ += node.next_functions
         outputs = list(entered)
@@ -322,6 +336,8 @@ class _Seeds:
 
 
 _AGAIN = "The step was repeated, and the tighter plan ran out as well"
+_PAST = "a part of the loss does not pass through the outputs of the model"
+_ROWS = "the loss of the model's logits was taken outside of the model; let the model return its loss"
 _ABOVE = "it ran out in the backward of the loss, outside of the model"
 _LARGE = "the gradient of the model's output is too large to be kept for a repetition; let the model return its loss"
 
