@@ -30,6 +30,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from holdall.errors import Unsupported
 from holdall.ops import is_random
+from holdall.runtime.kv_cache import CacheBefore, is_cache
 from holdall.types.program import Nest
 
 Forward = Callable[..., Any]
@@ -103,7 +104,7 @@ class Call:
     def __init__(self, module: torch.nn.Module, forward: Forward, state: Sequence[torch.Tensor], keep: frozenset[str]) -> None:
         self.forward = forward
         self.module = type(module).__name__
-        self.inputs: list[Input | Made | Any] = []
+        self.inputs: list[Input | Made | CacheBefore | Any] = []
         self.spec: Any = None
         self.results: list[Result | None] = []
         self.promises: dict[int, weakref.ref[Promise]] = {}  # by the number of the saved tensor
@@ -156,13 +157,16 @@ class Segment:
                 stack.enter_context(_Keep(call))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpack))
             out = forward(*args, **kwargs)
+        for leaf, item in zip(leaves, call.inputs, strict=True):
+            if isinstance(item, CacheBefore):
+                item.settle(leaf)
         call.results = [Result(t) if isinstance(t, torch.Tensor) else None for t in tree_leaves(out)]
         self.calls.append(call)
         return out, call
 
     def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return leaf
+            return CacheBefore(leaf) if is_cache(leaf) else leaf
         for number, call in enumerate(self.calls):
             for position, result in enumerate(call.results):
                 if result is not None and result.equals(leaf):
@@ -192,7 +196,7 @@ class Segment:
                 if number >= end:
                     continue
                 leaves = [
-                    item.take() if isinstance(item, Input) else made[item] if isinstance(item, Made) else item
+                    item.take() if isinstance(item, (Input, CacheBefore)) else made[item] if isinstance(item, Made) else item
                     for item in call.inputs
                 ]
                 for item in [m for m in made if last_taker[m] == number]:
