@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
@@ -380,9 +380,16 @@ def _choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[s
     path, module = found
     if isinstance(head, int):
         return path, head
-    shapes = [t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() == 2]
-    tokens, vocabulary = max((s.numel() for s in shapes), default=0), int(module.get_parameter("weight").shape[0])
+    tokens, vocabulary = _rows_of_logits(batch), int(module.get_parameter("weight").shape[0])
     return (path, rows_for(tokens, vocabulary)) if tokens * vocabulary * 4 >= _BIG_LOGITS else None
+
+
+def _rows_of_logits(batch: Any) -> int:
+    """How many there will be: one for every label; of a batch without labels, for every entry of its largest table."""
+    leaves, _ = tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)
+    tables = {keystr(path): t.numel() for path, t in leaves if isinstance(t, torch.Tensor) and t.dim() == 2}
+    labels = [numel for name, numel in tables.items() if name.endswith("['labels']")]
+    return max(labels or tables.values(), default=0)
 
 
 def _device_of_batch(batch: Any) -> torch.device | None:
