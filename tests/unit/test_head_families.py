@@ -204,7 +204,7 @@ def test_the_head_is_whole_in_short_batches_and_in_rows_in_long_ones(monkeypatch
     batch["input_ids"] = batch["input_ids"].repeat(1, 4)
     assert api._choose_head(model, batch, "auto") is None
     assert api._choose_head(model, hf.BatchEncoding(text("t5", length=40)), "auto") == ("lm_head", 256)
-    assert api._choose_head(model, {"input_ids": batch["input_ids"]}, "auto") == ("lm_head", 256)
+    assert api._choose_head(model, {"input_ids": batch["input_ids"]}, "auto") == ("lm_head", 384)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
