@@ -2,7 +2,8 @@
 
 Grouped matmul: the fake refuses fp32, which the real one takes. oneDNN's recurrent layers: the fake does not know the size of
 the workspace that the real one keeps for backward, nor the layout of its gradients; only the library does, so it is asked, on
-empty inputs.
+empty inputs. Norms of a bf16 input with float32 weights, as under autocast: the fake returns sums in bf16.
+Mean squares: the memory of their elements stays with the mean.
 """
 
 from __future__ import annotations
@@ -48,7 +49,38 @@ def _strided(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_()
 
 
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of a narrow input with float32 weights or statistics, the real one returns mean and deviation in float32."""
+    out, *sums = func(*args, **kwargs)
+    is_mixed = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in args[1:5])
+    wide = [torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in sums[:2]] if is_mixed else sums[:2]
+    return out, *wide, *sums[2:]
+
+
+def _mean_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """The real one makes the elements in the memory of their mean, which stays as large."""
+    out = func(*args, **kwargs)
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    if out.dim() or not shape:
+        return out
+    return torch.empty(shape, dtype=out.dtype, device=out.device).as_strided((), ())
+
+
+def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient of an input has its dtype, also where the target is wider."""
+    out = func(*args, **kwargs)
+    return out if out.dtype == args[1].dtype else torch.empty_like(out, dtype=args[1].dtype)
+
+
 KERNELS: dict[str, Kernel] = {
+    "aten.native_batch_norm.default": _norm,
+    "aten._native_batch_norm_legit.default": _norm,
+    "aten.native_layer_norm.default": _norm,
+    "aten.native_group_norm.default": _norm,
+    "aten.mse_loss.default": _mean_loss,
+    "aten.smooth_l1_loss.default": _mean_loss,
+    "aten.mse_loss_backward.default": _loss_backward,
+    "aten.smooth_l1_loss_backward.default": _loss_backward,
     "aten._grouped_mm.default": _grouped_mm,
     "aten.mkldnn_rnn_layer.default": _as_the_library_does,
     "aten.mkldnn_rnn_layer_backward.default": _as_the_library_does,
