@@ -19,6 +19,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, TraceMismatch, Unsupported, unknown_name
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
+from holdall.runtime.casting import Prepared, Recast
 from holdall.runtime.compiled import resolve_backend
 from holdall.runtime.harness import Harness, refuse_planned
 from holdall.runtime.lengths import Buckets
@@ -27,7 +28,8 @@ from holdall.runtime.meter import device_context
 from holdall.runtime.probe import probe
 from holdall.runtime.repeat import Tighten
 from holdall.runtime.rivals import Correct
-from holdall.tracing import check_model, model_signature, trace_step
+from holdall.tracing import check_model, model_signature, target_device, trace_step
+from holdall.tracing.autocast import Autocast, resolve_autocast
 from holdall.types import Hardware, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
 from holdall.units import GiB, parse_bytes
@@ -45,6 +47,7 @@ def trace(
     loss: Any = None,
     device: str | torch.device | None = None,
     precision: str | torch.dtype | None = None,
+    autocast: Autocast = None,
     head: str | int = "auto",
 ) -> Trace:
     """Write down what one training step does, without needing the memory.
@@ -53,16 +56,19 @@ def trace(
     `loss`: a function `(model, batch) -> scalar` where the model does not return `.loss`. `device`: trace as for this device
     ("cuda" works on a machine without one); by default where the model lies, or the CPU for a model on the meta device.
     `precision`: "bf16" computes with copies of the float32 parameters in that width, while the optimizer updates the parameters
-    themselves. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto").
+    themselves. `autocast`: the dtype of the loop's `torch.autocast` around forward and loss ("bf16", "fp16", a dtype, True for
+    the device's default, False for none); None: that of the context in which this is called. `head`: the vocabulary head,
+    "whole", so many rows at a time, or by its size ("auto").
     """
     dtype = resolve_precision(precision)
     chunked = _choose_head(model, batch, head)
+    record = partial(trace_step, optimizer=optimizer, loss=loss, device=device, precision=dtype, autocast=autocast)
     if chunked is None:
-        return trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, precision=dtype)
+        return record(model, batch)
     path, rows = chunked
     undo = chunk_head(model.get_submodule(path), rows=rows)
     try:
-        traced = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, precision=dtype)
+        traced = record(model, batch)
     finally:
         undo()
     return replace(traced, about={**traced.about, "head": {"module": path, "rows": rows}})
@@ -145,6 +151,7 @@ def apply(
     correct: Correct | None = None,
     buckets: Buckets | None = None,
     tighten: Tighten | None = None,
+    recast: Recast | None = None,
     record: str | Path | None = None,
     compile: bool | str = False,  # noqa: A002
 ) -> Harness:
@@ -152,7 +159,8 @@ def apply(
 
     `enforce`: stop the run at the op that would pass the budget. `fallback`: a plan to step back to if this one is measured
     slower than it. `correct`: makes another from what was measured. `buckets`: plans for steps of other sizes. `tighten`: gives
-    a tighter plan, under which a step that ran out of memory is repeated. `record`: a folder for what was in memory when it ran
+    a tighter plan, under which a step that ran out of memory is repeated. `recast`: makes the plans anew where the first
+    forward comes under another autocast than was traced. `record`: a folder for what was in memory when it ran
     out. `fit` makes these. `compile`: blocks that are planned op by op run as fused kernels, by "inductor" (True) or another
     back end of `torch.compile`; sums are then added in another order.
     """
@@ -177,6 +185,7 @@ def apply(
         correct=correct,
         buckets=buckets,
         tighten=tighten,
+        recast=recast,
         record=record,
         backend=backend,
     )
@@ -194,6 +203,7 @@ def fit(
     allow: Iterable[str] | None = None,
     device: str | torch.device | None = None,
     precision: str | torch.dtype | None = None,
+    autocast: Autocast = None,
     head: str | int = "auto",
     clips: bool = True,
     accumulate: int = 1,
@@ -209,7 +219,9 @@ def fit(
 
     A model on the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business. `lengths`:
     batches of other sizes to expect, as lengths, as pairs (rows, length) or as batches; "auto": plans are made when they are
-    met. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder for what was in memory.
+    met. `autocast`: see `trace`; where the loop's first forward comes under another, the step is traced and planned again
+    before that forward runs. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder
+    for what was in memory.
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
     """
     from holdall.asking.sizes import Sizes
@@ -218,30 +230,37 @@ def fit(
     resolve_backend(compile)  # before anything slow
     on = device if device is not None else _device_of_batch(batch)
     asked = {"budget": budget, "hardware": hardware, "allow": allow, "accumulate": accumulate}
+    cast = resolve_autocast(autocast, target_device(model, on).type) or False
     sizes = Sizes(
         model,
         batch,
-        tracing={"optimizer": optimizer, "loss": loss, "device": on, "precision": precision, "head": head},
+        tracing={"optimizer": optimizer, "loss": loss, "device": on, "precision": precision, "autocast": cast, "head": head},
         planning={**asked, "planner": planner, "clips": clips, "progress": progress, **options},
         adjust=partial(to_be_compiled, {**asked, "clips": clips}) if compile else lambda plan, _: plan,
     )
-    tighten = sizes.tighten if repeat else None
-    if lengths is not None:
-        made, buckets = sizes.buckets(lengths)
-        return apply(made, model, optimizer, enforce=enforce, buckets=buckets, tighten=tighten, record=record, compile=compile)
-    made, traced = sizes.sample()
-    fallback = None if compile else _fallback_for(made, traced, **asked)
-    if fallback is not None:
-        sizes.know(fallback, traced)
-    is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not compile
+
+    def prepare() -> Prepared:
+        if lengths is not None:
+            made, buckets = sizes.buckets(lengths)
+            return Prepared(plan=made, buckets=buckets)
+        made, traced = sizes.sample()
+        fallback = None if compile else _fallback_for(made, traced, **asked)
+        if fallback is not None:
+            sizes.know(fallback, traced)
+        is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not compile
+        return Prepared(plan=made, fallback=fallback, correct=sizes.correct if is_corrected else None)
+
+    made = prepare()
     return apply(
-        made,
+        made.plan,
         model,
         optimizer,
         enforce=enforce,
-        fallback=fallback,
-        correct=sizes.correct if is_corrected else None,
-        tighten=tighten,
+        fallback=made.fallback,
+        correct=made.correct,
+        buckets=made.buckets,
+        tighten=sizes.tighten if repeat else None,
+        recast=Recast(make=partial(sizes.recast, prepare), forget=sizes.put_aside),
         record=record,
         compile=compile,
     )

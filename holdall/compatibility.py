@@ -55,7 +55,7 @@ FEATURES = (
     Feature(name="clip", group="loop", what="clip_grad_norm_ over all parameters"),
     Feature(name="evaluate", group="loop", what="evaluation without gradients between steps"),
     Feature(name="bf16", group="precision", what='computed in bfloat16, float32 parameters (precision="bf16")'),
-    Feature(name="autocast", group="precision", what="forward under torch.autocast, traced with the loop's own loss="),
+    Feature(name="autocast", group="precision", what="forward under torch.autocast"),
     Feature(name="scaler", group="precision", what="the loss is scaled by a torch.amp.GradScaler"),
 )
 NAMES = tuple(feature.name for feature in FEATURES)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdall.api import trace
+from holdall.tracing.autocast import Autocast
 from holdall.tracing.step import Loss, default_loss
 from holdall.types import Phase, Trace
 
@@ -25,6 +26,7 @@ def trace_evaluation(
     loss: Loss | None = None,
     device: str | torch.device | None = None,
     precision: str | torch.dtype | None = None,
+    autocast: Autocast = None,
     head: str | int = "auto",
 ) -> Trace:
     """One evaluation of `model` on `batch`, whose outputs are let go at once. Arguments as of `holdall.trace`."""
@@ -36,7 +38,8 @@ def trace_evaluation(
         return value.detach().requires_grad_()  # a leaf: its backward is nothing, and is cut off
 
     with _evaluating(model):
-        return _forward_alone(trace(model, batch, loss=evaluate, device=device, precision=precision, head=head))
+        traced = trace(model, batch, loss=evaluate, device=device, precision=precision, autocast=autocast, head=head)
+        return _forward_alone(traced)
 
 
 def evaluation_of(trace: Trace) -> Trace:

@@ -20,6 +20,7 @@ from holdall.actions.in_backward import InBackward
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.planners._around import plan_around
 from holdall.registry import build_member
+from holdall.runtime.casting import Prepared
 from holdall.runtime.lengths import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
 from holdall.simulator import simulate
 from holdall.tracing.step import default_loss
@@ -58,6 +59,7 @@ class Sizes:
         self._model = model
         self._batch: Any = batch
         self._came_from: dict[int, torch.device] = {}
+        self._is_needed = False  # the sample, after the first forward
         self._tracing = dict(tracing)
         self._planning = dict(planning)
         self._adjust = adjust
@@ -68,7 +70,6 @@ class Sizes:
     def sample(self) -> tuple[Plan, Trace]:
         """The plan for the sample alone."""
         traced = self._trace(self._batch)
-        self._batch = None  # it would take its memory as long as the harness does
         return self.know(api.plan(traced.trace, **self._planning), traced.trace), traced.trace
 
     def know(self, plan: Plan, trace: Trace) -> Plan:
@@ -93,7 +94,7 @@ class Sizes:
         for traced in ordered[1:]:
             found[id(traced)] = self._around(traced, first.plan)
         mine = found[id(sample)]
-        self._put_aside()
+        self._is_needed = self._tracing.get("loss") is not None
         unique = {tuple(sorted(b.shapes.items())): b for b in (*found.values(), mine)}
         return mine.plan, Buckets(unique.values(), self._call, partial(self._meet, axes, first.plan))
 
@@ -125,10 +126,17 @@ class Sizes:
         options = {k: v for k, v in self._planning.items() if k not in (*api.PROBLEM, "planner")}
         return self.know(build_member("planners", "auto", options, "planner auto")(problem), known[1])
 
-    def _put_aside(self) -> None:
-        """The sample is needed again only where the loop has a loss of its own; it waits in the host's memory."""
-        if self._tracing.get("loss") is None:
-            self._batch = None
+    def recast(self, prepare: Callable[[], Prepared], autocast: torch.dtype | None) -> Prepared:
+        """All plans anew, by `prepare`, for a loop under another autocast than was traced."""
+        self._tracing["autocast"] = autocast or False
+        self._traces.clear()
+        return prepare()
+
+    def put_aside(self) -> None:
+        """The first forward has come. The sample is needed again only for batches of other sizes where the loop has a loss of
+        its own; then it waits in the host's memory."""
+        if not self._is_needed:
+            self._batch = None  # it would take its memory as long as the harness does
             return
 
         def copied(t: torch.Tensor) -> torch.Tensor:
@@ -196,7 +204,7 @@ class Sizes:
                     f"a batch of {list(shapes.values())} was met, and how to make one from the sample cannot be known",
                     hint="give batches of the sizes to expect: lengths=[batch, ...]",
                 )
-            sample = tree_map_only(torch.Tensor, lambda t: t.to(self._came_from[id(t)]), self._batch)
+            sample = tree_map_only(torch.Tensor, lambda t: t.to(self._came_from.get(id(t), t.device)), self._batch)
             traced = self._trace(resize(sample, find_axes(sample), rows=size[1], length=size[2]))
         made = self._around(traced, first)
         if not made.covers(shapes):

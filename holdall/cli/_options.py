@@ -28,6 +28,12 @@ Dtype = Annotated[
         help="Of weights and computation: float32, bfloat16, float16; bf16-mixed: float32 weights, computed in bf16.",
     ),
 ]
+Autocast = Annotated[
+    str | None,
+    typer.Option(
+        "--autocast", metavar="NAME", help="The loop runs forward and loss under autocast to bf16 or fp16.", show_default=False
+    ),
+]
 Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or none.")]
 Budget = Annotated[
     str,

@@ -31,7 +31,12 @@ def find_phases(
             )
         return phases(problem, plan)
     workload = describe_workload(
-        request.model, batch=request.batch, seq=request.seq, dtype=request.dtype, optimizer=request.optimizer
+        request.model,
+        batch=request.batch,
+        seq=request.seq,
+        dtype=request.dtype,
+        optimizer=request.optimizer,
+        autocast=request.autocast,
     )
     longest = None
     if longest_seq is not None:
@@ -53,7 +58,8 @@ def _longer(workload: Workload, seq: int) -> Workload:
 def _evaluation(workload: Workload, device: str) -> tuple[torch.nn.Module, Trace]:
     model, _ = workload.build()
     with _quiet():
-        return model, trace_evaluation(model, workload.sample(), device=device, precision=workload.precision)
+        precision, autocast = workload.precision, workload.autocast or False
+        return model, trace_evaluation(model, workload.sample(), device=device, precision=precision, autocast=autocast)
 
 
 def show_phases(found: tuple[PhasePeak, ...], prepared: Prepared) -> None:

@@ -43,6 +43,7 @@ class Request:
     gpu: str | None
     hardware: Path | None
     trace: Path | None = None
+    autocast: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,12 @@ def _workload(request: Request) -> Workload:
     if request.model is None:
         raise InvalidInput("no model was named", hint="name one, as in `holdall plan gpt2`, or give a `--trace FILE`")
     return describe_workload(
-        request.model, batch=request.batch, seq=request.seq, dtype=request.dtype, optimizer=request.optimizer
+        request.model,
+        batch=request.batch,
+        seq=request.seq,
+        dtype=request.dtype,
+        optimizer=request.optimizer,
+        autocast=request.autocast,
     )
 
 

@@ -15,6 +15,7 @@ from holdall.api import trace
 from holdall.errors import InvalidInput, Unsupported, unknown_name
 from holdall.models import DTYPES, ModelSource, build, describe, sample_batch
 from holdall.runtime.probe import host_memory
+from holdall.tracing.autocast import resolve_autocast
 from holdall.types import Trace
 from holdall.units import format_bytes
 
@@ -31,10 +32,12 @@ class Workload:
     dtype: str
     optimizer: str
     precision: str | None = None  # the width to compute in, where it is not that of the weights
+    autocast: str | None = None  # the dtype that the loop's autocast casts to
 
     def __str__(self) -> str:
         tokens = "" if self.is_image else f" x {self.seq} tokens"
         width = f"{self.precision}-mixed" if self.precision else self.dtype
+        width += f" under {self.autocast} autocast" if self.autocast else ""
         return f"{self.source.name}, batch {self.batch}{tokens}, {width}, optimizer {self.optimizer}"
 
     @property
@@ -58,7 +61,8 @@ class Workload:
         batch = self.sample()
         try:
             with _quiet():
-                return trace(model, batch, optimizer=optimizer, device=device, precision=self.precision)
+                cast = self.autocast or False
+                return trace(model, batch, optimizer=optimizer, device=device, precision=self.precision, autocast=cast)
         except InvalidInput as error:
             if error.__cause__ is None:  # said about the call, not by the model
                 raise
@@ -66,17 +70,21 @@ class Workload:
             raise InvalidInput(error.fact, hint=hint) from error
 
 
-def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str) -> Workload:
+def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str, autocast: str | None = None) -> Workload:
     """A workload from what was typed; wrong names are refused before anything slow begins."""
     precision = MIXED.get(dtype)
     dtype = "float32" if precision else DTYPE_ALIASES.get(dtype, dtype)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, (*DTYPES, *MIXED))
+    if autocast is not None:
+        resolve_autocast(autocast, "cuda")
     if optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", optimizer, OPTIMIZERS)
     _hush_transformers()
     source = describe(model)
-    made = Workload(source=source, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, precision=precision)
+    made = Workload(
+        source=source, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, precision=precision, autocast=autocast
+    )
     _check_batch(made)
     return made
 

@@ -36,6 +36,7 @@ def explain(
     planner: given.Planner = "auto",
     allow: given.Allow = None,
     dtype: given.Dtype = "float32",
+    autocast: given.Autocast = None,
     optimizer: given.Optimizer = "adamw",
     option: given.PlannerOption = None,
     trace: Annotated[
@@ -76,6 +77,7 @@ def explain(
             batch=batch,
             seq=seq,
             dtype=dtype,
+            autocast=autocast,
             optimizer=optimizer,
             budget=budget,
             planner=planner,

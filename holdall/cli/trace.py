@@ -23,6 +23,7 @@ def trace(
     batch: given.Batch = 1,
     seq: given.Seq = 512,
     dtype: given.Dtype = "float32",
+    autocast: given.Autocast = None,
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="cuda or cpu; a GPU need not be here. auto: a GPU if there is one.")
     ] = "auto",
@@ -37,7 +38,7 @@ def trace(
     from holdall.cli._summary import summarise
     from holdall.cli._workload import describe_workload, pick_device
 
-    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, autocast=autocast)
     traced = workload.trace(pick_device(device))
     if out is not None:
         traced.save(out)

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -24,8 +25,10 @@ from holdall.asking.sizes import Sizes
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, MissingExtra
 from holdall.reporting import Report
+from holdall.runtime.casting import Prepared, Recast
 from holdall.runtime.compiled import resolve_backend
 from holdall.runtime.harness import Harness
+from holdall.tracing.autocast import resolve_autocast
 from holdall.tracing.step import Loss, call_model, default_loss
 from holdall.types import Hardware, Phase, Plan, Trace
 from holdall.units import GiB, MiB, format_bytes
@@ -157,11 +160,14 @@ class Fitting:
 def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, accumulate: int) -> Harness:
     """`holdall.fit`, with some of the budget left to what a trainer keeps beside the step."""
     options = dict(wish.options)
-    tracing: dict[str, Any] = {name: options.pop(name) for name in ("device", "precision", "head") if name in options}
+    tracing: dict[str, Any] = {
+        name: options.pop(name) for name in ("device", "precision", "autocast", "head") if name in options
+    }
     applying: dict[str, Any] = {name: options.pop(name) for name in ("enforce", "record", "compile") if name in options}
     is_compiled = resolve_backend(applying.get("compile", False)) is not None
     lengths, repeat = options.pop("lengths", None), options.pop("repeat", True)
     tracing["device"] = tracing.get("device") or api._device_of_batch(batch) or _device_of(model)
+    tracing["autocast"] = resolve_autocast(tracing.get("autocast"), torch.device(tracing["device"]).type) or False
     machine = api.resolve_hardware(options.pop("hardware", None), torch.device(tracing["device"]).type)
     # a trainer reads the batches of a step together, and a loop's variable holds the one before
     batches = accumulate * sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
@@ -180,16 +186,22 @@ def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         adjust=adjust,
     )
     applying["tighten"] = sizes.tighten if repeat else None
-    with room.explaining():
-        if lengths is not None:
-            made, buckets = sizes.buckets(lengths)
-            return api.apply(made, model, optimizer, buckets=buckets, **applying)
-        made, traced = sizes.sample()
-    fallback = None if is_compiled else api._fallback_for(made, traced, **asked)
-    fallback = sizes.know(fallback, traced) if fallback is not None else None
-    is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
-    correct = sizes.correct if is_corrected else None
-    return api.apply(made, model, optimizer, fallback=fallback, correct=correct, **applying)
+
+    def prepare() -> Prepared:
+        with room.explaining():
+            if lengths is not None:
+                made, buckets = sizes.buckets(lengths)
+                return Prepared(plan=made, buckets=buckets)
+            made, traced = sizes.sample()
+        fallback = None if is_compiled else api._fallback_for(made, traced, **asked)
+        fallback = sizes.know(fallback, traced) if fallback is not None else None
+        is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
+        return Prepared(plan=made, fallback=fallback, correct=sizes.correct if is_corrected else None)
+
+    made = prepare()
+    applying["recast"] = Recast(make=partial(sizes.recast, prepare), forget=sizes.put_aside)
+    applying |= {"fallback": made.fallback, "correct": made.correct, "buckets": made.buckets}
+    return api.apply(made.plan, model, optimizer, **applying)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -6,6 +6,7 @@ fitting = holdall.integrations.accelerate.fit(accelerator, model, optimizer, bud
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,11 +41,14 @@ def fit(
         raise InvalidInput("`accumulate` is the accelerator's", hint="use `Accelerator(gradient_accumulation_steps=...)`")
     wish = Wish(budget=budget, planner=planner, loss=loss, options=options)
     wrapped = isinstance(optimizer, _accelerate.optimizer.AcceleratedOptimizer)
+    own = accelerator.unwrap_model(model, keep_torch_compile=True)
+    is_prepared = hasattr(own, "_original_forward")  # then its forward enters the accelerator's autocast by itself
     fitting = Fitting(
-        accelerator.unwrap_model(model, keep_torch_compile=True),
+        own,
         optimizer.optimizer if wrapped else optimizer,
         wish,
         accumulate=accelerator.gradient_accumulation_steps,
+        tracing=nullcontext if is_prepared else accelerator.autocast,
     )
     if batch is not None:
         try:

@@ -79,6 +79,8 @@ def _what_the_harness_needs(problem: Problem, actions: Sequence[Action]) -> dict
         "device": trace.about.get("device"),
         "batch": trace.about.get("batch"),
         "precision": trace.about.get("precision"),
+        "autocast": trace.about.get("autocast"),
+        "casts": trace.about.get("casts") or [],
         "context": problem.hardware.context,
         "process": trace.about.get("process") or 0,
         "units": [[u.name, list(u.params)] for u in trace.units],

@@ -72,8 +72,13 @@ class Choosing:
             if is_on:
                 self._put_on()
 
+    def use(self, buckets: Buckets | None) -> None:
+        """Other plans for several sizes, instead of those that there were."""
+        self._buckets = buckets
+
     def choose(self, args: Any, kwargs: Any) -> None:
-        """The plan for a step of this size."""
+        """The plan for a step of this size, under this autocast."""
+        self._harness.follow_autocast()
         plan: Plan = self._harness.regular
         if self._buckets is not None:
             plan = (self._buckets.find(args, kwargs) or self._meet(self._buckets, args, kwargs)).plan

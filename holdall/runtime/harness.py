@@ -15,10 +15,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
 from holdall.optim._planned import PLANNED
 from holdall.runtime.backwards import watch_backward
+from holdall.runtime.before import RandomNumbers
+from holdall.runtime.casting import Casting, Prepared, Recast
 from holdall.runtime.choosing import Choosing
 from holdall.runtime.compiled import Compiler
 from holdall.runtime.counting import find_there, make_gauge, make_meter
@@ -70,6 +74,7 @@ class Harness:
         correct: Correct | None = None,
         buckets: Buckets | None = None,
         tighten: Tighten | None = None,
+        recast: Recast | None = None,
         record: str | Path | None = None,
         backend: str | None = None,
     ) -> None:
@@ -99,7 +104,9 @@ class Harness:
         recorder = Recorder(record)
         self._repeat = Repeat(self, tighten, recorder) if tighten is not None or record is not None else None
         self._sizes = buckets is not None
-        self._choosing = Choosing(self, buckets, self._repeat) if self._repeat is not None or self._sizes else None
+        self._casting = Casting(self.device, recast, self.note())
+        chooses = self._repeat is not None or self._sizes or recast is not None
+        self._choosing = Choosing(self, buckets, self._repeat) if chooses else None
         self._stop_recording = recorder.start(self.device)
         self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
         self._rivals = Rivals(fallback, correct)
@@ -173,6 +180,9 @@ class Harness:
 
     def _put_on(self) -> None:
         """What the actions have said, on the modules."""
+        if self.plan.about.get("precision"):
+            dtype = getattr(torch, self.plan.about["precision"])
+            self._undo.append(cast_inputs(self.model, dtype, self.plan.about.get("casts", ())))
         kept = [t.untyped_storage() for t in (*self.model.parameters(), *self.model.buffers())]
         kept += self.engine.storages() if self.engine is not None else []
         resident = {s._cdata for s in kept}
@@ -240,8 +250,11 @@ class Harness:
         self._next = plan
 
     def _change(self, plan: Plan) -> None:
-        assert self._make_store is not None
         self._take_off()
+        self._begin_with(plan)
+
+    def _begin_with(self, plan: Plan) -> None:
+        assert self._make_store is not None
         self.plan = self.regular = plan
         self.store = self._make_store(plan)
         self._policies, self._placing, self.contexts = {}, None, []
@@ -286,6 +299,30 @@ class Harness:
             self.engine.streaming.release_all()
         if self._meter.ledger is not None:
             self._meter.ledger.restart()  # the op that passed the budget would not have got its memory
+
+    def follow_autocast(self) -> None:
+        """A forward that is trained begins: where it comes under another autocast than was traced, plans are made anew."""
+        if not self._is_stepping:
+            self._casting.look(self.plan, self._plan_anew)
+
+    def _plan_anew(self, make: Callable[[], Prepared]) -> None:
+        """Other plans from here on, made for the model as it is without a harness; if there are none, it stays without."""
+        self._take_off()
+        numbers = RandomNumbers(self.device)
+        try:
+            with _disable_current_modes():
+                made = make()
+            self._rivals = Rivals(made.fallback, made.correct)
+            if self._choosing is not None:
+                self._choosing.use(made.buckets)
+            self._begin_with(made.plan)
+        except BaseException:
+            self._closed = True
+            self._stop_recording()
+            PLANNED.discard(self.model)
+            raise
+        finally:
+            numbers.put_back()
 
     # leaving
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import HoldallError, InvalidInput, Unsupported
+from holdall.tracing.autocast import Autocast, outside_autocast, resolve_autocast
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
+from holdall.tracing.mixing import MixedDtypes
 from holdall.tracing.process import bytes_besides, own_bytes
-from holdall.tracing.step import Loss, Recorded, default_loss
+from holdall.tracing.step import How, Loss, Recorded, default_loss
 from holdall.tracing.values import UnknownValue
 from holdall.types import Trace
 from holdall.types.trace import signature_of
@@ -30,11 +33,13 @@ def trace_step(
     loss: Loss | None = None,
     device: str | torch.device | None = None,
     precision: torch.dtype | None = None,
+    autocast: Autocast = None,
 ) -> Trace:
     """One training step of `model` on `batch`; see `holdall.trace`."""
     _check_inputs(model, batch, optimizer)
     check_model(model)
-    target = _target_device(model, device)
+    target = target_device(model, device)
+    how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     run = loss or default_loss
     on_gpu = target.type == "cuda" and torch.cuda.is_available()
     besides = {  # as it is before the step is tried
@@ -42,18 +47,9 @@ def trace_step(
         "besides": bytes_besides(model, optimizer, batch, target) if on_gpu else 0,
     }
     notes: list[str] = []
-    source = "fake"
     drawn = random.getstate()  # torch draws from it when its compiler is first loaded
     try:
-        recorded = record_fake_step(model, batch, optimizer, run, target, precision=precision)
-    except UnknownValue as error:
-        recorded, source = _watch(model, batch, optimizer, run, target, precision, error.fact, notes), "eager"
-    except HoldallError:
-        raise
-    except Exception as error:  # whatever a model may raise
-        if not _can_run(model, target):
-            raise _rejected(error) from error
-        recorded, source = _watch(model, batch, optimizer, run, target, precision, _first_line(error), notes), "eager"
+        recorded, source = _record(model, batch, optimizer, run, target, how, notes)
     finally:
         random.setstate(drawn)
     return Trace(
@@ -70,7 +66,9 @@ def trace_step(
             "source": source,
             "optimizer": type(optimizer).__name__ if optimizer is not None else None,
             "batch": [list(shape) for shape in recorded.called] or None,
-            "precision": str(precision).removeprefix("torch.") if precision is not None else None,
+            "precision": _name(precision),
+            "autocast": _name(recorded.autocast),
+            "casts": list(recorded.casts),
             "timed": torch.cuda.get_device_name(target) if recorded.timed else None,
             "torch": torch.__version__,
             **besides,
@@ -80,29 +78,58 @@ def trace_step(
     )
 
 
+def _record(
+    model: torch.nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Loss,
+    device: torch.device,
+    how: How,
+    notes: list[str],
+) -> tuple[Recorded, str]:
+    """The step, and on what it was recorded: on fake tensors, or, where these do not suffice, on real ones."""
+    try:
+        with outside_autocast():
+            return record_fake_step(model, batch, optimizer, loss, device, how), "fake"
+    except MixedDtypes as error:  # a module that computes with weights of its own, and was given float32
+        if error.kind in how.needed:
+            raise
+        return _record(model, batch, optimizer, loss, device, replace(how, needed=how.needed | {error.kind}), notes)
+    except UnknownValue as error:
+        reason = error.fact
+    except HoldallError:
+        raise
+    except Exception as error:  # whatever a model may raise
+        if not _can_run(model, device):
+            raise _rejected(error) from error
+        reason = _first_line(error)
+    return _watch(model, batch, optimizer, loss, device, how, reason, notes), "eager"
+
+
 def _watch(
     model: torch.nn.Module,
     batch: Any,
     optimizer: torch.optim.Optimizer | None,
     loss: Loss,
     device: torch.device,
-    precision: torch.dtype | None,
+    how: How,
     reason: str,
     notes: list[str],
 ) -> Recorded:
     """A real step, watched; for models whose course depends on their values."""
-    if precision is not None:
-        raise Unsupported(
-            f"the step cannot be traced on fake tensors ({reason}), which another precision needs",
-            hint="leave `precision` out, and convert the model yourself",
-        )
     if not _can_run(model, device):
         raise Unsupported(
             f"the step cannot be traced on fake tensors ({reason}), and the model has no weights on {device.type}",
             hint=f"build the model on {device.type}, then its step is watched as it runs",
         )
     try:
-        recorded = record_real_step(model, batch, optimizer, loss)
+        with outside_autocast():
+            recorded = record_real_step(model, batch, optimizer, loss, how)
+    except MixedDtypes as error:
+        if error.kind in how.needed:
+            raise
+        again = replace(how, needed=how.needed | {error.kind})
+        return _watch(model, batch, optimizer, loss, device, again, reason, notes)
     except HoldallError:
         raise
     except Exception as error:  # whatever a model may raise
@@ -123,6 +150,10 @@ def _rejected(error: Exception) -> InvalidInput:
     )
 
 
+def _name(dtype: torch.dtype | None) -> str | None:
+    return str(dtype).removeprefix("torch.") if dtype is not None else None
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -132,7 +163,8 @@ def model_signature(model: torch.nn.Module) -> str:
     return signature_of((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters(remove_duplicate=False))
 
 
-def _target_device(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
+def target_device(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
+    """The device that a step is traced for: as asked, or where the model lies."""
     if device is not None:
         try:
             target = torch.device(device)

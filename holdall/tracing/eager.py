@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,68 +14,110 @@ from holdall.optim._part import clone_optimizer
 from holdall.tracing.blocks import find_blocks, find_shapes
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_optimizer
+from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
 from holdall.tracing.trials import Trials
-from holdall.tracing.units import Updating, find_units
+from holdall.tracing.units import Updating, find_units, group_parameters
 from holdall.tracing.values import KnownValues
 from holdall.types import Kind
 
 
-def record_real_step(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss) -> Recorded:
+def record_real_step(
+    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss, how: How
+) -> Recorded:
     """Forward and backward run for real; the optimizer's step runs on fakes, so that no weight changes."""
-    recorder = Recorder(values=KnownValues(None), real=True, trials=Trials(torch.device("cpu")))
+    recorder = Recorder(
+        values=KnownValues(None),
+        real=True,
+        trials=Trials(torch.device("cpu")),
+        device=_kind(model),
+        narrow=how.precision is not None,
+    )
     parameters = dict(model.named_parameters())
     with _left_as_found(model), contextlib.ExitStack() as stack:
-        recorder.seed(parameters.items(), Kind.PARAM)
+        by_name = _working(model, how.precision)
+        working = {name: by_name[name] for name in parameters}
+        masters = {n: p for n, p in parameters.items() if optimizer is not None and p.requires_grad and working[n] is not p}
+        recorder.seed(working.items(), Kind.PARAM)
+        recorder.seed(((f"{name}.master", p) for name, p in masters.items()), Kind.STATE)
         recorder.seed(model.named_buffers(), Kind.BUFFER)
         recorder.seed((("batch", t) for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), Kind.INPUT)
-        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in parameters.items()})
+        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in working.items()})
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = {}
+        fakes: dict[str, torch.nn.Parameter] = {}  # that the optimizer steps over
+        narrow: dict[str, torch.nn.Parameter] = {}  # of working copies that are not the parameters
         clone = None
         if optimizer is not None:
             recorder.values = KnownValues(mode)
             with mode, recorder.quiet(), recorder:
-                made: dict[int, torch.nn.Parameter] = {}
-                for p in parameters.values():
-                    if id(p) not in made:
-                        made[id(p)] = torch.nn.Parameter(torch.empty_like(p), requires_grad=p.requires_grad)
-                fakes = {name: made[id(p)] for name, p in parameters.items()}
-                clone = clone_optimizer(optimizer, dict(made), foreach=False)
+                fakes = {name: _fake(p) for name, p in parameters.items()}
+                narrow = {name: _fake(working[name]) for name in masters}
+                clone = clone_optimizer(optimizer, {id(p): fakes[name] for name, p in parameters.items()}, foreach=False)
                 materialise_state(recorder, clone, {id(f): name for name, f in fakes.items()})
             recorder.values = KnownValues(None)
-        step = Step(model, recorder, loss)
+        step = Step(model, recorder, loss, how.autocast)
         stack.enter_context(recorder)
-        with watch_modules(model, recorder):
-            held = step(batch)
-        recorder.mark(((f"{n}.grad", p.grad) for n, p in parameters.items() if p.grad is not None), Kind.GRAD)
+        with how.casting(model) as casts, watch_modules(model, recorder):
+            if how.precision is None:
+                held = step(batch)
+            else:
+                held = torch.func.functional_call(step, {f"model.{name}": p for name, p in by_name.items()}, (batch,))
+        recorder.mark(((f"{n}.grad", p.grad) for n, p in working.items() if p.grad is not None), Kind.GRAD)
+        blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
+        updating = None
         if clone is not None:
+            own = {id(p) for group in clone.param_groups for p in group["params"]}
+            stepped = {n: f for n, f in fakes.items() if id(f) in own}
+            updating = Updating(optimizer=clone, values=stepped, narrow=narrow, sliced=False)
             recorder.values = KnownValues(mode)
+            computed = {name: narrow.get(name, fake) for name, fake in fakes.items()}
             with mode, recorder.quiet():
-                for name, p in parameters.items():
+                for name, p in working.items():
                     if p.grad is not None:
-                        fakes[name].grad = torch.empty_like(fakes[name])
-            _alias(recorder, parameters, fakes)
+                        computed[name].grad = torch.empty_like(computed[name])
+            _alias(recorder, working, computed)
+            _alias(recorder, masters, fakes)
             with mode:
-                record_optimizer(recorder, clone)
+                if masters:
+                    record_narrow_update(recorder, updating, computed, group_parameters(list(parameters), blocks))
+                else:
+                    record_optimizer(recorder, clone)
             recorder.values = KnownValues(None)
         recorder.close()
         del held
     ops, tensors, saves = recorder.finish()
-    blocks = find_blocks(recorder.calls, ops, [s.packed for s in saves])
-    updating = None
-    if clone is not None:
-        own = {id(p) for group in clone.param_groups for p in group["params"]}
-        updating = Updating(optimizer=clone, values={n: f for n, f in fakes.items() if id(f) in own}, narrow={}, sliced=False)
     with mode:
         units = find_units(list(parameters), blocks, ops, tensors, updating)
-    called = find_shapes(recorder.calls)
     return Recorded(
-        ops=ops, tensors=tensors, saves=saves, blocks=blocks, units=units, asked=tuple(recorder.asked), called=called
+        ops=ops,
+        tensors=tensors,
+        saves=saves,
+        blocks=blocks,
+        units=units,
+        asked=tuple(recorder.asked),
+        called=find_shapes(recorder.calls),
+        autocast=recorder.autocast,
+        casts=tuple(casts),
     )
 
 
-def _alias(recorder: Recorder, parameters: dict[str, torch.nn.Parameter], fakes: dict[str, torch.nn.Parameter]) -> None:
+def _working(model: torch.nn.Module, precision: torch.dtype | None) -> dict[str, torch.nn.Parameter]:
+    """What the model computes with, by every name: its parameters, or copies of them in another precision."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for p in model.parameters():
+        is_cast = precision is not None and p.dtype == torch.float32
+        made[id(p)] = torch.nn.Parameter(p.detach().to(precision), requires_grad=p.requires_grad) if is_cast else p
+    return {name: made[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _fake(p: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty_like(p), requires_grad=p.requires_grad)
+
+
+def _kind(model: torch.nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def _alias(recorder: Recorder, parameters: Mapping[str, torch.Tensor], fakes: Mapping[str, torch.Tensor]) -> None:
     """The fakes that the optimizer steps over count as the real parameters and gradients that they stand for."""
     for name, p in parameters.items():
         recorder.same(fakes[name], p)

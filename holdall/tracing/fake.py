@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from holdall.optim._part import clone_optimizer
@@ -17,7 +16,8 @@ from holdall.optim._pieces import made_for
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.step import Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
+from holdall.tracing.stand_in import CudaOps
+from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
 from holdall.tracing.trials import Trials
 from holdall.tracing.units import Updating, find_units, group_parameters
 from holdall.tracing.values import KnownValues
@@ -30,23 +30,22 @@ def record_fake_step(
     optimizer: torch.optim.Optimizer | None,
     loss: Loss,
     device: torch.device,
-    *,
-    precision: torch.dtype | None = None,
+    how: How,
 ) -> Recorded:
     """Run one step of `model` on fakes of its parameters; the model itself is left as it was.
 
-    `precision`: compute with copies of the float32 parameters in this dtype; the optimizer updates the originals.
+    With `how.precision` it computes with copies of the float32 parameters in this dtype; the optimizer updates the originals.
     """
     stand_in_for_cuda = device.type == "cuda" and not torch.cuda.is_available()
     on = torch.device("cpu") if stand_in_for_cuda else device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = KnownValues(mode)
-    recorder = Recorder(values=values, real=False, trials=Trials(on))
+    recorder = Recorder(values=values, real=False, trials=Trials(on), device=on.type, narrow=how.precision is not None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_tracing_branch())
         stack.enter_context(made_for(device.type))
         stack.enter_context(mode)
-        parameters, swapped = _fake_parameters(model, on, precision)
+        parameters, swapped = _fake_parameters(model, on, how.precision)
         unique = {name: parameters[name] for name, _ in model.named_parameters()}
         masters = _masters(model, unique, on) if optimizer is not None else {}
         swapped |= {id(p): masters[name] for name, p in model.named_parameters() if name in masters}
@@ -65,11 +64,11 @@ def record_fake_step(
             clone = clone_optimizer(optimizer, swapped, foreach=device.type == "cuda")
             stepped = {id(masters.get(name, p)): name for name, p in unique.items()}
             materialise_state(recorder, clone, stepped)
-        step = Step(model, recorder, loss)
+        step = Step(model, recorder, loss, how.autocast)
         swap = {f"model.{name}": t for name, t in [*parameters.items(), *buffers.items()]}
         if stand_in_for_cuda:
-            stack.enter_context(_CudaAttention())
-        with watch_modules(model, recorder):
+            stack.enter_context(CudaOps())
+        with how.casting(model) as casts, watch_modules(model, recorder):
             held = torch.func.functional_call(step, swap, (fake_batch,))
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
         recorder.mark(((f"{n}.grad", p.grad) for n, p in unique.items() if p.grad is not None), Kind.GRAD)
@@ -100,6 +99,8 @@ def record_fake_step(
         whole=whole,
         asked=tuple(recorder.asked),
         called=find_shapes(recorder.calls),
+        autocast=recorder.autocast,
+        casts=tuple(casts),
         timed=timed,
     )
 
@@ -190,42 +191,3 @@ def _no_tracing_branch() -> Iterator[None]:
         yield
     finally:
         import_utils.is_fake_tensor = original
-
-
-class _CudaAttention(TorchFunctionMode):
-    """Attention as a GPU would run it, on a machine without one: the CUDA kernels' own outputs, by name."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _cuda_attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _cuda_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    aten = torch.ops.aten
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if query.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
-        flash: torch.Tensor = aten._scaled_dot_product_flash_attention.default(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return flash
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    efficient: torch.Tensor = aten._scaled_dot_product_efficient_attention.default(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
-    return efficient

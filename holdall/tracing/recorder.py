@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from holdall.ops import count_flops, is_random, mutated_arguments, odd_argument
+from holdall.tracing.autocast import autocast_now
+from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
 from holdall.tracing.trials import Trials, is_bound
 from holdall.tracing.values import KnownValues
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
@@ -88,8 +90,11 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, values: KnownValues, real: bool, trials: Trials) -> None:
+    def __init__(self, *, values: KnownValues, real: bool, trials: Trials, device: str = "cpu", narrow: bool = False) -> None:
         super().__init__()
+        self._is_narrow = narrow  # weights are working copies: an op may get float32 beside them
+        self.device = device  # the kind of device that ops run on
+        self.autocast: torch.dtype | None = None  # that was on where the first module was called
         self.values = values
         self.trials = trials
         self.real = real  # real tensors: saved bytes must survive in a copy
@@ -267,6 +272,8 @@ class Recorder(TorchDispatchMode):
     # modules
 
     def enter(self, path: str, module: torch.nn.Module, args: Any) -> None:
+        if not self.calls:
+            self.autocast = autocast_now(self.device)
         self._attribute_nodes()
         nth = self._nth.setdefault((Phase.FORWARD, path, "<call>"), 0)
         self._nth[(Phase.FORWARD, path, "<call>")] = nth + 1
@@ -332,6 +339,9 @@ class Recorder(TorchDispatchMode):
                 self._attribute_nodes()
                 if func is torch.ops.aten._local_scalar_dense.default:
                     self.asked.append(self.now + 1)
+                if self._is_narrow and (dtypes := mixed_dtypes(func, args)):
+                    call = self._stack[-1] if self._stack else None
+                    raise MixedDtypes(str(func), call.kind if call else "the loss", call.path if call else "", dtypes)
             reads = self.ids((args, kwargs))
             mutates = self.ids(mutated_arguments(func, args, kwargs))
         out = self.values.run(func, args, kwargs)

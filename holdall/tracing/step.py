@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from holdall.casts import cast_inputs, may_cast
 from holdall.errors import InvalidInput
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.units import Updating
@@ -54,6 +56,30 @@ def check_loss(loss: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class How:
+    """What a step computes in."""
+
+    precision: torch.dtype | None = None  # of working copies of the float32 parameters; None: the parameters themselves
+    autocast: torch.dtype | None = None  # around forward and loss; None: none
+    needed: frozenset[str] = frozenset()  # with a precision: classes of the model's own whose inputs must be cast
+
+    @contextmanager
+    def casting(self, model: torch.nn.Module) -> Iterator[list[str]]:
+        """Modules with working copies cast their inputs; yields the paths of those that did."""
+        found: dict[str, None] = {}
+        if self.precision is None:
+            yield []
+            return
+        end = cast_inputs(model, self.precision, may_cast(model, self.needed), seen=found.setdefault)
+        listed: list[str] = []
+        try:
+            yield listed
+        finally:
+            listed += found
+            end()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recorded:
     """A step, written down."""
 
@@ -65,28 +91,36 @@ class Recorded:
     whole: Block | None = None
     asked: tuple[int, ...] = ()  # forward ops before which a value was asked for
     called: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that the model's own first call was given
+    autocast: torch.dtype | None = None  # that was on where the model was called
+    casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision
     timed: bool = False  # ops carry seconds measured on the device
 
 
 class Step(torch.nn.Module):
     """The whole step as one module, so that parameters swapped in for its call stay swapped in during backward."""
 
-    def __init__(self, model: torch.nn.Module, recorder: Recorder, loss: Loss) -> None:
+    def __init__(self, model: torch.nn.Module, recorder: Recorder, loss: Loss, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
         self._recorder = recorder
         self._loss = loss
+        self._autocast = autocast
 
     def forward(self, batch: Any) -> torch.Tensor:
         """The loss: a loop's own variable holds it until the next step."""
         recorder = self._recorder
-        with recorder.saving():
+        with recorder.saving(), self._casting():
             loss = self._loss(self.model, batch)
         check_loss(loss)
         recorder.remember_loss(loss)
         recorder.phase = Phase.BACKWARD
         loss.backward()
         return loss
+
+    def _casting(self) -> AbstractContextManager[object]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._recorder.device, dtype=self._autocast)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[tuple[str, torch.Tensor]]:

@@ -330,6 +330,39 @@ def test_accelerate_plans_at_once_for_a_given_batch():
     assert is_untouched(model)
 
 
+def test_mixed_precision_of_the_trainer_is_traced(tmp_path):
+    plain, expected = train(tmp_path, bf16=True)
+    ours = callback("64MiB")
+    trainer, model = train(tmp_path, ours, bf16=True)
+    assert logged(trainer) == logged(plain) and same_weights(model, expected)
+    wide = callback("64MiB")
+    train(tmp_path, wide)
+    peaks = [c.report().predicted.peak["cpu"] for c in (ours, wide)]
+    assert peaks[0] != peaks[1]
+    assert ours.report().measured.peak["cpu"] <= 1.02 * peaks[0]
+    assert not [n for n in ours.harness.notes if "autocast" in n]
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_mixed_precision_of_accelerate_is_traced(prepared):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 16, 16)
+    if prepared:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    with holdall.integrations.accelerate.fit(accelerator, model, optimizer, {"x": x, "labels": x}, planner="nop") as fitting:
+        if not prepared:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(x, labels=x)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        report = fitting.report()
+    assert 0.98 < report.measured.peak["cpu"] / report.predicted.peak["cpu"] < 1.02
+
+
 def test_arguments_by_place_and_by_name_are_planned_for():
     from accelerate import Accelerator
 

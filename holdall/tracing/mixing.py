@@ -1,0 +1,37 @@
+"""Ops that take one dtype, given two. A fake op says nothing where the real one would fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdall.errors import InvalidInput
+
+_ONE_DTYPE = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "_grouped_mm"}
+_ATTENTION = 3  # queries, keys and values
+
+
+class MixedDtypes(InvalidInput):
+    """`kind`: the class of the module whose op it is."""
+
+    def __init__(self, op: str, kind: str, path: str, dtypes: list[str]) -> None:
+        self.kind = kind
+        where = f"`{path}` ({kind})" if path else kind
+        super().__init__(
+            f"the model rejected the batch: in {where} `{op}` gets {' and '.join(dtypes)}",
+            hint="cast one of them there, or leave `precision` out and use torch.autocast in the loop",
+        )
+
+
+def mixed_dtypes(func: Any, args: Any) -> list[str]:
+    """The floating dtypes that a matrix product, convolution or attention is given, if they are more than one."""
+    name = func._schema.name.partition("::")[2] if getattr(func, "_schema", None) is not None else ""
+    if name in _ONE_DTYPE:
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    elif name.startswith("_scaled_dot_product"):
+        tensors = [t for t in args[:_ATTENTION] if isinstance(t, torch.Tensor)]
+    else:
+        return []
+    found = sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()})
+    return found if len(found) > 1 else []
