@@ -344,9 +344,12 @@ def test_mixed_precision_of_the_trainer_is_traced(tmp_path):
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_mixed_precision_of_accelerate_is_traced(prepared):
+def test_mixed_precision_of_accelerate_is_traced(prepared, request):
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    request.addfinalizer(AcceleratorState._reset_state)  # it is one for the process, with its precision
+    AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,6 +12,8 @@ from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import HUGGING_FACE, PLAIN, family
 from holdall.tracing import trace_step
+from holdall.tracing.eager import record_real_step
+from holdall.tracing.step import How
 from holdall.types import Kind, Phase, Trace
 
 FAMILIES = [*PLAIN, *HUGGING_FACE]
@@ -212,3 +214,31 @@ def test_a_batch_without_tensors_and_an_unknown_device_are_refused():
         trace_step(model, {"ids": [1, 2]})
     with pytest.raises(InvalidInput):
         trace_step(model, batch, device="tpu")
+
+
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.smooth_l1_loss])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_mean_keeps_the_memory_of_its_elements(loss, narrow):
+    model, x, y = nn.Linear(32, 32), torch.randn(8, 32), torch.randn(8, 32)
+    dtype = torch.bfloat16 if narrow else torch.float32
+    trace = trace_step(model, (x, y), loss=lambda m, b: loss(m(b[0]).to(dtype), b[1]))
+    made = {op.site.op: trace.tensors[op.writes[0]] for op in trace.ops if loss.__name__ in op.site.op}
+    assert made[f"aten.{loss.__name__}.default"].nbytes == loss(x, y).untyped_storage().nbytes()
+    assert made[f"aten.{loss.__name__}_backward.default"].dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8)])
+def test_statistics_of_a_narrow_input_are_those_of_the_real_kernel(norm):
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def loss(m, b):
+        return m(b[0].to(torch.bfloat16)).float().sum()
+
+    found = []
+    for trace in (trace_step(norm, (x,), loss=loss).tensors.values(), _real(norm, x, loss)):
+        found.append(sorted((t.dtype, t.nbytes) for t in trace if "norm" in t.name))
+    assert found[0] == found[1]
+
+
+def _real(model, x, loss):
+    return record_real_step(model, (x,), None, loss, How()).tensors.values()
