@@ -349,21 +349,27 @@ def test_mixed_precision_of_accelerate_is_traced(prepared, request):
     from accelerate.state import AcceleratorState
 
     request.addfinalizer(AcceleratorState._reset_state)  # it is one for the process, with its precision
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    predicted = {}
     x = torch.randn(8, 16, 16)
-    if prepared:
-        model, optimizer = accelerator.prepare(model, optimizer)
-    with holdall.integrations.accelerate.fit(accelerator, model, optimizer, {"x": x, "labels": x}, planner="nop") as fitting:
-        if not prepared:
+    for width in ("bf16", "no"):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, mixed_precision=width)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if prepared:
             model, optimizer = accelerator.prepare(model, optimizer)
-        accelerator.backward(model(x, labels=x)["loss"])
-        optimizer.step()
-        optimizer.zero_grad()
-        report = fitting.report()
-    assert 0.98 < report.measured.peak["cpu"] / report.predicted.peak["cpu"] < 1.02
+        sample = {"x": x, "labels": x}
+        with holdall.integrations.accelerate.fit(accelerator, model, optimizer, sample, planner="nop") as fitting:
+            if not prepared:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            for _ in range(2):
+                accelerator.backward(model(x, labels=x)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+            report = fitting.report()
+        predicted[width] = report.predicted.peak["cpu"]
+        assert 0.85 < report.measured.peak["cpu"] / predicted[width] <= 1.0  # room for batches that are read ahead
+    assert predicted["bf16"] != predicted["no"]
 
 
 def test_arguments_by_place_and_by_name_are_planned_for():
