@@ -57,6 +57,13 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     return out, *wide, *sums[2:]
 
 
+def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient of an input has its dtype, also where weights and statistics are wider."""
+    first, *rest = func(*args, **kwargs)
+    is_other = isinstance(first, torch.Tensor) and first.dtype != args[1].dtype
+    return torch.empty_like(first, dtype=args[1].dtype) if is_other else first, *rest
+
+
 def _mean_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """The real one makes the elements in the memory of their mean, which stays as large."""
     out = func(*args, **kwargs)
@@ -77,6 +84,7 @@ KERNELS: dict[str, Kernel] = {
     "aten._native_batch_norm_legit.default": _norm,
     "aten.native_layer_norm.default": _norm,
     "aten.native_group_norm.default": _norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten.mse_loss.default": _mean_loss,
     "aten.smooth_l1_loss.default": _mean_loss,
     "aten.mse_loss_backward.default": _loss_backward,
