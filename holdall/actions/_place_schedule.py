@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdall.actions._place_updates import Placed, Updates, waited
 from holdall.errors import Unsupported
-from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
+from holdall.types import Block, Copy, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
 from holdall.types.trace import OpId, TensorId
 from holdall.units import ALIGN
 
@@ -25,6 +25,42 @@ def users(trace: Trace) -> dict[str, list[Block]]:
                 if x in owner:
                     found[owner[x]][block.id] = block
     return {name: list(blocks.values()) for name, blocks in found.items()}
+
+
+def streamable(trace: Trace) -> set[str]:
+    """Units whose weights may come and go: one call of the block that they are in uses them, and nothing outside of it does.
+
+    In backward they are there from the beginning of the block's until all their gradients are.
+    """
+    owner = {x: u.name for u in trace.units for x in u.weights}
+    used = {name: blocks[0] for name, blocks in users(trace).items() if len(blocks) == 1 and _is_in(name, blocks[0].module)}
+    grads = {u.name: u.grads if len(u.grads) == len(u.weights) else () for u in trace.units}
+    made = {name: [k for g in grads[name] for k in trace.uses(g) if _is_backward(trace.ops[k])] for name in used}
+    gone = {name: trace.node_ends.get(max(at), max(at)) for name, at in made.items() if at}
+    for op in trace.ops:
+        for x in op.reads:
+            name = owner.get(x, "")
+            block = used.get(name)
+            if block is None:
+                continue
+            if op.site.phase is Phase.FORWARD and not block.first <= op.id <= block.last:
+                del used[name]  # a chunked head computes with its weight in the loss
+            elif _is_backward(op) and not _from(block.backward, len(trace.ops)) < op.id <= gone.get(name, op.id):
+                del used[name]  # somebody else saved it
+    return set(used)
+
+
+def _is_in(unit: str, module: str) -> bool:
+    """Whether a unit's module is this one or inside of it. Else it is read by others than its module, before their call."""
+    return not module or unit == module or unit.startswith(f"{module}.")
+
+
+def _is_backward(op: Op) -> bool:
+    return op.site.phase is Phase.BACKWARD
+
+
+def _from(begins: int | None, never: int) -> int:
+    return never if begins is None else begins
 
 
 def rewrite_placed(schedule: Schedule, problem: Problem, place: Place) -> Schedule:
@@ -59,12 +95,18 @@ class _Rewrite(Updates):
 
     def _locate(self) -> None:
         used = users(self.trace)
+        can = streamable(self.trace)
         for unit, (_, weights, update) in zip(self.trace.units, self.place.units, strict=True):
             blocks = used[unit.name]
             streamed = weights == "streamed"
             if streamed and len(blocks) != 1:
                 raise Unsupported(
                     f"the weights of `{unit.name}` cannot come and go: {len(blocks)} blocks use them",
+                    hint="leave them resident",
+                )
+            if streamed and unit.name not in can:
+                raise Unsupported(
+                    f"the weights of `{unit.name}` cannot come and go: others than their own block read them",
                     hint="leave them resident",
                 )
             cast = streamed and update == "device" and self.is_narrow and 0 < len(unit.grads) == len(unit.weights)
@@ -77,7 +119,16 @@ class _Rewrite(Updates):
             made = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
             last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it is over
             first = blocks[0] if blocks else None
-            self.units.append(Placed(unit, streamed, update, first, max(last, default=-1), cast=cast))
+            at = self._first_read(unit)
+            self.units.append(Placed(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast))
+
+    def _first_read(self, unit: Unit) -> OpId:
+        """The op before which its weights must be there; those of a block are waited for where the block begins."""
+        reads = [k for x in unit.weights for k in self.trace.uses(x) if self.trace.ops[k].site.phase is Phase.FORWARD]
+        if not reads:
+            return -1
+        first = min(reads)
+        return min([first, *(b.first for b in self.trace.blocks if b.first <= first <= b.last)])
 
     def _settle(self, placed: Placed) -> None:
         """Sizes and tiers of what is there all the time."""

@@ -32,6 +32,7 @@ class Placed:
     ready: OpId  # the op after which its gradients are complete; -1: it has none
     buffer: tuple[TensorId, ...] = ()  # host memory of its gradients
     homes: tuple[TensorId, ...] = ()  # host memory of its parameters, where those are as wide as the weights
+    first: OpId = -1  # where its weights are first waited for: its block's beginning, or the op that reads them; -1: nowhere
     cast: bool = False  # its weights come and go, made from parameters on the device
 
 
@@ -216,9 +217,9 @@ class Updates:
             else:
                 begun = 1 if self.is_ahead(placed) and not self.problem.clipped else 0
                 steps += self.host_steps(placed, weights_first=placed.unit.name in first)[begun:]
-            if not placed.streamed and placed.block is not None:
+            if not placed.streamed and placed.first >= 0:
                 done = placed.unit.weights if placed.update == "through" else placed.buffer
-                self.before(placed.block.first, [Wait(tensors=done)])
+                self.before(placed.first, [Wait(tensors=done)])
         steps += [
             Run(op=-1, reads=(), writes=(), seconds=seconds, name=f"rest of the update of {unit}", stream="host")
             for unit, seconds in first.items()

@@ -14,9 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from holdall.actions._place_schedule import rewrite_placed, users
+from holdall.actions._place_schedule import rewrite_placed, streamable
 from holdall.errors import InvalidInput
-from holdall.types import Phase, Problem, Schedule, Trace
+from holdall.types import Problem, Schedule, Trace
+
+__all__ = ["Place", "streamable"]
 
 Row = tuple[str, str, str]  # unit; "resident" or "streamed"; "device", "host" or "through"
 
@@ -114,16 +116,3 @@ def _check(rows: Iterable[Row]) -> None:
                 f"`{unit}` cannot be placed as {weights}, {update}",
                 hint="weights are resident or streamed; updates are on the device, on the host, or through the device",
             )
-
-
-def streamable(trace: Trace) -> set[str]:
-    """Units whose weights may come and go: one block call uses them, and nothing outside of it does."""
-    owner = {x: u.name for u in trace.units for x in u.weights}
-    used = {name: blocks[0] for name, blocks in users(trace).items() if len(blocks) == 1}
-    for op in trace.ops:
-        if op.site.phase is Phase.FORWARD:
-            for x in op.reads:
-                block = used.get(owner.get(x, ""))
-                if block is not None and not block.first <= op.id <= block.last:
-                    del used[owner[x]]  # a chunked head computes with its weight in the loss
-    return set(used)

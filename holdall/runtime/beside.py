@@ -10,7 +10,7 @@ when the new weights are in the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from holdall.runtime.units import Layout, Member, Unit, like
 from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._chaos import current
 
 
 @dataclass(slots=True)
@@ -97,6 +98,7 @@ class Beside:
             old = (m.home.data, state["exp_avg"], state["exp_avg_sq"])
             m.home.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
             spare.new[n] = old
+            _poison(old)
             state["step"].copy_(step)
             updater.away.add(m.home.untyped_storage()._cdata)
         if unit.is_streamed:
@@ -104,6 +106,7 @@ class Beside:
                 if n not in attempt.which:  # not updated: as it was
                     copy_tensor(spare.weights[n], m.home.data)
             self._exchange(unit, spare)
+            _poison(spare.weights)
             return None
         if len(attempt.which) == len(unit.members):
             return updater.back.pull(spare.tickets[1], unit.flat, after=order.after)
@@ -137,6 +140,7 @@ class Beside:
         with self._updater.quiet():
             states = self._updater.states(unit.trained)
             self._updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), None, is_awaited=False)
+        _poison(grads)
 
     # spare room
 
@@ -184,6 +188,12 @@ def _make_spare(unit: Unit, lane: Keeper) -> Spare | None:
     views = layout.views(lane.memory(values))
     new = {n: (views[3 * n], views[3 * n + 1], views[3 * n + 2]) for n in range(len(unit.trained))}
     return Spare((values, weights), new, unit.grads.views(lane.memory(weights)))
+
+
+def _poison(used_up: Sequence[torch.Tensor]) -> None:
+    chaos = current()
+    if chaos is not None:
+        chaos.poison(*used_up)
 
 
 def _on_host(order: Order) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ from holdall.runtime.lending import Lender
 from holdall.runtime.passing import Passing
 from holdall.runtime.pending import Pending
 from holdall.runtime.placing import Placing
+from holdall.runtime.slots import Reads, put_slots
 from holdall.runtime.stepping import BACKWARD, SPILL, STEP, Stepping
 from holdall.runtime.streaming import Streaming
 from holdall.runtime.units import HOST, Unit, find_members
@@ -74,8 +75,14 @@ class Engine:
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         self._passing = Passing(self.updater) if self.updater is not None else None
         _check(model, optimizer)
-        self.units = self._find_units(placing)
-        self._set_up(share=placing.share)
+        self._reads = Reads(self._bring, self._catch_up)
+        self._take_slots_off = put_slots(model, self._reads)
+        try:
+            self.units = self._find_units(placing)
+            self._set_up(share=placing.share)
+        except BaseException:
+            self._take_slots_off()
+            raise
         self._move_buffers()
         self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}  # gradients that are still to come
         early = calls if placing.overlap else ()  # else weights set out when they are needed
@@ -190,6 +197,7 @@ class Engine:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._take_slots_off()
         for unit in self.units:
             if self.updater is not None:
                 self.updater.return_states(unit)
@@ -208,6 +216,7 @@ class Engine:
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A forward begins: modules get the working weights, and inputs are on the device."""
         self._pending.guard.lower()
+        self._reads.turn += 1
         if self._queued:  # a backward that failed half way
             self._queued = False
             self._left = {u.name: len(u.trained) for u in self.units}
@@ -232,19 +241,33 @@ class Engine:
             self._passing.leave_room()
         if not self.is_swapped:
             self._pending.guard.lower()
+            self._reads.turn += 1
             self._swap(True)
         self._evaluating.look()
         for unit in self.streaming.used_by(call):
-            self._make_new(unit)
-            self.streaming.arrive(unit)
+            self._bring(unit)
         for follower in self.streaming.after.get(call, ()):
             self._make_new(follower)
             self.streaming.fetch(follower)
+
+    def _bring(self, unit: Unit) -> None:
+        """Whoever reads the unit's weights finds those of the last update, on the device."""
+        self._make_new(unit)
+        self.streaming.arrive(unit)
+        unit.check()
+        unit.turn = self._reads.turn
+
+    def _catch_up(self, unit: Unit) -> None:
+        """Somebody walks over the unit's weights, which need not mean that he reads them."""
+        self._make_new(unit)
+        self.streaming.wait_if_coming(unit)
 
     def _make_new(self, unit: Unit) -> None:
         """The working weights are those of the homes: after their update, and after what the loop itself wrote into them."""
         self._pending.finish(unit)
         if unit.needs_work and unit.was_written():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # what lies on the host may still be on its way from there
             unit.copy_from_homes(self.store)
 
     def leave(self, call: str) -> None:
@@ -263,7 +286,7 @@ class Engine:
 
     def _guard(self) -> None:
         """The loop goes on by itself: should it read a home whose update has not come to its end, it waits."""
-        if self.optimizer is not None and self._pending.count_late():
+        if self.optimizer is not None and (self._pending.count_late() or self._pending.are_some):
             self._pending.raise_guard(self.optimizer)
 
     # backward

@@ -16,7 +16,7 @@ import torch
 from holdall.optim._part import PIECE
 from holdall.runtime.units import DEVICE, Layout, Member, Unit, like
 from holdall.runtime.updating import Order, Updater
-from holdall.tiers import Keeper, Ticket
+from holdall.tiers import Keeper, Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
 
 
@@ -149,9 +149,11 @@ class Passing:
         here = self._lane.pull(ticket, grads_at, after=after)
         is_staged = unit.is_streamed and unit.is_narrow  # else the homes are what is fetched
         staged = rest[: unit.layout.nbytes] if is_staged else rest[:0]
-        if is_staged and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
+        if is_staged and len(order.which) < len(unit.members):  # those that are not updated go back as they were
             assert unit.source is not None
             here = self._lane.pull(unit.source, staged, after=after)
+        if self._stream is None and here is not None:
+            let_wait(here, self._updater.device)
         stream = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
         with stream:
             if self._stream is not None:

@@ -16,6 +16,7 @@ import torch
 
 from holdall.runtime.guard import Guard
 from holdall.runtime.units import Unit
+from holdall.tiers import let_wait
 
 
 class Pending:
@@ -32,14 +33,21 @@ class Pending:
 
     def add(self, unit: Unit, update: Any) -> None:
         """An update was begun. `update`: a future of an event, an event, or None where it is over already."""
+        if unit.name in self._updates:  # nobody read the unit since the one before
+            self.finish(unit)
         self._updates[unit.name] = update
 
     def add_rest(self, unit: Unit, rest: Future[None]) -> None:
         """The unit's weights are its update's; its parameters and states follow."""
         self._rests.append((unit, rest))
 
+    @property
+    def are_some(self) -> bool:
+        """Whether updates were begun whose weights nobody has asked for yet."""
+        return bool(self._updates)
+
     def count_late(self) -> int:
-        """How many of those have not followed yet."""
+        """How many parameters and states have not followed their weights yet."""
         over, self._rests = [r for r in self._rests if r[1].done()], [r for r in self._rests if not r[1].done()]
         for _, rest in over:
             rest.result()  # an error is raised
@@ -52,8 +60,9 @@ class Pending:
         update = self._updates.pop(unit.name)
         event = update.result() if hasattr(update, "result") else update
         unit.note_versions()
+        unit.end_update()
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            let_wait(event, self._device)
 
     def finish_all(self) -> None:
         """The same of every unit, parameters and states too; an error in one of the updates is raised when all are over."""

@@ -25,6 +25,7 @@ from holdall.runtime.scaling import unscale
 from holdall.runtime.units import DEVICE, THROUGH, Unit
 from holdall.runtime.updating import Order, Updater
 from holdall.runtime.weights_first import WeightsFirst
+from holdall.tiers._chaos import current
 
 BACKWARD, SPILL, STEP = "backward", "spill", "step"
 
@@ -83,7 +84,8 @@ class Stepping:
         self._ahead.begin_step()
         self._weights_first.begin_step()
         self._prepare_room(held.values())
-        for unit in self._units:
+        chaos = current()
+        for unit in self._units if chaos is None else chaos.shuffled(self._units):
             if unit.name in held:
                 self.update(held[unit.name], groups, self._collector.asked(held[unit.name]))
                 spend(held[unit.name])
@@ -102,12 +104,14 @@ class Stepping:
         unit, updater = held.unit, self._updater
         if not held.which:
             return
+        unit.begin_update(held.which)
         after = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         order = Order(groups, held.which, scale, after)
         if unit.update == DEVICE:
             updater.on_device(unit, order, held.here)
             held.here = []
             unit.note_versions()
+            unit.end_update()
         elif unit.update == THROUGH:
             self._passing.adopt(unit)
             self._pass_through(held, order)
@@ -126,7 +130,11 @@ class Stepping:
     def _on_host(self, held: Held, order: Order, is_right: bool) -> Any:
         if held.attempt is not None and is_right:
             return self._beside.accept(held.unit, held.attempt, order)
-        event = self._updater.on_host(held.unit, order, held.on_host())
+        grads = held.on_host()
+        event = self._updater.on_host(held.unit, order, grads)
+        chaos = current()
+        if chaos is not None and (held.sum is not None or not held.unit.returns_in_buffer):
+            chaos.poison(*grads)  # used up
         self._free_sum(held)
         return event
 

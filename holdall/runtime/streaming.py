@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdall.runtime.units import Unit
-from holdall.tiers import Keeper
+from holdall.tiers import Keeper, let_wait
 
 
 class Streaming:
@@ -61,6 +61,8 @@ class Streaming:
         elif unit.is_streamed:
             self.fetch(unit)
             self._wait(unit)
+        if unit.is_streamed:
+            unit.check()
 
     def release(self, unit: Unit) -> None:
         """Give the memory back, if it was taken."""
@@ -100,10 +102,15 @@ class Streaming:
             if earlier.name in self._returning:
                 self.fetch(earlier)
 
+    def wait_if_coming(self, unit: Unit) -> None:
+        """If the weights are on their way, they are on the device when this stream goes on."""
+        if unit.is_streamed:
+            self._wait(unit)
+
     def _wait(self, unit: Unit) -> None:
         event = self._copies.pop(unit.name, None)
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            let_wait(event, self._device)
 
     def _neighbours(self, calls: Sequence[str]) -> dict[str, list[Unit]]:
         found: dict[str, list[Unit]] = {}

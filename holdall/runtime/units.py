@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 
+from holdall.errors import HoldallError
+from holdall.runtime.slots import Slots
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._chaos import current
 from holdall.units import ALIGN
 
 RESIDENT, STREAMED = "resident", "streamed"
@@ -110,6 +113,10 @@ class Unit:
         self.homes: Ticket | None = None  # host memory that the homes were moved to
         self.is_here = True  # the working weights are on the device, or on their way
         self.follows = True  # working copies are made anew when somebody writes into the homes
+        self.due = 0  # updates that were asked for
+        self.made = 0  # of these, the one that the working weights, or what they are fetched from, are from
+        self.fetched = 0  # likewise, of working weights that come and go, when they last set out
+        self.turn = -1  # the forward in which its weights were last found there and up to date (`slots.py`)
 
     def width(self, member: Member) -> torch.dtype:
         """The dtype that the module computes with."""
@@ -209,6 +216,30 @@ class Unit:
             self.flat.untyped_storage().resize_(0)
             self.flat = None
 
+    def begin_update(self, which: Iterable[int]) -> None:
+        """From here on the working weights of these trained members are old, and a graph that saved them knows it."""
+        self.due += 1
+        self.turn = -1
+        torch.autograd.graph.increment_version([self.trained[n].work for n in which if self.trained[n].is_swapped])
+        chaos = current()
+        if chaos is not None and self.flat is not None and self.is_here:
+            views = [v for v, m in zip(self.layout.views(self.flat), self.members, strict=True) if m.trained]
+            chaos.poison(*(views[n] for n in which))
+
+    def end_update(self) -> None:
+        """The last update that was asked for is over: its weights may be used, or fetched."""
+        self.made = self.due
+
+    def check(self) -> None:
+        """Weights of an earlier step, or that are not there, are not computed with."""
+        of = self.fetched if self.is_streamed and not self.is_cast else self.made
+        if of != self.due or self.made != self.due or (self.needs_work and not self.is_here):
+            what = f"they are of update {of}, not of {self.due}" if self.is_here else "they are not on the device"
+            raise HoldallError(
+                f"the weights of `{self.name}` cannot be computed with: {what}",
+                hint="this is a fault of holdall: please report it, and leave this unit resident and updated on the device",
+            )
+
     def was_written(self) -> bool:
         """Whether somebody wrote into a home since the working copies were made."""
         return self.follows and any(m.version != m.home._version for m in self.members)
@@ -238,18 +269,29 @@ class Unit:
             if m.is_swapped:
                 for slots, name in m.slots:
                     slots[name] = m.work
+                    if isinstance(slots, Slots):
+                        slots.units[name] = self
 
     def swap_out(self) -> None:
         for m in self.members:
             if m.is_swapped:
                 for slots, name in m.slots:
                     slots[name] = m.home
+                    if isinstance(slots, Slots):
+                        slots.units.pop(name, None)
 
     def resize(self, present: bool) -> None:
         """Take or give back the device memory of the working weights."""
         assert self.flat is not None
+        chaos = current()
+        if chaos is not None and not present and self.is_here:
+            chaos.poison(self.flat)
         self.flat.untyped_storage().resize_(self.layout.nbytes if present else 0)
+        if chaos is not None and present:
+            chaos.poison(self.flat)
         self.is_here = present
+        self.fetched = self.made
+        self.turn = -1
 
     def cast(self) -> None:
         """Fill the working weights from homes on the device."""
@@ -260,6 +302,11 @@ class Unit:
     def weights(self) -> list[torch.Tensor]:
         """The working weights of the trained members."""
         return [m.work.detach() for m in self.trained]
+
+    @property
+    def returns_in_buffer(self) -> bool:
+        """Whether the new working weights take the place of the gradient on the host."""
+        return self.is_narrow and (not self.is_streamed or self.source is self.buffer)
 
     def host_weights(self, store: Keeper) -> list[torch.Tensor]:
         """Where the new working weights of the trained members are written on the host; empty: the homes are they."""

@@ -21,6 +21,7 @@ from holdall.runtime.threads import Threads, host_threads
 from holdall.runtime.units import DEVICE, Member, Unit
 from holdall.tiers import Keeper
 from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._chaos import late_job
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Updater:
             self._pool = ThreadPoolExecutor(
                 max_workers=1, thread_name_prefix="holdall-update", initializer=lambda: torch.set_num_threads(threads)
             )
-        return self._pool.submit(job)
+        return self._pool.submit(late_job(job))
 
     def on_host(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> Any:
         """Returns the event after which the device has the new weights (None: now, or they are fetched when needed)."""
@@ -153,6 +154,9 @@ class Updater:
             else:
                 values = [m.home.detach() for m in members]
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
+            if every and unit.returns_in_buffer:  # where those that got no gradient would not have their weights
+                for n in set(range(len(unit.trained))).difference(order.which):
+                    copy_tensor(every[n], unit.trained[n].home.data)
             after = _storages(states)
             self.away.difference_update(before.keys() - after.keys())  # gone; the address is soon another's
             self.keep(members, states, away=before.keys() != after.keys())

@@ -29,6 +29,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from holdall.tiers._chaos import Arrival
+
 
 @dataclass(slots=True, eq=False)
 class Ticket:
@@ -41,6 +43,14 @@ class Ticket:
     source: torch.UntypedStorage | None = None  # referenced until its copy is over: nobody may reuse its memory before
     target: torch.UntypedStorage | None = None  # likewise, for the memory that a fetch is still writing
     is_live: bool = True
+
+
+def let_wait(event: Any, device: torch.device) -> None:
+    """What is done next on this device, by the current stream, is done after this event."""
+    if isinstance(event, Arrival):
+        event.wait()
+    else:
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 class Store(Protocol):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from holdall.errors import OverBudget
+from holdall.tiers._chaos import current
 from holdall.units import MiB, format_bytes
 
 
@@ -58,6 +59,10 @@ class Buffers:
         self._out.add(buffer)
         self.used += nbytes
         self.peak = max(self.peak, self.used)
+        chaos = current()
+        if chaos is not None:
+            be_idle(buffer)
+            chaos.poison(bytes_of(buffer.storage))
         return buffer
 
     def take_all(self, sizes: Sequence[int]) -> list[Buffer]:
@@ -76,6 +81,9 @@ class Buffers:
         if buffer not in self._out:
             return  # void since `clear`
         self._out.remove(buffer)
+        chaos = current()
+        if chaos is not None and buffer.busy is None:
+            chaos.poison(bytes_of(buffer.storage))
         self.used -= buffer.nbytes
         self._kept.setdefault(buffer.nbytes, deque()).append(buffer)
 
@@ -147,6 +155,13 @@ def _map(nbytes: int) -> mmap.mmap:
     if nbytes >= 2 * MiB and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # first touch by 2 MiB pages: half the time or less
     return mapping
+
+
+def be_idle(buffer: Buffer) -> None:
+    """The host waits until no copy reads the buffer."""
+    if buffer.busy is not None:
+        buffer.busy.synchronize()
+        buffer.busy = None
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -27,7 +27,8 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of
+from holdall.tiers._buffers import Buffer, Buffers, Counted, be_idle, bytes_of
+from holdall.tiers._chaos import current
 from holdall.units import MiB, format_bytes
 
 logger = logging.getLogger("holdall")
@@ -66,8 +67,12 @@ class Cpu(Counted):
         self._out.wait_stream(self._compute())
         for event in {id(b.busy): b.busy for b in buffers if b.busy is not None}.values():
             self._out.wait_event(event)
+        chaos = current()
+        pairs = list(zip((source for _, source in leaving), buffers, strict=True))
         with torch.cuda.stream(self._out), torch._C._DisableTorchDispatch():
-            for (_, source), buffer in zip(leaving, buffers, strict=True):
+            for source, buffer in pairs if chaos is None else chaos.shuffled(pairs):
+                if chaos is not None:
+                    chaos.pause_stream()
                 buffer.storage.copy_(source, non_blocking=True)
         out = self._out.record_event()
         for (ticket, source), buffer in zip(leaving, buffers, strict=True):
@@ -100,8 +105,12 @@ class Cpu(Counted):
         self._in.wait_stream(self._compute())
         for event in {id(ticket.out): ticket.out for ticket, _ in coming}.values():
             self._in.wait_event(event)
+        chaos = current()
         with torch.cuda.stream(self._in), torch._C._DisableTorchDispatch():
-            for ticket, target in coming:
+            for ticket, target in coming if chaos is None else chaos.shuffled(coming):
+                if chaos is not None:
+                    chaos.poison(bytes_of(target))
+                    chaos.pause_stream()
                 target.copy_(ticket.buffer.storage, non_blocking=True)
         back = self._in.record_event()
         for ticket, target in coming:
@@ -134,6 +143,7 @@ class Cpu(Counted):
         ticket = Ticket(nbytes)
         if nbytes:
             ticket.buffer = self._buffers.take(nbytes, prepare=pinned)
+            be_idle(ticket.buffer)  # the host may write into it at once
         return ticket
 
     def memory(self, ticket: Ticket) -> torch.Tensor:
@@ -145,7 +155,7 @@ class Cpu(Counted):
         if ticket.back is not None:
             self._out.wait_event(ticket.back)  # whoever still reads what is there
         with torch.cuda.stream(self._out):
-            _in_pieces(self.memory(ticket), source)
+            _in_pieces(self.memory(ticket), source, poison=False)
         ticket.out = self._out.record_event()
         ticket.source = source.untyped_storage()
 
@@ -158,7 +168,7 @@ class Cpu(Counted):
         if ticket.out is not None:
             self._in.wait_event(ticket.out)
         with torch.cuda.stream(self._in):
-            _in_pieces(target, self.memory(ticket))
+            _in_pieces(target, self.memory(ticket), poison=True)
         done: torch.cuda.Event = self._in.record_event()
         ticket.back = done
         return done
@@ -178,9 +188,14 @@ class Cpu(Counted):
         return torch.cuda.current_stream(self.device)
 
 
-def _in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+def _in_pieces(target: torch.Tensor, source: torch.Tensor, *, poison: bool) -> None:
     """One direction of the link serves copies as they were issued, whatever their streams: a long one holds up the rest."""
     size = min(target.numel(), source.numel())
+    chaos = current()
+    if chaos is not None:
+        if poison:  # what is on the device is not valid before the copy
+            chaos.poison(target[:size])
+        chaos.pause_stream()
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         for begin in range(0, size, _PIECE):
             end = min(begin + _PIECE, size)

@@ -13,6 +13,7 @@ import torch
 
 from holdall.tiers import Ticket
 from holdall.tiers._buffers import Buffers, Counted, bytes_of, copy_bytes, copy_tensor
+from holdall.tiers._chaos import Line, current
 
 
 class Far(Counted):
@@ -22,6 +23,7 @@ class Far(Counted):
         self.device = torch.device(device)
         self.notes: list[str] = []
         self._buffers = Buffers(self.name, capacity)
+        self._out, self._in = Line(), Line()  # copies that chaos puts off
 
     def put(self, source: torch.UntypedStorage) -> Ticket:
         return self.put_all([source])[0]
@@ -30,33 +32,49 @@ class Far(Counted):
         tickets = [Ticket(source.nbytes()) for source in sources]
         leaving = [(ticket, source) for ticket, source in zip(tickets, sources, strict=True) if ticket.nbytes]
         buffers = self._buffers.take_all([ticket.nbytes for ticket, _ in leaving])
+        chaos = current()
         for (ticket, source), buffer in zip(leaving, buffers, strict=True):
-            copy_bytes(buffer.storage, source)
             ticket.buffer = buffer
+            if chaos is None:
+                copy_bytes(buffer.storage, source)
+            else:
+                ticket.source = source
+                ticket.out = chaos.copy(bytes_of(buffer.storage), bytes_of(source), self._out)
         return tickets
 
-    def landed(self, ticket: Ticket) -> bool:  # noqa: ARG002 - the copy is over when `put` returns
-        return True
+    def landed(self, ticket: Ticket) -> bool:
+        return ticket.out is None or bool(ticket.out.query())
 
     def wait(self, ticket: Ticket) -> None:
-        """Nothing to wait for."""
+        self.arrived(ticket)
+        ticket.source = None
 
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
         assert ticket.is_live, "this ticket was freed"
         target = torch.UntypedStorage(ticket.nbytes, device=device)
-        if ticket.nbytes:
+        chaos = current()
+        if ticket.nbytes and chaos is None:
+            self.arrived(ticket)
             copy_bytes(target, ticket.buffer.storage)
+        elif ticket.nbytes:
+            ticket.target = target
+            self.pull(ticket, bytes_of(target))
         return target
 
     def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:
         return [self.get(ticket, device) for ticket in tickets]
 
     def wait_in(self, ticket: Ticket) -> None:
-        """Nothing to wait for."""
+        if ticket.back is not None:  # under chaos
+            ticket.back.wait()
+            ticket.back = None
+        ticket.target = None
 
     def free(self, ticket: Ticket) -> None:
         assert ticket.is_live, "this ticket was freed already"
         ticket.is_live = False
+        self.wait(ticket)
+        self.wait_in(ticket)
         if ticket.buffer is not None:
             self._buffers.give(ticket.buffer)
             ticket.buffer = None
@@ -71,16 +89,41 @@ class Far(Counted):
         return bytes_of(ticket.buffer.storage)
 
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
-        copy_tensor(self.memory(ticket), source)
+        chaos = current()
+        if chaos is None:
+            copy_tensor(self.memory(ticket), source)
+            return
+        chaos.pause(0.1)
+        self.arrived(ticket)  # an earlier one
+        self.wait_in(ticket)  # whoever still reads what is there
+        ticket.source = source.untyped_storage()
+        ticket.out = chaos.copy(self.memory(ticket), source, self._out)
 
     def arrived(self, ticket: Ticket) -> None:
-        """Nothing to wait for."""
+        if ticket.out is not None:  # under chaos; else it is over when it was begun
+            ticket.out.wait()
+            ticket.out = None
 
-    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
-        copy_tensor(target, self.memory(ticket))
+    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:  # noqa: ARG002
+        chaos = current()
+        if chaos is None and ticket.out is None:
+            copy_tensor(target, self.memory(ticket))
+            return None
+        self.arrived(ticket)
+        self.wait_in(ticket)
+        if chaos is None:
+            copy_tensor(target, self.memory(ticket))
+            return None
+        chaos.pause(0.1)
+        ticket.back = chaos.copy(target, self.memory(ticket), self._in)
+        return ticket.back
 
     def lane(self) -> Far:
-        return self
+        """Shares the buffers; goes with the store it was made from."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._out, other._in = Line(), Line()
+        return other
 
     def close(self) -> None:
         self._buffers.clear()

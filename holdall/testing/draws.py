@@ -1,0 +1,280 @@
+"""One random training run, drawn by a number: a family, where its states live, how it is clipped; held against plain training.
+
+The reference is the same loop without a plan. Where the head is taken in rows, it has that too, since the loss is another then;
+where the model computes in bfloat16, the parameters stay in float32 and a narrow copy makes the gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+import holdall
+from holdall.actions.offload import Offload
+from holdall.actions.place import Place, streamable
+from holdall.actions.recompute import Recompute, obstacle
+from holdall.api import resolve_budget, resolve_hardware
+from holdall.planners._finish import finish
+from holdall.planners.nop import Nop
+from holdall.runtime.harness import Harness
+from holdall.runtime.logits import chunk_head, head_of
+from holdall.testing.contracts import problem_for
+from holdall.testing.readers import READERS
+from holdall.testing.states import differences
+from holdall.testing.worlds import HUGGING_FACE, PLAIN, family
+from holdall.tracing.step import default_loss
+from holdall.types import Plan, Problem, Trace
+
+STEPS = 6
+ROWS = 5  # of a head that is taken in rows
+UNTIED = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mixtral", "tiny-gpt2")
+FAMILIES = (*(name for name in PLAIN if name != "branching"), *READERS, *HUGGING_FACE)
+KINDS = (
+    ("resident", "device"),
+    ("resident", "host"),
+    ("resident", "through"),
+    ("streamed", "host"),
+    ("streamed", "through"),
+    ("streamed", "device"),
+)
+CLIPPED: dict[str, tuple[float | None, ...]] = {
+    "never": (None,),
+    "in vain": (1e6,),
+    "always": (1e-2,),
+    "sometimes": (1e6, 1e-2, 1e6, 1e6, 1e-2),
+    "not every step": (None, 1e-2, None, 1e6),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    number: str  # seed and number of the draw
+    family: str
+    rule: str
+    narrow: bool
+    rows: int  # of the head; 0: whole
+    tied: bool
+    clipped: str
+    accumulate: int
+    when: str
+    kind: tuple[str, str] | None  # the same for all units; None: each by itself
+    ahead: bool
+    overlap: bool
+    share: bool
+    activations: bool
+
+    def __str__(self) -> str:
+        kind = "mixed" if self.kind is None else " ".join(self.kind)
+        words = [self.family, self.rule, "bf16" if self.narrow else "fp32", f"{kind} at {self.when}", f"clipped {self.clipped}"]
+        words += [f"{self.accumulate} backwards"] * (self.accumulate > 1) + [f"head in rows of {self.rows}"] * bool(self.rows)
+        words += [name for name in ("tied", "ahead", "overlap", "share", "activations") if getattr(self, name)]
+        return f"{self.number}: {', '.join(words)}"
+
+
+def draw(seed: int, number: int, families: Iterable[str] = FAMILIES) -> Draw:
+    """The draw of this number: the same on every machine."""
+    rng = random.Random(f"{seed} {number}")
+    name = rng.choice(sorted(families))
+    has_head = name in UNTIED
+    accumulate = rng.choice([1, 1, 1, 2])
+    when = rng.choice(["step", "spill", "spill", "spill", "backward"])
+    narrow = name not in ("tiny-mixtral", "recurrent", "convnet", "choosing") and rng.random() < 0.5
+    return Draw(
+        number=f"{seed}/{number}",
+        family=name,
+        rule=rng.choice(["fused", "fused", "plain", "sgd"]),
+        narrow=narrow,
+        rows=ROWS if has_head and rng.random() < 0.6 else 0,
+        tied=has_head and rng.random() < 0.4,
+        clipped="never" if when == "backward" else rng.choice(sorted(CLIPPED)),
+        accumulate=1 if when == "backward" else accumulate,
+        when=when,
+        kind=rng.choice([None, *KINDS]),
+        ahead=when == "spill" and rng.random() < 0.6,
+        overlap=rng.random() < 0.7,
+        share=accumulate == 1 and rng.random() < 0.6,
+        activations=rng.random() < 0.5,
+    )
+
+
+# a model, its loop, and plain training of it
+
+
+def make_optimizer(rule: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if rule == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-2, fused=rule == "fused")
+
+
+@cache
+def start(name: str, tied: bool) -> tuple[torch.nn.Module, Any]:
+    """(model, batch); the model is to be copied."""
+    torch.manual_seed(0)
+    if name in READERS:
+        model, batch = READERS[name]()
+        return model.train(), batch
+    model, batch = family(name)
+    if name in UNTIED:
+        tie = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+        tie[0].weight = tie[1].weight if tied else torch.nn.Parameter(tie[1].weight.detach().flip(0).clone())
+        model.config.tie_word_embeddings = tied  # type: ignore[union-attr]
+    return model, batch
+
+
+def batches_of(batch: Any, accumulate: int, step: int) -> list[Any]:
+    """Other batches of the same shapes."""
+    if isinstance(batch, dict):
+        parts = {k: batches_of(v, accumulate, step) for k, v in batch.items()}
+        return [{k: v[n] for k, v in parts.items()} for n in range(accumulate)]
+    if isinstance(batch, tuple):
+        return list(zip(*(batches_of(v, accumulate, step) for v in batch), strict=True))
+    return [batch.roll(step + n, -1) if isinstance(batch, torch.Tensor) and batch.dim() else batch for n in range(accumulate)]
+
+
+def loop(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, d: Draw, work: torch.nn.Module | None = None
+) -> Any:
+    """Losses, norms, and everything at the end. `work`: a narrow copy that makes the gradients."""
+    seen: list[float] = []
+    limits = CLIPPED[d.clipped]
+    for n in range(STEPS):
+        torch.manual_seed(100 + n)
+        for b in batches_of(batch, d.accumulate, n):
+            loss = default_loss(model if work is None else work, b) / d.accumulate
+            loss.backward()
+            seen.append(loss.item())
+            if work is not None:
+                _hand_over(model, work)
+        limit = limits[n % len(limits)]
+        if limit is not None:
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if work is not None:
+            for p, w in zip(model.parameters(), work.parameters(), strict=True):
+                w.data.copy_(p.data)
+    return copy.deepcopy({"seen": seen, "model": dict(model.state_dict()), "optimizer": optimizer.state_dict()})
+
+
+def _hand_over(model: torch.nn.Module, work: torch.nn.Module) -> None:
+    """Gradients of the narrow copy are added up in the parameters' precision."""
+    for p, w in zip(model.parameters(), work.parameters(), strict=True):
+        if w.grad is not None:
+            p.grad = w.grad.to(p.dtype) if p.grad is None else p.grad + w.grad.to(p.dtype)
+            w.grad = None
+
+
+@cache
+def reference(name: str, tied: bool, rule: str, narrow: bool, rows: int, clipped: str, accumulate: int, device: str) -> Any:
+    """Plain training."""
+    model, batch = copy.deepcopy(start(name, tied))
+    d = replace(draw(0, 0), clipped=clipped, accumulate=accumulate)
+    model, batch = model.to(device), _to(batch, device)
+    work = None
+    if narrow:
+        work = copy.deepcopy(model)
+        for w in work.parameters():
+            w.data = w.data.bfloat16()
+    found = head_of(model if work is None else work) if rows else None
+    undo = chunk_head(found[1], rows=rows) if found is not None else lambda: None
+    try:
+        return loop(model, make_optimizer(rule, model), batch, d, work)
+    finally:
+        undo()
+
+
+def _to(batch: Any, device: str) -> Any:
+    if isinstance(batch, dict):
+        return {k: _to(v, device) for k, v in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_to(v, device) for v in batch)
+    return batch.to(device) if isinstance(batch, torch.Tensor) else batch
+
+
+# the same under a plan
+
+
+@cache
+def traced(name: str, tied: bool, rule: str, narrow: bool, rows: int, device: str) -> Trace:
+    model, batch = copy.deepcopy(start(name, tied))
+    optimizer = make_optimizer(rule, model)
+    precision = "bf16" if narrow else None
+    return holdall.trace(
+        model, _to(batch, device), optimizer=optimizer, precision=precision, head=rows or "whole", device=device
+    )
+
+
+def plan_of(d: Draw, trace: Trace) -> Plan:
+    rng = random.Random(d.number)
+    can = streamable(trace)
+    rows: dict[str, tuple[str, str]] = {}
+    for unit in trace.units:
+        weights, update = d.kind or rng.choice(KINDS)
+        is_mixed = bool(unit.numel) and len(unit.grads) < len(unit.weights)
+        if unit.name not in can or (is_mixed and update != "host"):
+            weights = "resident"
+        if weights == "streamed" and update == "device" and not d.narrow:
+            update = "host"
+        rows[unit.name] = weights, update
+    place = Place.of(trace, rows, when=d.when, share=d.share, ahead=d.ahead, overlap=d.overlap)
+    actions: list[Any] = [place]
+    for block in trace.blocks if d.activations else ():
+        if not block.saves or block.backward is None:
+            continue
+        choice = rng.choice(["keep", "recompute", "offload", "both"])
+        if choice in ("recompute", "both") and not obstacle(trace, [block]):
+            actions.append(Recompute.of(trace, [block]))
+        if choice in ("offload", "both"):
+            actions.append(Offload.of(trace, block, overlap=rng.random() < 0.5))
+    problem = problem_for(trace) if trace.about["device"] == "cpu" else _on_gpu(trace)
+    return finish(Nop(), replace(problem, accumulate=d.accumulate), actions)
+
+
+def _on_gpu(trace: Trace) -> Problem:
+    hardware = resolve_hardware(None, "cuda")
+    return Problem(trace=trace, hardware=hardware, budget=resolve_budget({}, hardware))
+
+
+def make_store(device: str) -> Any:
+    if device == "cpu":
+        from holdall.tiers.far import Far
+
+        return Far()
+    from holdall.tiers.cpu import Cpu
+
+    return Cpu(device=device)
+
+
+def prepare(d: Draw, device: str = "cpu") -> None:
+    """Make what `run` will find made: plain training, and the trace."""
+    reference(d.family, d.tied, d.rule, d.narrow, d.rows, d.clipped, d.accumulate, device)
+    traced(d.family, d.tied, d.rule, d.narrow, d.rows, device)
+
+
+def run(d: Draw, device: str = "cpu", *, tolerance: float = 0.0) -> list[str]:
+    """Train under the plan; where that differs from plain training. `tolerance`: losses and norms alone, within it."""
+    expected = reference(d.family, d.tied, d.rule, d.narrow, d.rows, d.clipped, d.accumulate, device)
+    plan = plan_of(d, traced(d.family, d.tied, d.rule, d.narrow, d.rows, device))
+    model, batch = copy.deepcopy(start(d.family, d.tied))
+    optimizer = make_optimizer(d.rule, model)
+    with Harness(plan, model, optimizer, store=make_store(device), enforce=False):
+        found = loop(model, optimizer, _to(batch, device), d)
+    if tolerance:
+        return [f"/seen/{n}: {a} for {b}" for n, (a, b) in _far_apart(found["seen"], expected["seen"], tolerance)]
+    return differences(found, expected)
+
+
+def _far_apart(mine: list[float], theirs: list[float], tolerance: float) -> list[tuple[int, tuple[float, float]]]:
+    pairs = enumerate(zip(mine, theirs, strict=True))
+    return [(n, (a, b)) for n, (a, b) in pairs if not abs(a - b) <= tolerance * max(1.0, abs(b))]
