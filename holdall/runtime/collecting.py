@@ -189,6 +189,15 @@ class Collector:
         held, self.held = self.held, {}
         return held
 
+    def adopt(self, unit: Unit) -> Held | None:
+        """Gradients that did not come by working weights: set by hand, or of a model that has its parameters elsewhere too."""
+        which = [n for n, m in enumerate(unit.trained) if m.is_swapped and type(m.home.grad) is torch.Tensor]
+        if not which:
+            return None
+        held = Held(unit, self._store)
+        held.which = tuple(which)
+        return held
+
     def asked(self, held: Held) -> torch.Tensor | None:
         """What the loop did to the gradients: the factor, if it is the same for all; else they are replaced."""
         grads = [held.unit.trained[n].home.grad for n in held.which]

@@ -225,7 +225,8 @@ class Engine:
                     if m.is_swapped:
                         m.work.grad = None
         self._evaluating.begin(args, kwargs)
-        if self._collector.held:  # no step since the backward: weights may have to be made from the homes again
+        reads_homes = self._stepping is not None and self._stepping.reads_homes
+        if reads_homes or self._collector.held:  # no step since the backward: weights may have to be made from the homes again
             self._pending.finish_all()
         self._collector.make_way()
         self._swap(True)
@@ -373,6 +374,8 @@ class Engine:
         self._pending.finish_all()
         for unit in self.units:
             unit.copy_from_homes(self.store)
+            unit.end_update()  # whatever became of it
+            unit.turn = -1
 
     def forget_gradients(self) -> None:
         """The backward that they came from will be made again, from the weights as they are."""

@@ -58,6 +58,7 @@ class Stepping:
         self._device = updater.device
         self._when = when
         self._slots = slots
+        self.reads_homes = False  # gradients came by the parameters themselves, so that a forward reads these
         self._aside: list[list[torch.Tensor]] = []  # the optimizer's groups, while its own step runs
 
     # around the optimizer's own step
@@ -81,6 +82,10 @@ class Stepping:
 
     def _update_all(self, groups: Groups) -> None:
         held = self._collector.take()
+        for unit in self._units:
+            adopted = self._collector.adopt(unit) if unit.name not in held else None
+            if adopted is not None:
+                held[unit.name], self.reads_homes = adopted, True
         self._ahead.begin_step()
         self._weights_first.begin_step()
         self._prepare_room(held.values())

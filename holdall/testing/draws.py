@@ -117,13 +117,17 @@ def make_optimizer(rule: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, fused=rule == "fused")
 
 
-@cache
 def start(name: str, tied: bool) -> tuple[torch.nn.Module, Any]:
-    """(model, batch); the model is to be copied."""
-    torch.manual_seed(0)
+    """(model, batch), the same every time."""
     if name in READERS:
+        torch.manual_seed(0)
         model, batch = READERS[name]()
         return model.train(), batch
+    return copy.deepcopy(_start(name, tied))
+
+
+@cache
+def _start(name: str, tied: bool) -> tuple[torch.nn.Module, Any]:
     model, batch = family(name)
     if name in UNTIED:
         tie = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
@@ -178,12 +182,12 @@ def _hand_over(model: torch.nn.Module, work: torch.nn.Module) -> None:
 @cache
 def reference(name: str, tied: bool, rule: str, narrow: bool, rows: int, clipped: str, accumulate: int, device: str) -> Any:
     """Plain training."""
-    model, batch = copy.deepcopy(start(name, tied))
+    model, batch = start(name, tied)
     d = replace(draw(0, 0), clipped=clipped, accumulate=accumulate)
     model, batch = model.to(device), _to(batch, device)
     work = None
     if narrow:
-        work = copy.deepcopy(model)
+        work = start(name, tied)[0].to(device)
         for w in work.parameters():
             w.data = w.data.bfloat16()
     found = head_of(model if work is None else work) if rows else None
@@ -207,7 +211,7 @@ def _to(batch: Any, device: str) -> Any:
 
 @cache
 def traced(name: str, tied: bool, rule: str, narrow: bool, rows: int, device: str) -> Trace:
-    model, batch = copy.deepcopy(start(name, tied))
+    model, batch = start(name, tied)
     optimizer = make_optimizer(rule, model)
     precision = "bf16" if narrow else None
     return holdall.trace(
@@ -266,7 +270,7 @@ def run(d: Draw, device: str = "cpu", *, tolerance: float = 0.0) -> list[str]:
     """Train under the plan; where that differs from plain training. `tolerance`: losses and norms alone, within it."""
     expected = reference(d.family, d.tied, d.rule, d.narrow, d.rows, d.clipped, d.accumulate, device)
     plan = plan_of(d, traced(d.family, d.tied, d.rule, d.narrow, d.rows, device))
-    model, batch = copy.deepcopy(start(d.family, d.tied))
+    model, batch = start(d.family, d.tied)
     optimizer = make_optimizer(d.rule, model)
     with Harness(plan, model, optimizer, store=make_store(device), enforce=False):
         found = loop(model, optimizer, _to(batch, device), d)
