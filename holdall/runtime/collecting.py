@@ -18,6 +18,7 @@ from holdall.runtime.gradients import Gradient
 from holdall.runtime.held import Held
 from holdall.runtime.units import DEVICE, Unit
 from holdall.tiers import Keeper
+from holdall.tiers._chaos import current
 
 
 class Collector:
@@ -76,6 +77,9 @@ class Collector:
         self.let_go()
         unit = held.unit
         held.flat = torch.empty(unit.grads.nbytes, dtype=torch.uint8, device=self._device)
+        chaos = current()
+        if chaos is not None:
+            chaos.poison(held.flat)
         views = unit.grads.views(held.flat)
         torch._foreach_copy_([views[n] for n in held.which], grads)
         grads.clear()

@@ -18,6 +18,7 @@ from holdall.runtime.units import DEVICE, Layout, Member, Unit, like
 from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper, Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._chaos import current
 
 
 @dataclass(slots=True)
@@ -63,6 +64,9 @@ class Passing:
         if not self._slots:
             self._slots = [Slot(nbytes, self._updater.device) for _ in range(slots)]
             self._turn = 0
+            chaos = current()
+            if chaos is not None and self._stream is None:  # on a GPU, what is copied there may set out before
+                chaos.poison(*(slot.memory for slot in self._slots))
 
     def leave_room(self) -> None:
         """Give it back; the current stream goes on when nothing works in it any more."""

@@ -87,7 +87,7 @@ class Normed(_Language):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             for layer in self.layers:
-                nn.utils.weight_norm(layer.up)  # type: ignore[arg-type]
+                nn.utils.weight_norm(layer.up)  # type: ignore[type-var]
             nn.utils.weight_norm(self.head)
 
 
