@@ -153,7 +153,7 @@ class Passing:
         here = self._lane.pull(ticket, grads_at, after=after)
         is_staged = unit.is_streamed and unit.is_narrow  # else the homes are what is fetched
         staged = rest[: unit.layout.nbytes] if is_staged else rest[:0]
-        if is_staged and len(order.which) < len(unit.members):  # those that are not updated go back as they were
+        if is_staged and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
             assert unit.source is not None
             here = self._lane.pull(unit.source, staged, after=after)
         if self._stream is None and here is not None:
@@ -172,6 +172,8 @@ class Passing:
             weights = unit.weights() if not unit.is_streamed else []
             if is_staged:
                 weights = [v for v, m in zip(unit.layout.views(staged), unit.members, strict=True) if m.trained]
+                for n in set(range(len(weights))).difference(order.which):  # no gradient came: as they were
+                    weights[n].copy_(views[n])
             self._updater.part(unit).update(
                 [views[n] for n in order.which],
                 [grads[n] for n in order.which],

@@ -93,7 +93,7 @@ def draw(seed: int, number: int, families: Iterable[str] = FAMILIES) -> Draw:
         rows=ROWS if has_head and rng.random() < 0.6 else 0,
         tied=has_head and rng.random() < 0.4,
         clipped="never" if when == "backward" else rng.choice(sorted(CLIPPED)),
-        accumulate=1 if when == "backward" else accumulate,
+        accumulate=1 if when == "backward" or name == "choosing" else accumulate,  # two backwards must have the same experts
         when=when,
         kind=rng.choice([None, *KINDS]),
         ahead=when == "spill" and rng.random() < 0.6,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from holdall.optim._part import clone_optimizer
@@ -20,7 +20,7 @@ from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
 from holdall.tracing.trials import Trials
 from holdall.tracing.units import Updating, find_units, group_parameters
-from holdall.tracing.values import KnownValues
+from holdall.tracing.values import KnownValues, UnknownValue
 from holdall.types import Kind
 
 
@@ -70,6 +70,7 @@ def record_fake_step(
             stack.enter_context(CudaOps())
         with how.casting(model) as casts, watch_modules(model, recorder):
             held = torch.func.functional_call(step, swap, (fake_batch,))
+        _refuse_other_readers(model)
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
         recorder.mark(((f"{n}.grad", p.grad) for n, p in unique.items() if p.grad is not None), Kind.GRAD)
         updating = None
@@ -103,6 +104,15 @@ def record_fake_step(
         casts=tuple(casts),
         timed=timed,
     )
+
+
+def _refuse_other_readers(model: torch.nn.Module) -> None:
+    """A gradient at a parameter itself: the model has it elsewhere too, in a list of its own, and computes with that."""
+    found = [(name, p) for name, p in model.named_parameters() if isinstance(p.grad, FakeTensor)]
+    for _, p in found:
+        p.grad = None
+    if found:
+        raise UnknownValue(f"`{found[0][0]}` is read from elsewhere than its module")
 
 
 def _masters(

@@ -14,12 +14,14 @@ from holdall.planners.nop import Nop
 from holdall.runtime.harness import Harness
 from holdall.runtime.slots import Slots
 from holdall.runtime.stepping import Stepping
+from holdall.simulator.lower import lower
 from holdall.testing import draws
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
 from holdall.testing.readers import READERS
 from holdall.testing.states import differences
 from holdall.tiers.far import Far
+from holdall.types import Wait
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
 BASE = replace(draws.draw(0, 0), rule="plain", narrow=False, rows=0, tied=False, clipped="always", accumulate=1, ahead=False)
@@ -235,17 +237,10 @@ def test_the_simulator_waits_for_updates_of_what_no_block_reads():
     model, batch = draws.start("top-parameters", False)
     trace = holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters()))
     problem = problem_for(trace, overlap=True)
-    plan = finish(Nop(), problem, [Place.all(trace, update="host", when="spill")])
-    schedule = plan.actions[0].rewrite(holdall_schedule(problem), problem)
-    waits = [s for s in schedule.steps() if type(s).__name__ == "Wait"]
+    schedule = lower(problem, [Place.all(trace, update="host", when="spill")])
+    waits = [s for s in schedule.steps() if isinstance(s, Wait)]
     names = {schedule.info(x).name for w in waits for x in w.tensors}
     assert {f"{u.name}: gradients" for u in trace.units} <= names
-
-
-def holdall_schedule(problem):
-    from holdall.simulator.lower import lower
-
-    return lower(problem.trace, problem.hardware)
 
 
 class Listed(torch.nn.Module):
