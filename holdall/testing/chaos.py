@@ -13,7 +13,7 @@ As a command, it trains random small models under random plans and holds them ag
     python -m holdall.testing.chaos --only 0/17        # one of them again
 
 On a CPU everything is compared bit for bit: losses, norms, weights, optimizer states. On a GPU losses and norms are, within
-1e-3 where the model computes in float32 and 3e-2 in bfloat16: its kernels add up in no fixed order, and the host's Adam rounds
+5e-3 where the model computes in float32 and 3e-2 in bfloat16: its kernels add up in no fixed order, and the host's Adam rounds
 as a host does.
 """
 
@@ -30,7 +30,7 @@ from holdall.errors import Unsupported
 from holdall.testing import draws
 from holdall.tiers._chaos import Chaos, switch
 
-TOLERANCE = {False: 1e-3, True: 3e-2}  # on a GPU, by whether the model computes in bfloat16
+TOLERANCE = {False: 5e-3, True: 3e-2}  # on a GPU, by whether the model computes in bfloat16
 
 
 @contextmanager
