@@ -7,6 +7,7 @@ where the model computes in bfloat16, the parameters stay in float32 and a narro
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -113,7 +114,7 @@ def make_optimizer(rule: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if rule == "sgd":
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
     return torch.optim.AdamW(groups, lr=1e-2, fused=rule == "fused")
 
 
@@ -193,9 +194,11 @@ def reference(name: str, tied: bool, rule: str, narrow: bool, rows: int, clipped
     found = head_of(model if work is None else work) if rows else None
     undo = chunk_head(found[1], rows=rows) if found is not None else lambda: None
     try:
-        return loop(model, make_optimizer(rule, model), batch, d, work)
+        found = loop(model, make_optimizer(rule, model), batch, d, work)
     finally:
         undo()
+    assert all(math.isfinite(value) for value in found["seen"]), f"plain training of {name} by {rule} leaves the finite numbers"
+    return found
 
 
 def _to(batch: Any, device: str) -> Any:

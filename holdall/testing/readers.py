@@ -66,7 +66,7 @@ class ReadByParent(_Language):
         x = self.embed(ids)
         positions = self.norm(self.positions.weight)
         for layer in self.layers:
-            x = layer(x) + x @ positions
+            x = layer(x) + x @ positions / WIDTH
         return self.loss(x, ids)
 
 
