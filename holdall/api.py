@@ -25,7 +25,7 @@ from holdall.runtime.harness import Harness, refuse_planned
 from holdall.runtime.lengths import Buckets
 from holdall.runtime.logits import chunk_head, head_of, rows_for
 from holdall.runtime.meter import device_context
-from holdall.runtime.probe import probe
+from holdall.runtime.probe import probed
 from holdall.runtime.repeat import Tighten
 from holdall.runtime.rivals import Correct
 from holdall.tracing import check_model, model_signature, target_device, trace_step
@@ -94,13 +94,15 @@ def plan(
     and step; if not, parameters may be updated as their gradients come. `accumulate`: backwards per step. `options` go to the
     planner.
     """
+    from holdall.asking.remembering import remember_plan
+
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
     problem = make_problem(
         read, budget=budget, hardware=hardware, allow=allow, clips=clips, accumulate=accumulate, progress=progress
     )
     chosen = build_member("planners", planner, options, f"planner {planner}")
     with _no_collection():
-        return chosen(problem)  # type: ignore[no-any-return]
+        return remember_plan(problem, chosen, lambda: chosen(problem))
 
 
 @contextmanager
@@ -129,16 +131,39 @@ def make_problem(
     progress: Progress = silent,
 ) -> Problem:
     """What a planner is given; see `plan`."""
-    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
+    machine = hardware_for(trace, hardware)
+    given: dict[str, Any] = {"allow": allow, "clips": clips, "accumulate": accumulate, "progress": progress}
+    return bare_problem(cost_trace(trace, machine), machine, budget=budget, **given)
+
+
+def bare_problem(
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    budget: Budget = "auto",
+    allow: Iterable[str] | None = None,
+    clips: bool = True,
+    accumulate: int = 1,
+    progress: Progress = silent,
+) -> Problem:
+    """The same with the trace as it is: for whoever has costed it, or will."""
     return Problem(
-        trace=cost_trace(trace, machine),
-        hardware=machine,
-        budget=resolve_budget(budget, machine),
+        trace=trace,
+        hardware=hardware,
+        budget=resolve_budget(budget, hardware),
         allow=_resolve_allow(allow),
         clips=clips,
         accumulate=accumulate,
         progress=progress,
     )
+
+
+def hardware_for(trace: Trace, hardware: Hardware | str | Path | None) -> Hardware:
+    """The machine for a trace: with what its kernels came to take where its ops were measured, since they will again."""
+    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
+    if trace.about.get("timed") != machine.name:
+        return machine
+    return replace(machine, context=max(machine.context, int(trace.about.get("context") or 0)))
 
 
 def apply(
@@ -154,6 +179,7 @@ def apply(
     recast: Recast | None = None,
     record: str | Path | None = None,
     compile: bool | str = False,  # noqa: A002
+    progress: Progress = silent,
 ) -> Harness:
     """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
 
@@ -188,6 +214,7 @@ def apply(
         recast=recast,
         record=record,
         backend=backend,
+        progress=progress,
     )
 
 
@@ -248,6 +275,8 @@ def fit(
         if fallback is not None:
             sizes.know(fallback, traced)
         is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not compile
+        if is_corrected:
+            sizes.expect_corrections(made, traced)
         return Prepared(plan=made, fallback=fallback, correct=sizes.correct if is_corrected else None)
 
     made = prepare()
@@ -312,7 +341,7 @@ def environment() -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _probed(device: str) -> Hardware:
-    return probe(device, quick=True)
+    return probed(device)
 
 
 def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Hardware:

@@ -11,6 +11,8 @@ import zlib
 import pytest
 import torch
 
+os.environ["HOLDALL_CACHE"] = "off"  # no test finds what another has left; those about the cache have folders of their own
+
 torch.set_num_threads(1)
 
 SAMPLED = (

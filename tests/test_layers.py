@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "holdall"
-BASE = {"types", "errors", "units", "registry"}
+BASE = {"types", "errors", "units", "registry", "caching"}
 ALLOWED = {
     "types": BASE,
     "errors": BASE,
     "units": BASE,
     "registry": BASE,
+    "caching": BASE,
     "ops": BASE | {"torch"},
     "casts": BASE | {"torch"},
     "rezero": BASE | {"torch"},

@@ -6,6 +6,8 @@ largest size that is known is planned first, so that the placement is made for i
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,18 +19,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdall import api
 from holdall.actions.in_backward import InBackward
-from holdall.errors import Infeasible, InvalidInput, Unsupported
+from holdall.asking.correcting import Correction, Corrector
+from holdall.asking.remembering import SLOW, keep_trace, remember_trace
+from holdall.caching import cache_folder, key_of
+from holdall.errors import HoldallError, Infeasible, InvalidInput, Unsupported
 from holdall.planners._around import plan_around
-from holdall.registry import build_member
 from holdall.runtime.casting import Prepared
 from holdall.runtime.lengths import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
-from holdall.simulator import simulate
+from holdall.runtime.meter import device_context
+from holdall.tracing.identity import identity_of
+from holdall.tracing.process import besides_of
 from holdall.tracing.step import default_loss
-from holdall.types import Action, Plan, Trace
+from holdall.types import Action, Plan, Progress, Trace
+from holdall.types.plan import silent
+
+log = logging.getLogger("holdall")
 
 Lengths = str | Iterable[Any]
 _OFF = 0.08  # a step that takes so much more or less than was said is worth another plan
-_MOST = 2.0  # times that ops are taken to be slower, or faster, than was measured of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,7 @@ class Sizes:
         self._adjust = adjust
         self._call = Call(model)
         self._traces: dict[int, tuple[Plan, Trace]] = {}  # by plan; the plan itself, so that its id stays its own
+        self._corrector: Corrector | None = None
         self._besides: dict[str, Any] = {}  # what the process holds besides, as it was before the harness came
 
     def sample(self) -> tuple[Plan, Trace]:
@@ -107,24 +116,32 @@ class Sizes:
         made = self._adjust(plan_around(self._problem(known[1]), _settled(plan), smallest=True), known[1])
         return made if made.predicted.peak[home] < plan.predicted.peak[home] else None
 
-    def correct(self, harness: Any, seconds: float) -> Plan | None:
-        """A plan made anew where a step takes another time than was said: with the rate of updates that the host has shown, and
-        ops that take as much longer as the rest of the step did. None: it was near enough, or the same plan is best."""
-        known = self._traces.get(id(harness.plan))
-        if known is None or abs(seconds / harness.expected.seconds - 1) <= _OFF:
+    def expect_corrections(self, plan: Plan, trace: Trace) -> None:
+        """Lay out what a correction of this plan would need, now rather than in a step."""
+        try:
+            self._corrector = Corrector(plan, trace)
+        except (OSError, HoldallError) as error:
+            log.info("holdall: plans will not be corrected by what is measured: %s", error)
+
+    def correct(self, harness: Any, seconds: float) -> Correction | None:
+        """A plan that is made anew, beside the run, where a step takes another time than was said. None: it was near enough."""
+        known, corrector = self._traces.get(id(harness.plan)), self._corrector
+        if known is None or corrector is None or corrector.plan is not harness.plan:
             return None
-        problem = replace(self._problem(known[1]), clipped=not harness.is_mostly_ahead)
+        if abs(seconds / harness.expected.seconds - 1) <= _OFF:
+            return None
+        given = {k: v for k, v in self._planning.items() if k in api.PROBLEM}
+        machine = api.hardware_for(known[1], given.pop("hardware", None))
+        problem = api.bare_problem(known[1], machine, **given)
         rate = harness.engine.updater.rate if harness.engine is not None and harness.engine.updater is not None else None
-        if rate is not None:
-            problem = replace(problem, hardware=replace(problem.hardware, updates=rate))
-        again = simulate(problem, harness.plan.actions)
-        waits = again.stall_seconds or 0.0
-        slower = (seconds - waits) / max(again.seconds - waits, 1e-9)
-        slower = min(max(slower, 1 / _MOST), _MOST)
-        ops = tuple(replace(op, seconds=op.seconds * slower) for op in problem.trace.ops)
-        problem = replace(problem, trace=replace(problem.trace, ops=ops))
         options = {k: v for k, v in self._planning.items() if k not in (*api.PROBLEM, "planner")}
-        return self.know(build_member("planners", "auto", options, "planner auto")(problem), known[1])
+        return corrector.ask(
+            replace(problem, clipped=not harness.is_mostly_ahead),
+            seconds=seconds,
+            rate=rate,
+            options=options,
+            then=lambda plan: self.know(plan, known[1]),
+        )
 
     def recast(self, prepare: Callable[[], Prepared], autocast: torch.dtype | None) -> Prepared:
         """All plans anew, by `prepare`, for a loop under another autocast than was traced."""
@@ -224,13 +241,42 @@ class Sizes:
                 before = shapes.get(name, shape)
                 shapes[name] = tuple(map(max, before, shape)) if len(before) == len(shape) else shape  # called more than once
 
-        handle = self._model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
-        try:
-            traced = api.trace(self._model, batch, **{**self._tracing, **other})
-        finally:
-            handle.remove()
+        given = {**self._tracing, **other}
+        self._progress("tracing", 0, 0, "")
+        identity = self._identity(batch, given)
+        found = remember_trace(identity, batch)
+        if found is not None:
+            traced = self._as_it_is_now(found[0], batch, given)
+            shapes.update(found[1])
+        else:
+            began = time.perf_counter()
+            handle = self._model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+            try:
+                traced = api.trace(self._model, batch, **given)
+            finally:
+                handle.remove()
+            if time.perf_counter() - began >= SLOW:
+                keep_trace(identity, batch, traced, shapes, context=_context(traced))
         self._besides = self._besides or {k: traced.about.get(k) for k in ("process", "besides")}
         return _Traced(trace=replace(traced, about={**traced.about, **self._besides}), shapes=shapes)
+
+    def _identity(self, batch: Any, given: Mapping[str, Any]) -> str | None:
+        """Of the step that would be traced; None: it cannot be told from others, or nothing is kept."""
+        if cache_folder() is None:
+            return None
+        options = {k: v for k, v in given.items() if k != "optimizer"}
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        found = identity_of(self._model, batch, given.get("optimizer"), options)
+        return key_of("trace", found, gpu) if found is not None else None
+
+    def _as_it_is_now(self, trace: Trace, batch: Any, given: Mapping[str, Any]) -> Trace:
+        besides = besides_of(self._model, given.get("optimizer"), batch, torch.device(str(trace.about["device"])))
+        return replace(trace, about={**trace.about, **besides})
+
+    @property
+    def _progress(self) -> Progress:
+        found: Progress = self._planning.get("progress", silent)
+        return found
 
     def _freely(self, traced: _Traced) -> Bucket:
         return self._bucket(traced, lambda: api.plan(traced.trace, **self._planning))
@@ -259,6 +305,13 @@ class Sizes:
     def _problem(self, trace: Trace) -> Any:
         given = {k: v for k, v in self._planning.items() if k in api.PROBLEM}
         return api.make_problem(trace, **given)
+
+
+def _context(trace: Trace) -> int:
+    """What driver and kernels take of the device that ops were measured on."""
+    if trace.about.get("timed") is None:
+        return 0
+    return device_context(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _settled(plan: Plan) -> tuple[Action, ...]:

@@ -19,7 +19,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
 from holdall.planners._finish import allocator_of
 from holdall.registry import build_member, member_class
-from holdall.runtime.probe import probe
+from holdall.runtime.probe import probed
 from holdall.simulator import simulate
 from holdall.types import Hardware, Kind, Outcome, Plan, Problem, Progress, Tier, Trace
 from holdall.units import TiB
@@ -124,7 +124,7 @@ def find_machine(name: str | None, path: Path | None, progress: Progress, *, dev
             "the trace is for a GPU, and this machine has none to measure",
             hint="name the GPU to plan for, as in `--gpu rtx-4090`, or trace again with `--device cpu`",
         )
-    return probe(device, quick=True, progress=progress)
+    return probed(device, progress=progress)
 
 
 def check_device(trace: Trace, machine: Hardware) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from holdall.errors import OverBudget
-from holdall.optim._part import Groups
-from holdall.runtime.units import Layout, Member, Unit, like
+from holdall.optim._part import Groups, snapshot
+from holdall.runtime.units import HOST, Layout, Member, Unit, like
 from holdall.runtime.updating import Order, Updater
 from holdall.tiers import Keeper, Ticket
-from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._buffers import copy_tensor, touch
 from holdall.tiers._chaos import current
+from holdall.types import Progress
+from holdall.types.plan import silent
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class Beside:
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
         self._spares: dict[str, Spare | None] = {}
+        self._moved: set[str] = set()  # units whose parameters have come to lie in spare room
 
     # begun ahead
 
@@ -93,6 +96,7 @@ class Beside:
         spare, updater = self._spares[unit.name], self._updater
         assert spare is not None and attempt.done is not None and updater.back is not None and unit.flat is not None
         attempt.done.result()
+        self._moved.add(unit.name)
         for n, m, step in zip(attempt.which, attempt.members, attempt.steps, strict=True):
             state = updater.optimizer.state[m.home]
             old = (m.home.data, state["exp_avg"], state["exp_avg_sq"])
@@ -144,16 +148,31 @@ class Beside:
 
     # spare room
 
+    def reserve(self, units: Sequence[Unit], progress: Progress = silent) -> None:
+        """Take all of it, before the first step: a page that is touched for the first time costs more than the update of it."""
+        updater = self._updater
+        groups = snapshot(updater.optimizer)
+        wanted = [u for u in units if u.update == HOST and u.trained and self._may_have_spare(u, groups, u.trained)]
+        for done, unit in enumerate(wanted):
+            progress("taking host memory for early updates", done, len(wanted), "")
+            assert updater.lane is not None
+            spare = self._spares[unit.name] = _make_spare(unit, updater.lane)
+            if spare is not None:
+                with updater.quiet():
+                    touch(updater.lane.memory(spare.tickets[0]))  # the other was touched when it was pinned
+
     def _spare(self, unit: Unit, groups: Groups, members: list[Member]) -> Spare | None:
         """Room for the unit's new values; None: there is none, or its update is not by the fast kernel."""
         updater = self._updater
-        if updater.lane is None or not unit.is_narrow or not all(updater.states(members)):
+        if not self._may_have_spare(unit, groups, members) or not all(updater.states(members)):
             return None
-        if not updater.is_plain_adam(groups, members):
-            return None
-        if unit.name not in self._spares:
+        if unit.name not in self._spares and updater.lane is not None:
             self._spares[unit.name] = _make_spare(unit, updater.lane)
         return self._spares[unit.name]
+
+    def _may_have_spare(self, unit: Unit, groups: Groups, members: list[Member]) -> bool:
+        updater = self._updater
+        return updater.lane is not None and unit.is_narrow and updater.is_plain_adam(groups, members)
 
     def _exchange(self, unit: Unit, spare: Spare) -> None:
         """The new weights are those that will be fetched, or sent; what was there before is room for the next ones."""
@@ -167,8 +186,9 @@ class Beside:
         spare.tickets = (spare.tickets[0], old)
         spare.weights = unit.grads.views(lane.memory(old))
 
-    def has_spare(self, unit: Unit) -> bool:
-        return self._spares.get(unit.name) is not None
+    def has_moved(self, unit: Unit) -> bool:
+        """Whether the unit's parameters lie in what was spare room once."""
+        return unit.name in self._moved
 
     def free_spares(self) -> None:
         for spare in self._spares.values():

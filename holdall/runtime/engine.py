@@ -45,6 +45,8 @@ from holdall.runtime.streaming import Streaming
 from holdall.runtime.units import HOST, Unit, find_members
 from holdall.runtime.updating import Updater
 from holdall.tiers import Keeper
+from holdall.types import Progress
+from holdall.types.plan import silent
 
 
 class Engine:
@@ -61,6 +63,7 @@ class Engine:
         calls: Sequence[str] = (),
         tell: Callable[[torch.UntypedStorage], None] = lambda _: None,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+        progress: Progress = silent,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -110,7 +113,8 @@ class Engine:
                 slots=placing.slots,
                 weights_first=is_beside,
             )
-        if is_beside:
+        if is_beside and beside is not None:
+            beside.reserve(self.units, progress)
             self._undo.append(watch_calls(self))
         self._install(calls)
 
@@ -201,8 +205,8 @@ class Engine:
         for unit in self.units:
             if self.updater is not None:
                 self.updater.return_states(unit)
-            has_spare = self._beside is not None and self._beside.has_spare(unit)
-            unit.put_back(self.store, in_store=has_spare)
+            has_moved = self._beside is not None and self._beside.has_moved(unit)
+            unit.put_back(self.store, in_store=has_moved)
         if self._beside is not None:
             self._beside.free_spares()
         for home, grad in kept:

@@ -41,7 +41,8 @@ from holdall.runtime.repeat import Repeat, Tighten
 from holdall.runtime.results import Results, expect
 from holdall.runtime.rivals import Correct, Rivals
 from holdall.runtime.watch import Watch, refuse_compiled
-from holdall.types import Outcome, Plan
+from holdall.types import Outcome, Plan, Progress
+from holdall.types.plan import silent
 
 __all__ = ["Harness", "Placing"]
 
@@ -77,6 +78,7 @@ class Harness:
         recast: Recast | None = None,
         record: str | Path | None = None,
         backend: str | None = None,
+        progress: Progress = silent,
     ) -> None:
         self.plan = self.regular = plan  # the one that is on; the one for steps of the sample's size
         self.model = model
@@ -86,6 +88,7 @@ class Harness:
         self.compiler = Compiler(backend, self.note()) if backend is not None else None
         self.engine: Engine | None = None
         self._make_report = make_report
+        self._progress = progress
         self._policies: dict[str, Policy] = {}
         self._placing: Placing | None = None
         self._undo: list[Callable[[], object]] = []
@@ -120,6 +123,7 @@ class Harness:
             if self.store is not None:
                 self.store.close()
             raise
+        self._progress = silent  # later plans are for the notes to tell of
         PLANNED.add(model)
         log.info("holdall: %s", plan.summary())
 
@@ -230,6 +234,7 @@ class Harness:
             calls=[name for name, _ in self.plan.about.get("blocks", ())],
             tell=self._tell,
             quiet=self.quiet,
+            progress=self._progress,
         )
 
     def _there(self) -> list[torch.Tensor]:
@@ -250,13 +255,16 @@ class Harness:
         self._next = plan
 
     def _change(self, plan: Plan) -> None:
-        self._take_off()
-        self._begin_with(plan)
+        assert self._make_store is not None
+        store = self.store if self.store is not None and plan.budget == self.plan.budget else None
+        self._take_off(keep=store)
+        self._begin_with(plan, store)
 
-    def _begin_with(self, plan: Plan) -> None:
+    def _begin_with(self, plan: Plan, store: Any = None) -> None:
+        """Install a plan on the bare model; `store`: one whose memory is used again."""
         assert self._make_store is not None
         self.plan = self.regular = plan
-        self.store = self._make_store(plan)
+        self.store = self._make_store(plan) if store is None else store
         self._policies, self._placing, self.contexts = {}, None, []
         self._results.begin_anew()
         self._install()
@@ -331,6 +339,7 @@ class Harness:
         if self._closed:
             return
         self._closed = True
+        self._rivals.close()
         try:
             if self.optimizer is None:
                 self._finish_step()
@@ -346,7 +355,8 @@ class Harness:
                 stack.callback(undo)
             self._undo.clear()
 
-    def _take_off(self) -> None:
+    def _take_off(self, *, keep: Any = None) -> None:
+        """`keep`: the store, if its memory will be used again; taking and pinning it anew would hold up the loop."""
         engine, self.engine = self.engine, None
         try:
             self._peel()
@@ -361,7 +371,9 @@ class Harness:
                     engine.close()
             finally:
                 self._blocks.restart()
-                if self.store is not None:
+                if keep is not None:
+                    keep.begin_anew()
+                elif self.store is not None:
                     self.store.close()
 
     def __enter__(self) -> Harness:

@@ -2,7 +2,8 @@
 
 A datasheet knows peaks; a plan needs what this machine reaches, with this PyTorch and its threads, at the sizes of models.
 Each figure comes from timing the op itself; the rates of the farther memory are those of the store that will do the copying.
-The probe takes a few seconds, allocates little, leaves the global random state alone, and remembers its answer.
+The probe takes a few seconds, allocates little, leaves the global random state alone, and remembers its answer, also on disk:
+`probed` asks there first.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdall.errors import Unsupported, unknown_name
+from holdall.caching import key_of, open_cache
+from holdall.errors import HoldallError, Unsupported, unknown_name
 from holdall.runtime.host_rates import host_rates
 from holdall.runtime.meter import device_context
 from holdall.tiers import Store
-from holdall.types import Hardware, Progress, Rate, Tier
+from holdall.types import Hardware, Progress, Rate, Tier, _json
 from holdall.types.plan import silent
 from holdall.units import KiB, MiB
 
@@ -39,12 +41,40 @@ _MEMORY = {  # bytes of one operand
 _COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
 Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, the call that does them)
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
+_FRESH = 7 * 86400  # seconds for which a measurement is taken to be true
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def probe(device: str = "auto", *, quick: bool = False, progress: Progress = silent) -> Hardware:
     """This machine as a `Hardware`, measured once per process. `quick`: shorter, noisier timings."""
     return _measure(_Request(_resolve(device), quick, torch.get_num_threads(), progress))
+
+
+def probed(device: str = "auto", *, progress: Progress = silent) -> Hardware:
+    """This machine as it was measured in the last days, by whichever process; else as it is measured now, quickly."""
+    kept = open_cache().get("probe", _place(_resolve(device)))
+    try:
+        if kept is not None and 0 <= time.time() - kept["when"] < _FRESH:
+            found: Hardware = _json.unpack(Hardware, kept["hardware"], "the cache")
+            return found
+    except (HoldallError, KeyError, TypeError):
+        pass
+    return probe(device, quick=True, progress=progress)
+
+
+def _place(device: str) -> str:
+    """Where the answer for a device is kept: by the device and by what of the host has a part in it."""
+    where = torch.device(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    host = _processor(), cores, torch.get_num_threads(), host_memory()
+    return key_of("probe", where.type, _name(where), _capacity(where), host, torch.__version__, torch.version.cuda)
+
+
+def _processor() -> str:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def host_memory(*, root: Path = Path("/")) -> int:
@@ -125,7 +155,7 @@ def _measure(request: _Request) -> Hardware:
         else max(p.rate for p in table if p.family == "memory" and p.work >= MiB)
     )
     home = Tier(name="gpu" if kind == "cuda" else "cpu", capacity=_capacity(clock.device), read=bandwidth, write=bandwidth)
-    return Hardware(
+    measured = Hardware(
         name=_name(clock.device),
         device=kind,
         tiers=(home, far),
@@ -144,6 +174,8 @@ def _measure(request: _Request) -> Hardware:
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
         about={"threads": request.threads, "python": platform.python_version(), "notes": list(store.notes)},
     )
+    open_cache().put("probe", _place(request.device), {"when": time.time(), "hardware": _json.pack(measured)})
+    return measured
 
 
 def _resident(device: torch.device) -> int:

@@ -92,6 +92,10 @@ class Store(Protocol):
 
     def free(self, ticket: Ticket) -> None: ...
 
+    def begin_anew(self) -> None:
+        """Tickets that are still out become void; memory that was given back stays at hand for others of its size."""
+        ...
+
     def close(self) -> None:
         """Give all memory back. Tickets that are still out become void."""
         ...

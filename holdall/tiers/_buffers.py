@@ -87,6 +87,13 @@ class Buffers:
         self.used -= buffer.nbytes
         self._kept.setdefault(buffer.nbytes, deque()).append(buffer)
 
+    def begin_anew(self) -> None:
+        """What is out becomes void, what is kept stays at hand; the peak is counted from here on."""
+        for buffer in self._out:
+            self._drop(buffer)
+        self._out.clear()
+        self.used = self.peak = 0
+
     def clear(self) -> None:
         """Let go of everything, what is out included."""
         for buffer in self._out:
@@ -147,6 +154,9 @@ class Counted:
     def held(self) -> int:
         return self._buffers.held
 
+    def begin_anew(self) -> None:
+        self._buffers.begin_anew()
+
 
 def _map(nbytes: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
@@ -177,6 +187,12 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor, *, non_blocking: boo
             n = min(target.numel(), source.numel())
             target, source = target[:n], source[:n]
         target.copy_(source, non_blocking=non_blocking)
+
+
+def touch(memory: torch.Tensor) -> None:
+    """Have the system give the pages of fresh memory, by all threads; no dispatch mode sees it."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        memory.zero_()
 
 
 def copy_bytes(target: torch.UntypedStorage, source: torch.UntypedStorage, *, non_blocking: bool = False) -> None:

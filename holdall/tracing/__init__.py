@@ -16,7 +16,7 @@ from holdall.tracing.autocast import Autocast, outside_autocast, resolve_autocas
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
 from holdall.tracing.mixing import MixedDtypes
-from holdall.tracing.process import bytes_besides, own_bytes
+from holdall.tracing.process import besides_of
 from holdall.tracing.step import How, Loss, Recorded, default_loss
 from holdall.tracing.values import UnknownValue
 from holdall.types import Trace
@@ -41,11 +41,7 @@ def trace_step(
     target = target_device(model, device)
     how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     run = loss or default_loss
-    on_gpu = target.type == "cuda" and torch.cuda.is_available()
-    besides = {  # as it is before the step is tried
-        "process": own_bytes(model, optimizer) if on_gpu else 0,
-        "besides": bytes_besides(model, optimizer, batch, target) if on_gpu else 0,
-    }
+    besides = besides_of(model, optimizer, batch, target)  # as it is before the step is tried
     notes: list[str] = []
     drawn = random.getstate()  # torch draws from it when its compiler is first loaded
     try:
@@ -73,6 +69,7 @@ def trace_step(
             "torch": torch.__version__,
             **besides,
             "asked": list(recorded.asked),
+            "looked_at": list(recorded.looked_at),
             "notes": notes,
         },
     )

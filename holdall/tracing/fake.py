@@ -90,6 +90,7 @@ def record_fake_step(
         with recorder.quiet():
             units = find_units(list(unique), blocks, ops, tensors, updating)
     timed = recorder.trials.is_timed
+    recorder.trials.close()
     whole = find_whole(recorder.calls)
     return Recorded(
         ops=ops,
@@ -103,6 +104,7 @@ def record_fake_step(
         autocast=recorder.autocast,
         casts=tuple(casts),
         timed=timed,
+        looked_at=tuple(sorted(values.looked_at)),
     )
 
 
@@ -165,7 +167,7 @@ def _fake_input(
             like.set_(base.untyped_storage(), t.storage_offset(), t.shape, t.stride())
         made[id(t)] = like.requires_grad_(t.requires_grad)
         if t.device.type != "meta":
-            values.tell(made[id(t)], t)
+            values.tell(made[id(t)], t, len(made) - 1)
     return made[id(t)]
 
 

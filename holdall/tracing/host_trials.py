@@ -7,12 +7,15 @@ them. Adam in 32 bits, which the engine has a walk of its own for, is the probe'
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from holdall.caching import key_of, open_cache
 from holdall.optim._part import ELEMENTWISE, Part, clone_optimizer, snapshot
 from holdall.optim._per_parameter import PerParameter
 from holdall.optim._pieces import made_for
@@ -27,6 +30,10 @@ def seconds_per_element(optimizer: torch.optim.Optimizer, param: torch.Tensor, g
     if not _is_sampled(optimizer, param):
         return None
     numel = min(param.numel(), _SAMPLE)
+    key = _key(optimizer, param, grad)
+    kept = open_cache().get("ops", key)
+    if isinstance(kept, float) and kept > 0:
+        return kept
     with _disable_current_modes(), made_for("cpu"), torch.no_grad(), torch.random.fork_rng([]):
         sample = torch.nn.Parameter(torch.randn(numel, dtype=torch.float32, device="cpu").to(param.dtype))
         like = torch.randn(numel, dtype=torch.float32, device="cpu").to(grad)
@@ -38,7 +45,17 @@ def seconds_per_element(optimizer: torch.optim.Optimizer, param: torch.Tensor, g
             began = time.perf_counter()
             part.update([sample.detach()], [like.clone()], [state], groups, [0])
             took.append(time.perf_counter() - began)
-    return min(took[1:]) / numel
+    found = min(took[1:]) / numel
+    if numel == _SAMPLE:  # a small one is quickly asked again
+        open_cache().put("ops", key, found)
+    return found
+
+
+def _key(optimizer: torch.optim.Optimizer, param: torch.Tensor, grad: torch.dtype) -> str:
+    options = {k: v for k, v in optimizer.defaults.items() if k not in ("lr", "weight_decay")}
+    rule = (type(optimizer).__module__, type(optimizer).__qualname__, options, str(param.dtype), str(grad))
+    threads = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return key_of("host", rule, min(param.numel(), _SAMPLE), threads, platform.processor(), platform.node(), torch.__version__)
 
 
 def _is_sampled(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:

@@ -13,6 +13,17 @@ from torch.utils._pytree import tree_leaves
 _BLOCK = 512  # what the allocator of a GPU rounds up to
 
 
+def besides_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, device: torch.device
+) -> dict[str, int]:
+    """Both, for a trace; nothing where no GPU computes."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return {
+        "process": own_bytes(model, optimizer) if on_gpu else 0,
+        "besides": bytes_besides(model, optimizer, batch, device) if on_gpu else 0,
+    }
+
+
 def own_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Memory of this process that is not the model's: Python, torch and its libraries, and what the user holds besides.
 

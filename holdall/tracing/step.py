@@ -94,6 +94,7 @@ class Recorded:
     autocast: torch.dtype | None = None  # that was on where the model was called
     casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision
     timed: bool = False  # ops carry seconds measured on the device
+    looked_at: tuple[int, ...] = ()  # tensors of the batch on whose values the step's course depends
 
 
 class Step(torch.nn.Module):

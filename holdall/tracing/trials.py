@@ -7,6 +7,9 @@ clock and allocator watch; a step has a few hundred of them, and its layers repe
 out: it is taken once and stays (`Hardware.resident`).
 
 Values are those of `op_inputs.py`; what products take longer in a whole step than alone is measured by `mixture.py`.
+
+Answers are kept on disk. An op that was asked for in an earlier process is run once all the same: its kernel is loaded then,
+and not in the first step, and what kernels take of the device is known before a plan is made.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from holdall.caching import key_of, open_cache
 from holdall.tracing import mixture
 from holdall.tracing.op_inputs import describe, make_inputs
 from holdall.units import GiB, MiB
@@ -69,6 +73,8 @@ class Trials:
         self._known: dict[Any, Trial] = {}
         self._counts: Counter[Any] = Counter()
         self._tried: dict[Any, mixture.Part] = {}
+        self._kept: dict[str, list[float]] | None = None  # by question, from disk
+        self._is_new = False  # there are answers that are not on disk
 
     @property
     def is_timed(self) -> bool:
@@ -86,13 +92,39 @@ class Trials:
         key = (str(func), tuple(_question(x) for x in tree_iter((args, kwargs))))
         self._counts[key] += 1
         if key not in self._known:
-            self._known[key] = self._try(key, func, describe(args, kwargs))
+            self._known[key] = self._remember(key, func, describe(args, kwargs))
         return self._known[key]
 
-    def _try(self, key: Any, func: Any, described: tuple[Any, Any]) -> Trial:
+    def _remember(self, key: Any, func: Any, described: tuple[Any, Any]) -> Trial:
+        """The answer from disk, or a new one for it."""
+        question, answers = key_of(repr(key)), self._answers()
+        found = answers.get(question)
+        known = Trial(int(found[0]), float(found[1])) if found is not None and len(found) == 2 else None
+        trial = self._try(key, func, described, known)
+        if known is None and trial is not _UNKNOWN:  # else there may be room for it next time
+            self._keep(question, [trial.workspace, trial.seconds])
+        return known if known is not None else trial
+
+    def _answers(self) -> dict[str, list[float]]:
+        if self._kept is None:
+            self._kept = _read(_place(self._device))
+        return self._kept
+
+    def _keep(self, question: str, answer: list[float]) -> None:
+        self._answers()[question] = answer
+        self._is_new = True
+
+    def close(self) -> None:
+        """Write down what is new."""
+        if self._is_new and self._kept is not None:
+            self._is_new = False
+            place = _place(self._device)
+            open_cache().put("ops", place, {**_read(place), **self._kept})  # somebody else may have written meanwhile
+
+    def _try(self, key: Any, func: Any, described: tuple[Any, Any], known: Trial | None) -> Trial:
         for on_host in (True, False):  # some attention kernels read their random seed through a host pointer, some do not
             try:
-                trial = self._measure(func, described, on_host)
+                trial = self._measure(func, described, on_host, known)
                 self._tried[key] = mixture.Part(
                     func=func,
                     described=described,
@@ -107,11 +139,13 @@ class Trials:
                 continue
         return _UNKNOWN  # it does not run on such tensors, or not in what is free now
 
-    def _measure(self, func: Any, described: tuple[Any, Any], on_host: bool) -> Trial:
+    def _measure(self, func: Any, described: tuple[Any, Any], on_host: bool, known: Trial | None) -> Trial:
         assert self._device is not None
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
             args, kwargs = make_inputs(func, described, on_host=on_host)
             func(*args, **kwargs)  # libraries take what they keep on the first call
+            if known is not None:
+                return known
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
@@ -129,11 +163,34 @@ class Trials:
         if self._device is None or not self._tried:
             return 1.0
         parts = [part._replace(times=self._counts[key]) for key, part in self._tried.items()]
+        question = key_of("slowdown", sorted((repr(key), self._counts[key], part.seconds) for key, part in self._tried.items()))
+        found = self._answers().get(question)
+        if found is not None:
+            return float(found[0])
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
             try:
-                return mixture.slowdown(parts, _seconds)
+                slower = mixture.slowdown(parts, _seconds)
             except torch.OutOfMemoryError:
                 return 1.0
+        self._keep(question, [slower])
+        return slower
+
+
+def _place(device: torch.device | None) -> str:
+    """Where answers for this device are kept: by everything that decides which kernels run."""
+    assert device is not None
+    gpu = torch.cuda.get_device_properties(device)
+    backends = torch.backends
+    told: list[Any] = [torch.get_float32_matmul_precision(), backends.cudnn.benchmark, backends.cudnn.deterministic]
+    told += [backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()]
+    return key_of("ops", gpu.name, gpu.total_memory, torch.__version__, torch.version.cuda, *told)
+
+
+def _read(place: str) -> dict[str, list[float]]:
+    found = open_cache().get("ops", place)
+    if not isinstance(found, dict):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, list) and v and all(isinstance(x, (int, float)) for x in v)}
 
 
 def load_solvers(device: torch.device) -> None:

@@ -35,23 +35,26 @@ class KnownValues:
     def __init__(self, mode: FakeTensorMode | None) -> None:
         self._mode = mode
         self._known: Any = WeakIdKeyDictionary()
-        self._carried: dict[int, torch.Tensor] = {}
+        self._carried: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}
+        self._from: Any = WeakIdKeyDictionary()  # known value -> numbers of the batch's tensors that it was made from
+        self.looked_at: set[int] = set()  # tensors of the batch whose values the step's course depends on
         self.guess = False  # answer 1.0 where a value is not known: an optimizer's scalars do not change what it allocates
 
-    def tell(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        """`fake` stands for `value`."""
+    def tell(self, fake: torch.Tensor, value: torch.Tensor, number: int) -> None:
+        """`fake` stands for `value`, the tensor of this number in the batch."""
         if _small(value):
             with _disable_current_modes():
                 self._known[fake] = value.detach().cpu()
+            self._from[fake] = frozenset((number,))
 
     def carry(self, fake: torch.Tensor, key: int) -> None:
         """Remember the value of a tensor that autograd saves, under the save's number."""
         if self._mode is not None and fake in self._known:
-            self._carried[key] = self._known[fake]
+            self._carried[key] = self._known[fake], self._from.get(fake, frozenset())
 
     def restore(self, key: int, fake: torch.Tensor) -> None:
         if key in self._carried:
-            self._known[fake] = self._carried[key]
+            self._known[fake], self._from[fake] = self._carried[key]
 
     def forget(self, key: int) -> None:
         self._carried.pop(key, None)
@@ -84,6 +87,7 @@ class KnownValues:
         real_args, real_kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
         if "device" in real_kwargs:
             real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+        sources = frozenset().union(*(self._from.get(t, ()) for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)))
         value: Any = None
         try:
             with _disable_current_modes():
@@ -98,11 +102,14 @@ class KnownValues:
                 raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
             assert self._mode is not None
             mode = self._mode
+            self.looked_at |= sources
             out = tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), value)
+        if not all(isinstance(x, torch.Tensor) for x in tree_iter(out)):  # an answer in Python
+            self.looked_at |= sources
         if have:
             for fake, real in zip(tree_iter(out), tree_iter(value), strict=False):
                 if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor) and _small(real):
-                    self._known[fake] = real
+                    self._known[fake], self._from[fake] = real, sources
         return out
 
     def _check_range(self, weight: torch.Tensor, indices: torch.Tensor) -> None:

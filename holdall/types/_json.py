@@ -9,8 +9,9 @@ import os
 import tempfile
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -19,10 +20,23 @@ from holdall.errors import InvalidInput
 T = TypeVar("T")
 
 
+_PLAIN = (str, int, bool, type(None))
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
 def pack(value: Any) -> Any:
     """Dataclasses to dictionaries, tuples to lists, enums to their values; lists of dataclasses become tables."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return None if math.isnan(value) else value
+    if kind is tuple or kind is list:
+        return [v if type(v) in _PLAIN else pack(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if kind not in _FIELDS:
+            _FIELDS[kind] = tuple(f.name for f in dataclasses.fields(value))
+        return {name: pack(getattr(value, name)) for name in _FIELDS[kind]}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -56,46 +70,98 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _unpack(kind: Any, value: Any) -> Any:
+    return _reader(kind)(value)
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {}
+
+
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What reads values of a kind; made once, since a trace has tens of thousands of them."""
+    found = _READERS.get(kind)
+    if found is None:
+        found = _READERS[kind] = _make_reader(kind)
+    return found
+
+
+def _make_reader(kind: Any) -> Callable[[Any], Any]:
     if kind is Any:
-        return value
+        return lambda value: value
     origin, args = get_origin(kind), get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return _unpack(next(a for a in args if a is not type(None)), value)
+        inner = _reader(next(a for a in args if a is not type(None)))
+        return lambda value: None if value is None else inner(value)
     if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"a list was expected, not {type(value).__name__}")
-        if len(args) == 2 and args[1] is Ellipsis:
-            if args[0] in (int, str) and all(type(v) is args[0] for v in value):
-                return tuple(value)
-            return tuple(_unpack(args[0], v) for v in value)
-        return tuple(_unpack(a, v) for a, v in zip(args, value, strict=True))
+        return _tuple_reader(args)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        if not isinstance(value, dict):
-            raise TypeError(f"an object was expected, not {type(value).__name__}")
-        return {_unpack_key(args[0], k): _unpack(args[1], v) for k, v in value.items()}
+        return _mapping_reader(args)
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise TypeError(f"an object was expected, not {type(value).__name__}")
-        hints = _hints(typing.cast(type, kind))
-        build = typing.cast("type[Any]", kind)
-        return build(**{f.name: _unpack(hints[f.name], value[f.name]) for f in dataclasses.fields(kind) if f.name in value})
+        return _dataclass_reader(typing.cast("type[Any]", kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
+        return kind
     if kind is float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"a number was expected, not {value!r}")
-        return float(value)
+        return _read_float
     if kind in (int, str, bool):
-        if type(value) is not kind:
-            raise TypeError(f"{kind.__name__} was expected, not {value!r}")
-        return value
+        return partial(_read_plain, kind)
     raise TypeError(f"cannot read a {kind}")
 
 
-def _unpack_key(kind: Any, key: str) -> Any:
-    return int(key) if kind is int else _unpack(kind, key)
+def _tuple_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
+    if len(args) == 2 and args[1] is Ellipsis:
+        one, plain = _reader(args[0]), args[0] if args[0] in (int, str) else None
+
+        def read_all(value: Any) -> Any:
+            if not isinstance(value, list):
+                raise TypeError(f"a list was expected, not {type(value).__name__}")
+            if plain is not None and all(type(v) is plain for v in value):
+                return tuple(value)
+            return tuple([one(v) for v in value])
+
+        return read_all
+    each = [_reader(a) for a in args]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise TypeError(f"a list was expected, not {type(value).__name__}")
+        return tuple([reader(v) for reader, v in zip(each, value, strict=True)])
+
+    return read
+
+
+def _mapping_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
+    key: Callable[[Any], Any] = int if args[0] is int else _reader(args[0])
+    one = _reader(args[1])
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise TypeError(f"an object was expected, not {type(value).__name__}")
+        return {key(k): one(v) for k, v in value.items()}
+
+    return read
+
+
+def _dataclass_reader(kind: type[Any]) -> Callable[[Any], Any]:
+    hints = _hints(kind)
+    readers = [(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise TypeError(f"an object was expected, not {type(value).__name__}")
+        return kind(**{name: reader(value[name]) for name, reader in readers if name in value})
+
+    return read
+
+
+def _read_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"a number was expected, not {value!r}")
+    return float(value)
+
+
+def _read_plain(kind: type[Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{kind.__name__} was expected, not {value!r}")
+    return value
 
 
 def write(path: str | Path, data: Mapping[str, Any]) -> None:

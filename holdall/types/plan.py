@@ -129,14 +129,18 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        data = _json.read(path, FORMAT)
-        listed = data.pop("actions", None)
+        return Plan.from_json(_json.read(path, FORMAT), str(path))
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], where: str) -> Plan:
+        """What `to_json` gave; `where` it comes from is named in errors."""
+        listed = data.get("actions")
         if not isinstance(listed, list):
-            raise InvalidInput(f"`{path}` has no list of actions", hint="write it again with `plan.save`")
-        actions = tuple(action_from_json(entry, str(path)) for entry in listed)
-        fields = {name: kind for name, kind in _json._hints(Plan).items() if name in data}
-        read = {name: _json.unpack(kind, data[name], str(path)) for name, kind in fields.items()}
+            raise InvalidInput(f"`{where}` has no list of actions", hint="write it again with `plan.save`")
+        actions = tuple(action_from_json(entry, where) for entry in listed)
+        fields = {name: kind for name, kind in _json._hints(Plan).items() if name in data and name != "actions"}
+        read = {name: _json.unpack(kind, data[name], where) for name, kind in fields.items()}
         try:
             return Plan(actions=actions, **read)
         except TypeError as error:
-            raise InvalidInput(f"`{path}` is not a whole plan ({error})", hint="write it again with `plan.save`") from None
+            raise InvalidInput(f"`{where}` is not a whole plan ({error})", hint="write it again with `plan.save`") from None

@@ -132,7 +132,8 @@ def test_slow_host_updates_are_planned_for_once_they_were_measured():
     trace = holdall.trace(model, batch, optimizer=optimizer)
     fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
     sizes = Sizes(model, batch, tracing={"optimizer": optimizer}, planning={"budget": fixed, "hardware": hardware})
-    made, _ = sizes.sample()
+    made, traced = sizes.sample()
+    sizes.expect_corrections(made, traced)
 
     class Slow:
         plan, expected, is_mostly_ahead = made, made.predicted, False
@@ -144,6 +145,8 @@ def test_slow_host_updates_are_planned_for_once_they_were_measured():
     def on_host(plan):
         return sum(row[2] == "host" for a in plan.actions if a.name == "place" for row in a.units)
 
-    corrected = sizes.correct(Slow, made.predicted.seconds + 10)
+    correction = sizes.correct(Slow, made.predicted.seconds + 10)
+    assert correction is not None
+    corrected = correction.result()
     assert corrected is not None and on_host(corrected) < on_host(made)
     assert sizes.correct(Slow, made.predicted.seconds * 1.01) is None

@@ -1,0 +1,96 @@
+"""Traces and plans of earlier processes, from the cache.
+
+A plan follows from its problem: the costed trace, the machine, the budget, the planner and its options. All of that is in the
+key, but for what the process holds besides on the host, which differs from run to run by little: a plan that still fits there
+is as good. A trace follows from code, which is what `tracing/identity.py` writes down, and from those values of the batch that
+the step looks at, which the trace itself names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from holdall.caching import key_of, open_cache
+from holdall.errors import HoldallError
+from holdall.tracing.identity import values_of
+from holdall.types import Plan, Planner, Problem, Trace, _json
+
+SLOW = 0.5  # seconds from which on it is worth keeping what they gave
+_OF_PROCESS = ("process", "besides")  # of a trace: not the step's
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def remember_plan(problem: Problem, planner: Planner, make: Callable[[], Plan]) -> Plan:
+    """The plan of this planner for this problem: found, or made and kept."""
+    is_ours = type(planner).__module__.startswith("holdall.planners.")  # others' code is not in the key
+    cache = open_cache()
+    if not is_ours or cache.folder is None:
+        return make()
+    key = _plan_key(problem, planner)
+    found = _read_plan(cache.get("plan", key), problem)
+    if found is not None:
+        return found
+    began = time.perf_counter()
+    made = make()
+    if time.perf_counter() - began >= SLOW:
+        cache.put("plan", key, made.to_json())
+    return made
+
+
+def _plan_key(problem: Problem, planner: Planner) -> str:
+    trace = problem.trace
+    about = {k: v for k, v in trace.about.items() if k not in (*_OF_PROCESS, "notes")}  # `besides` is one of its tensors
+    asked = [problem.budget, sorted(problem.allow), problem.clips, problem.accumulate, problem.clipped]
+    step = _json.pack(replace(trace, about=about))
+    return key_of("plan", planner.name, _json.pack(planner), step, _json.pack(problem.hardware), asked)
+
+
+def _read_plan(kept: Any, problem: Problem) -> Plan | None:
+    if not isinstance(kept, dict):
+        return None
+    try:
+        plan = Plan.from_json(kept, "the cache")
+    except HoldallError:
+        return None
+    now, before = int(problem.trace.about.get("process") or 0), int(plan.about.get("process") or 0)
+    peak = dict(plan.predicted.peak)
+    far = problem.hardware.far
+    if far is not None and problem.hardware.device == "cuda":
+        peak[far.name] = peak.get(far.name, 0) + now - before
+        if peak[far.name] > problem.limit(far.name):
+            return None  # it does not fit beside what the process holds now
+    about = {**plan.about, "process": now, "remembered": True}
+    return replace(plan, predicted=replace(plan.predicted, peak=peak), about=about)
+
+
+def remember_trace(identity: str | None, batch: Any) -> tuple[Trace, Shapes] | None:
+    """The trace of a step, and the shapes that the model was called with; None: it must be made."""
+    kept = open_cache().get("trace", identity) if identity is not None else None
+    if not isinstance(kept, dict):
+        return None
+    try:
+        looked_at = {int(n): digest for n, digest in kept["looked_at"].items()}
+        if values_of(batch, list(looked_at)) != looked_at:
+            return None  # another batch, on which the step may take another course
+        trace: Trace = _json.unpack(Trace, kept["trace"], "the cache")
+        return trace, {name: tuple(shape) for name, shape in kept["shapes"].items()}
+    except (HoldallError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def keep_trace(identity: str | None, batch: Any, trace: Trace, shapes: Mapping[str, tuple[int, ...]], *, context: int) -> None:
+    """`context`: what kernels take of the device by now; they were loaded while ops were measured, and will be again."""
+    if identity is None or trace.about.get("source") != "fake":
+        return
+    about = {k: v for k, v in trace.about.items() if k not in _OF_PROCESS}
+    looked_at = values_of(batch, list(trace.about.get("looked_at") or ()))
+    value = {
+        "trace": _json.pack(replace(trace, about={**about, "context": context})),
+        "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "looked_at": {str(n): digest for n, digest in looked_at.items()},
+    }
+    open_cache().put("trace", identity, value)
