@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
@@ -19,6 +19,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, TraceMismatch, Unsupported, unknown_name
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
+from holdall.reporting.progress import terminal_line
 from holdall.runtime.casting import Prepared, Recast
 from holdall.runtime.compiled import resolve_backend
 from holdall.runtime.harness import Harness, refuse_planned
@@ -131,7 +132,9 @@ def make_problem(
     progress: Progress = silent,
 ) -> Problem:
     """What a planner is given; see `plan`."""
+    progress("looking at this machine", 0, 0, "")
     machine = hardware_for(trace, hardware)
+    progress("planning", 0, 0, "")
     given: dict[str, Any] = {"allow": allow, "clips": clips, "accumulate": accumulate, "progress": progress}
     return bare_problem(cost_trace(trace, machine), machine, budget=budget, **given)
 
@@ -218,6 +221,25 @@ def apply(
     )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _shown(call: Callable[P, R]) -> Callable[P, R]:
+    """With a line on the terminal, if there is one and nobody has said how progress is to be shown."""
+
+    @wraps(call)
+    def shown(*args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs.get("progress") is not None:
+            return call(*args, **kwargs)
+        with terminal_line() as told:
+            kwargs["progress"] = told
+            return call(*args, **kwargs)
+
+    return shown
+
+
+@_shown
 def fit(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -239,7 +261,7 @@ def fit(
     repeat: bool = True,
     record: str | Path | None = None,
     compile: bool | str = False,  # noqa: A002
-    progress: Progress = silent,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Harness:
     """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off.
@@ -250,11 +272,14 @@ def fit(
     before that forward runs. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder
     for what was in memory.
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
+    `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
+    kept on disk for the next time (`holdall cache`).
     """
     from holdall.asking.sizes import Sizes
 
     refuse_planned(model)
     resolve_backend(compile)  # before anything slow
+    told = progress or silent
     on = device if device is not None else _device_of_batch(batch)
     asked = {"budget": budget, "hardware": hardware, "allow": allow, "accumulate": accumulate}
     cast = resolve_autocast(autocast, target_device(model, on).type) or False
@@ -262,7 +287,7 @@ def fit(
         model,
         batch,
         tracing={"optimizer": optimizer, "loss": loss, "device": on, "precision": precision, "autocast": cast, "head": head},
-        planning={**asked, "planner": planner, "clips": clips, "progress": progress, **options},
+        planning={**asked, "planner": planner, "clips": clips, "progress": told, **options},
         adjust=partial(to_be_compiled, {**asked, "clips": clips}) if compile else lambda plan, _: plan,
     )
 
@@ -292,6 +317,7 @@ def fit(
         recast=Recast(make=partial(sizes.recast, prepare), forget=sizes.put_aside),
         record=record,
         compile=compile,
+        progress=told,
     )
 
 

@@ -25,6 +25,7 @@ VERBS = {
     "train": "Train a model under a budget.",
     "probe": "Measure this machine.",
     "doctor": "Check this machine, and say what to change.",
+    "cache": "What was measured, traced and planned before; `cache clear` removes it.",
     "planners": "The planners and their options.",
     "compatible": "What works with what, and whether exactly.",
     "systems": "The published systems, and where each lives here.",

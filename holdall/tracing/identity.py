@@ -51,6 +51,9 @@ _OF_OPTIMIZERS = (
     "_zero_grad_profile_name",
     "_patch_step_function",
 )
+_BY_PROCESS = (
+    "_original_object_hash",
+)  # attributes of libraries that hold what Python's `hash` gave: another in every process
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 
 
@@ -182,7 +185,8 @@ class _Telling:
         self.write(len(items))
         for key, item in items.items():
             self.value(key)
-            self.value(item)
+            if key not in _BY_PROCESS:
+                self.value(item)
 
     def tensor(self, t: torch.Tensor, *, is_constant: bool = False) -> None:
         if type(t) not in (torch.Tensor, torch.nn.Parameter):
@@ -268,6 +272,8 @@ class _Telling:
             if isinstance(constant, types.CodeType):
                 self.write(constant.co_code, constant.co_names)
                 self._constants(constant)
+            elif isinstance(constant, frozenset):  # whose order is another in every process
+                self.write(sorted(map(repr, constant)))
             else:
                 self.write(constant)
 

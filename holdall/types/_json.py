@@ -141,10 +141,12 @@ def _mapping_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _dataclass_reader(kind: type[Any]) -> Callable[[Any], Any]:
-    hints = _hints(kind)
-    readers = [(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)]
+    readers: list[tuple[str, Callable[[Any], Any]]] = []  # found when first needed: a kind may have fields of its own kind
 
     def read(value: Any) -> Any:
+        if not readers:
+            hints = _hints(kind)
+            readers.extend([(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)])
         if not isinstance(value, dict):
             raise TypeError(f"an object was expected, not {type(value).__name__}")
         return kind(**{name: reader(value[name]) for name, reader in readers if name in value})
