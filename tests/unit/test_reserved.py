@@ -1,0 +1,101 @@
+"""Host memory that steps will need is taken when the harness is made, not in a step; a change of plans keeps it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import holdall
+from holdall.actions.place import Place
+from holdall.planners._finish import finish
+from holdall.planners.nop import Nop
+from holdall.runtime.updating import Updater
+from holdall.testing.contracts import problem_for
+from holdall.testing.states import Layer
+from holdall.tiers import _buffers
+
+pytestmark = pytest.mark.usefixtures("no_modes_left")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        self.head = torch.nn.Linear(8, 16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().pow(2).mean()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Sizes of the buffers that are taken from the system, as they are taken."""
+    seen = []
+    make = _buffers._map
+    monkeypatch.setattr(_buffers, "_map", lambda nbytes: seen.append(nbytes) or make(nbytes))
+    return seen
+
+
+def planned(**changed):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    batch = torch.randn(2, 4, 8)
+    trace = holdall.trace(model, batch, optimizer=optimizer, precision="bf16")
+    place = replace(Place.all(trace, update="host", when="spill"), ahead=True, **changed)
+    return model, optimizer, batch, finish(Nop(), problem_for(trace), [place])
+
+
+def step(model, optimizer, batch, clip):
+    model(batch).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_no_step_takes_host_memory_when_clipping_changes(made, monkeypatch):
+    monkeypatch.setattr(Updater, "is_plain_adam", lambda self, groups, members=(): True)  # on any CPU
+    told = []
+    model, optimizer, batch, plan = planned()
+    numel = sum(p.numel() for p in model.parameters())
+    harness = holdall.apply(plan, model, optimizer, enforce=False, progress=lambda *given: told.append(given[0]))
+    with harness:
+        assert harness.store.held >= 14 * numel  # parameters, two moments, new weights
+        assert any("early updates" in what for what in told)
+        made.clear()
+        for clip in (1e9, 1e9, 1e-3, 1e9, 1e9, 1e-3, 1e-3, 1e9):
+            step(model, optimizer, batch, clip)
+        harness.engine.settle()
+        assert made == []
+
+
+def test_an_update_that_is_not_the_fast_kernels_reserves_nothing(made, monkeypatch):
+    monkeypatch.setattr(Updater, "is_plain_adam", lambda self, groups, members=(): False)
+    model, optimizer, _, plan = planned()
+    numel = sum(p.numel() for p in model.parameters())
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        assert harness.store.held < 14 * numel
+
+
+def test_without_room_updates_wait_for_the_norm(monkeypatch):
+    monkeypatch.setattr(Updater, "is_plain_adam", lambda self, groups, members=(): True)
+    model, optimizer, batch, plan = planned()
+    plan = replace(plan, budget={**plan.budget, "far": 6 * sum(p.numel() for p in model.parameters()) + 4096})
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        assert harness.store.held <= plan.budget["far"]
+        for clip in (1e9, 1e9, 1e-3):
+            step(model, optimizer, batch, clip)
+
+
+def test_another_plan_takes_the_memory_of_the_one_before(made):
+    model, optimizer, batch, plan = planned()
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        step(model, optimizer, batch, 1e9)
+        step(model, optimizer, batch, 1e9)
+        made.clear()
+        harness.switch(replace(plan, planner="another"))
+        step(model, optimizer, batch, 1e9)
+        assert harness.plan.planner == "another"
+        assert made == []
