@@ -256,15 +256,17 @@ class Harness:
 
     def _change(self, plan: Plan) -> None:
         assert self._make_store is not None
-        store = self.store if self.store is not None and plan.budget == self.plan.budget else None
-        self._take_off(keep=store)
-        self._begin_with(plan, store)
+        new, keep = self._make_store(plan), None
+        if new is not None and self.store is not None and plan.budget == self.plan.budget:
+            new.close()
+            new = keep = self.store
+        self._take_off(keep=keep)
+        self._begin_with(plan, new)
 
-    def _begin_with(self, plan: Plan, store: Any = None) -> None:
-        """Install a plan on the bare model; `store`: one whose memory is used again."""
-        assert self._make_store is not None
+    def _begin_with(self, plan: Plan, store: Any) -> None:
+        """Install a plan on the bare model."""
         self.plan = self.regular = plan
-        self.store = self._make_store(plan) if store is None else store
+        self.store = store
         self._policies, self._placing, self.contexts = {}, None, []
         self._results.begin_anew()
         self._install()
@@ -323,7 +325,8 @@ class Harness:
             self._rivals = Rivals(made.fallback, made.correct)
             if self._choosing is not None:
                 self._choosing.use(made.buckets)
-            self._begin_with(made.plan)
+            assert self._make_store is not None
+            self._begin_with(made.plan, self._make_store(made.plan))
         except BaseException:
             self._closed = True
             self._stop_recording()
