@@ -30,6 +30,17 @@ def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [t for t in tree_iter(found) if isinstance(t, torch.Tensor)]
 
 
+def backward_nodes(out: Any) -> list[Any]:
+    """The nodes of the graph at which the backward of whoever made `out` may begin.
+
+    Of a view that is later changed in place, autograd enters at the node of its base instead of its own.
+    """
+    tensors = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+    bases = [t._base for t in tensors if t._base is not None]
+    nodes = [t.grad_fn for t in (*tensors, *bases) if t.grad_fn is not None]
+    return list({id(node): node for node in nodes}.values())
+
+
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the op draws from a generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):

@@ -20,7 +20,7 @@ def plan_around(problem: Problem, around: Sequence[Action], *, smallest: bool = 
     began = time.perf_counter()
     settled, less = tuple(around), usable(problem)
     search = Search(problem)
-    kept = search.attempt("keep everything", settled)
+    kept = search.require("keep everything", settled)
     best = None
     if smallest or over_budget(less, kept.outcome):
         search.mixes(less, settled, "states as they are")

@@ -9,7 +9,7 @@ entry. So menus follow the simulator, to the byte, and a stack of a hundred equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdall.actions.compress import Compress, codable
@@ -17,6 +17,7 @@ from holdall.actions.offload import Offload
 from holdall.actions.recompute import Recompute, obstacle
 from holdall.actions.reschedule import Reschedule, effects, region
 from holdall.actions.reschedule import obstacle as op_obstacle
+from holdall.errors import Unsupported
 from holdall.planners._opgraph import programs
 from holdall.simulator.curve import Curve, memory_curve
 from holdall.types import Action, Block, Problem, Trace
@@ -150,12 +151,23 @@ def try_labels(problem: Problem, labels: Mapping[int, Sequence[str]]) -> Menus:
             group = [b for k, b in enumerate(labels) if k % 2 == parity and n < len(labels[b])]
             if not group:
                 continue
-            actions = [a for b in group for a in actions_for(problem, examples[b], labels[b][n])]
-            curve = memory_curve(problem, actions)
-            for b in group:
+            for b, curve in _tried(problem, {b: actions_for(problem, examples[b], labels[b][n]) for b in group}):
                 found[b].append(_compare(labels[b][n], examples[b], windows, plain, curve, problem))
         problem.progress("menus", n + 1, rounds, "")
     return Menus(chain=tuple(chain), windows=windows, found={b: tuple(c) for b, c in found.items()})
+
+
+def _tried(problem: Problem, actions: Mapping[int, Sequence[Action]]) -> Iterator[tuple[int, Curve]]:
+    """The step with these actions on several blocks at once; one by one, without those that cannot be carried out, if some
+    cannot."""
+    try:
+        curve = memory_curve(problem, [a for some in actions.values() for a in some])
+    except Unsupported:
+        for block, some in actions.items():
+            if len(actions) > 1:
+                yield from _tried(problem, {block: some})
+    else:
+        yield from ((block, curve) for block in actions)
 
 
 def make_menus(problem: Problem) -> tuple[Item, ...]:

@@ -7,7 +7,6 @@ left; uniform ones, the same for every block, are tried beside it; and blocks ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdall.errors import Unsupported
@@ -21,6 +20,7 @@ from holdall.simulator.allocators import Expandable
 from holdall.types import Action, Block, Outcome, Problem
 
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
+_REASONS = 4  # for which something was not considered, that are named
 UNIFORM = ("recompute", "recompute + offload", "offload")
 
 
@@ -37,7 +37,9 @@ class Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.found: list[Candidate] = []
-        self._known: dict[tuple[Action, ...], Outcome] = {}
+        self.dropped: dict[str, str] = {}  # what cannot be carried out, and why
+        self._refused: dict[tuple[Action, ...], str] = {}
+        self._known: dict[tuple[Action, ...], Outcome | None] = {}
         self._allocated: dict[tuple[Action, ...], Outcome] = {}
         self._made: dict[tuple[str, str], Sequence[Action]] = {}  # by block and choice
         self._menus: Menus | None = None
@@ -48,16 +50,40 @@ class Search:
             self._menus = try_choices(self.problem)
         return self._menus
 
-    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate:
-        made = Candidate(label, tuple(actions), self.outcome(tuple(actions)))
+    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate | None:
+        """Simulated and added to what was found. None: it cannot be carried out, for a reason in `dropped`."""
+        outcome = self.outcome(tuple(actions))
+        if outcome is None:
+            self.dropped.setdefault(label, self._refused[tuple(actions)])
+            return None
+        made = Candidate(label, tuple(actions), outcome)
         if made not in self.found:
             self.found.append(made)
         return made
 
-    def outcome(self, actions: tuple[Action, ...]) -> Outcome:
+    def require(self, label: str, actions: Sequence[Action]) -> Candidate:
+        """The same for what there is no doing without."""
+        made = self.attempt(label, actions)
+        if made is None:
+            raise Unsupported(f"{label}: {self.dropped[label]}", hint="plan for another placement, or with another planner")
+        return made
+
+    def outcome(self, actions: tuple[Action, ...]) -> Outcome | None:
+        """What the step would take; None: these actions cannot be carried out together."""
         if actions not in self._known:
-            self._known[actions] = simulate(self.problem, actions)
+            try:
+                self._known[actions] = simulate(self.problem, actions)
+            except Unsupported as error:
+                self._known[actions] = None
+                self._refused[actions] = error.fact
         return self._known[actions]
+
+    def why_dropped(self) -> list[str]:
+        """One line for each reason for which something was not considered."""
+        reasons: dict[str, str] = {}
+        for label, reason in self.dropped.items():
+            reasons.setdefault(reason, label)
+        return [f"{label} cannot be carried out: {reason}" for reason, label in reasons.items()][:_REASONS]
 
     def allocated(self, candidate: Candidate) -> Outcome:
         """The outcome with what the device's allocator does."""
@@ -91,7 +117,11 @@ class Search:
             if actions:
                 self.attempt(f"{name} all, {label}", (*actions, *around))
         for without in ("", "offload"):
-            items = self.menus.items(self.problem, around, without=without)
+            try:
+                items = self.menus.items(self.problem, around, without=without)
+            except Unsupported as error:
+                self.dropped.setdefault(label, error.fact)
+                return
             self._by_program(problem, items, around, label)
             if not any("offload" in c.label for i in items for c in i.choices):
                 break
@@ -119,6 +149,8 @@ class Search:
             chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
             actions = [a for block, name in chosen if name != HIDDEN for a in self._actions(block, name)]
             candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
+            if candidate is None:
+                break
             excess = candidate.outcome.peak[problem.home] - budget
             if excess <= 0:
                 break
@@ -131,8 +163,8 @@ class Search:
         every = list(arounds)
         for n, actions in segmented(self.problem):
             for around in every:
-                with suppress(Unsupported):  # a segment needs the weights of all its blocks at once: they cannot come and go
-                    self.attempt(f"segments of {n} blocks", (*actions, *around))
+                # weights that come and go cannot: a segment needs those of all its blocks at once
+                self.attempt(f"segments of {n} blocks", (*actions, *around))
 
 
 def usable(problem: Problem) -> Problem:

@@ -46,7 +46,7 @@ class Auto:
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
         search = _Search(problem, through=self.through, ahead=self.ahead)
-        plain = search.attempt("keep everything", ())
+        plain = search.require("keep everything", ())
         less = usable(problem)
         if not over_budget(less, plain.outcome):
             return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
@@ -54,14 +54,15 @@ class Auto:
         search.run(less)
         if search.fastest(less) is not None:
             best = search.leave_room(less, search.fastest_either_way(less))
-            why = [*_why(problem, plain, best, search.found), *_why_cramped(search.allocated(best))]
+            why = [*_why(problem, plain, best, search.found), *_why_cramped(search.allocated(best)), *search.why_dropped()]
             made = finish(self, problem, best.actions, why=why, began=began)
             return made if other is None or made.predicted.seconds <= other.predicted.seconds else other
         if other is not None:
             return other
         search.segments(search.tightest())
         least = min(search.found, key=lambda c: c.outcome.peak[problem.home])
-        return finish(self, problem, least.actions, why=_why(problem, plain, least, search.found), began=began)
+        why = [*_why(problem, plain, least, search.found), *search.why_dropped()]
+        return finish(self, problem, least.actions, why=why, began=began)
 
     def _with_updates_in_backward(self, problem: Problem) -> Plan | None:
         """The best mix of activations where gradients are used up as they come: by consent, since nothing else sees them."""
@@ -89,7 +90,7 @@ class _Search(Search):
         self._not_clipped: dict[tuple[Action, ...], float] = {}
         self._ahead_at_most, self._ahead_below = 0, math.inf  # parameters updated on the host
 
-    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate:
+    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate | None:
         return super().attempt(label, self._ahead(tuple(actions)))
 
     def _ahead(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -111,7 +112,8 @@ class _Search(Search):
         return count <= self._ahead_at_most
 
     def _passes_host(self, actions: tuple[Action, ...]) -> bool:
-        return bool(over_budget(self.problem, self.outcome(actions)).keys() - {self.problem.home})
+        outcome = self.outcome(actions)
+        return outcome is None or bool(over_budget(self.problem, outcome).keys() - {self.problem.home})
 
     def run(self, problem: Problem) -> None:
         """Add the best for this budget, and what anyone would try by hand, to what was found."""
@@ -249,7 +251,9 @@ class _Search(Search):
         """What a placement gives where activations take as little as blocks can; what likely takes the least comes first."""
         place = self.placements.at(spread)
         for label in ("recompute + offload", "recompute"):
-            yield self.outcome(self._ahead((*self.uniform(label), place)))
+            outcome = self.outcome(self._ahead((*self.uniform(label), place)))
+            if outcome is not None:
+                yield outcome
 
     def _least_of_all(self) -> Spread:
         """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 
+from holdall.ops import backward_nodes
 from holdall.runtime.compressing import Compression, compress_saved
 from holdall.runtime.engine import Engine
 from holdall.runtime.parking import Bank, Group, Parking, park_inputs, park_saved
@@ -142,7 +142,7 @@ def _at_backward(out: Any, call: Callable[[], None]) -> bool:
             done = True
             call()
 
-    nodes = [t.grad_fn for t in tree_iter(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    nodes = backward_nodes(out)
     for node in nodes:
         node.register_prehook(begins)
     return bool(nodes)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from holdall.ops import count_flops, is_random, mutated_arguments, odd_argument
+from holdall.ops import backward_nodes, count_flops, is_random, mutated_arguments, odd_argument
 from holdall.tracing.autocast import autocast_now
 from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
 from holdall.tracing.trials import Trials, is_bound
@@ -303,9 +303,8 @@ class Recorder(TorchDispatchMode):
             if call.backward is None:
                 call.backward = self.now
 
-        for t in tree_iter(output):
-            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                t.grad_fn.register_prehook(begins)
+        for node in backward_nodes(output):
+            node.register_prehook(begins)
 
     def _attribute_nodes(self) -> None:
         """Autograd nodes made since the last look belong to the module that is running."""
