@@ -31,6 +31,7 @@ from holdall.runtime.repeat import Tighten
 from holdall.runtime.rivals import Correct
 from holdall.tracing import check_model, model_signature, target_device, trace_step
 from holdall.tracing.autocast import Autocast, resolve_autocast
+from holdall.tracing.calls import Given
 from holdall.types import Hardware, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
 from holdall.units import GiB, parse_bytes
@@ -61,18 +62,35 @@ def trace(
     the device's default, False for none); None: that of the context in which this is called. `head`: the vocabulary head,
     "whole", so many rows at a time, or by its size ("auto").
     """
+    given: dict[str, Any] = {"loss": loss, "device": device, "precision": precision, "autocast": autocast, "head": head}
+    return trace_calls(model, batch, optimizer=optimizer, **given)[0]
+
+
+def trace_calls(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Any = None,
+    device: str | torch.device | None = None,
+    precision: str | torch.dtype | None = None,
+    autocast: Autocast = None,
+    head: str | int = "auto",
+) -> tuple[Trace, dict[str, Given]]:
+    """`trace`, and what each block was called with."""
     dtype = resolve_precision(precision)
     chunked = _choose_head(model, batch, head)
-    record = partial(trace_step, optimizer=optimizer, loss=loss, device=device, precision=dtype, autocast=autocast)
+    given: dict[str, Given] = {}
+    record = partial(trace_step, optimizer=optimizer, loss=loss, device=device, precision=dtype, autocast=autocast, given=given)
     if chunked is None:
-        return record(model, batch)
+        return record(model, batch), given
     path, rows = chunked
     undo = chunk_head(model.get_submodule(path), rows=rows)
     try:
         traced = record(model, batch)
     finally:
         undo()
-    return replace(traced, about={**traced.about, "head": {"module": path, "rows": rows}})
+    return replace(traced, about={**traced.about, "head": {"module": path, "rows": rows}}), given
 
 
 def plan(

@@ -25,6 +25,7 @@ class Reschedule:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     ops: str  # digest of the names of the block's ops, so that no other block is run by these numbers
+    wanted: tuple[int, ...] | None = None  # leaves of what it returns that get a gradient; None: all that can
 
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
@@ -41,6 +42,7 @@ class Reschedule:
             forward=tuple(forward) or tuple(range(count)),
             backward=tuple(backward),
             ops=digest_of([op.site.op for op in ops]),
+            wanted=block.wanted,
         )
 
     @staticmethod
@@ -77,18 +79,22 @@ class Reschedule:
     def install(self, harness: Any) -> None:
         from holdall.runtime.programs import Runner
 
-        runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note(), harness.compiler)
+        runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note(), harness.compiler, wanted=self.wanted)
         harness.policy(self.block).runner = runner
 
 
 _UNFAKED = ("aten._grouped_mm.default",)  # in bfloat16 alone, although the real kernel takes more
+_SUM = "aten.add.Tensor"  # how autograd adds up the gradients of a tensor that several have read
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def region(trace: Trace, block: Block) -> tuple[list[Op], int]:
-    """The ops of a block, forward then backward, and how many are the forward's."""
+    """The ops of a block, forward then backward, and how many are the forward's.
+
+    Without what autograd does with its gradients when it has handed them over.
+    """
     ops = [*trace.ops[block.first : block.last + 1]]
-    back = trace.backward_of(block.module)
+    back = [op for op in trace.backward_of(block.module) if not op.accumulates and op.id not in block.beside]
     if not block.module and back and back[0].site.op == "aten.ones_like.default":
         back = back[1:]  # the gradient of the loss itself, which whoever calls backward makes
     return [*ops, *back], len(ops)
@@ -107,6 +113,8 @@ def obstacle(trace: Trace, block: Block) -> str:
         return "its recurrent kernels keep a workspace only under autograd"
     if any(op.site.op in _UNFAKED and op.dtype != "bfloat16" for op in trace.ops[block.first : block.last + 1]):
         return "torch cannot run one of its ops on fake tensors in this precision"
+    if block.apart:
+        return block.apart
     if block.odd:
         return f"it is called with a {block.odd}, which it may change"
     if any(block.first <= k <= block.last + 1 for k in trace.about.get("asked", ())):
@@ -122,17 +130,44 @@ def obstacle(trace: Trace, block: Block) -> str:
                 return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which is not its own"
     if set(block.outputs) - own:
         return "it returns what it was given"
+    later = (op for op in trace.ops[block.last + 1 :] if op.site.phase is Phase.FORWARD and op.mutates)
+    if any(x in block.outputs for op in later for x in op.mutates):
+        return "what it returns is changed in place outside of it"
     mine = {op.id for op in ops}
     known = {x for op in ops[:count] for x in (*op.reads, *op.writes)}
     given: set[TensorId] = set()  # gradients that the block's backward begins with
     for op in ops[count:]:
         made = {x: trace.tensors[x].born for x in op.reads if x not in known}
         foreign = {x for x, born in made.items() if born >= 0 and born not in mine}  # a head in pieces makes some in forward
-        if op.site.op == "aten.add.Tensor" and foreign - given:
+        if op.site.op == _SUM and foreign - given:
             # autograd adds gradients in the order in which they come; a block that added up its own first would give other bits
             return "what it reads is read elsewhere too, and their gradients are added in turns"
         given |= foreign
     return ""
+
+
+def made_outside(trace: Trace, block: Block, names: Sequence[str]) -> tuple[int, ...] | None:
+    """The sums in the block's backward that are not its own, if `names` are those of its ops when it is run by itself.
+
+    Where others read an input of the block too, autograd adds their gradients up; the sum seems to be the block's if that gave
+    the last of them. None: the ops differ in more than such sums.
+    """
+    ops, count = region(trace, block)
+    made = {x for op in ops for x in op.writes}
+    read = {x for op in ops for x in op.reads}
+    found: list[int] = []
+    expected = list(names)
+    for n, op in enumerate(ops):
+        at = n - len(found)
+        is_sum = n >= count and op.site.op == _SUM and not made.issuperset(op.reads) and not read.intersection(op.writes)
+        rest = len(ops) - n - (len(expected) - at)  # ops that are too many from here on
+        if is_sum and rest > 0 and [o.site.op for o in ops[n + 1 : n + 3]] != expected[at + 1 : at + 3]:
+            found.append(op.id)
+        elif at >= len(expected) or op.site.op != expected[at]:
+            if not is_sum:
+                return None
+            found.append(op.id)
+    return tuple(found) if len(ops) - len(found) == len(expected) else None
 
 
 def _is_gradient_from_elsewhere(trace: Trace, x: TensorId, mine: set[int]) -> bool:
@@ -164,6 +199,7 @@ class _Rewrite:
         begin = self.ops[self.count].id - 1
         self._walk(backward, begin)
         self._hold_tangents()
+        self._hold_handed_over()
         self.schedule.programs[self.block.id] = Kept(self._kept(backward), begin)
         return self.schedule
 
@@ -250,3 +286,13 @@ class _Rewrite:
             for x in op.writes:
                 if self.trace.tensors[x].kind is Kind.GRAD:
                     self.schedule.hold(x, (last, 0))
+
+    def _hold_handed_over(self) -> None:
+        """Gradients that autograd adds up or copies when the block has handed them over are all there until then."""
+        last = self.ops[-1].id
+        mine = {op.id for op in self.ops}
+        for op in self.trace.backward_of(self.block.module):
+            if op.id < last and op.id not in mine and (op.accumulates or op.id in self.block.beside):
+                for x in op.reads:
+                    if self.trace.tensors[x].born in mine:
+                        self.schedule.hold(x, (last, 0))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdall import api
 from holdall.actions.in_backward import InBackward
+from holdall.asking.captured import correct_blocks
 from holdall.asking.correcting import Correction, Corrector
 from holdall.asking.remembering import SLOW, keep_trace, remember_trace
 from holdall.caching import cache_folder, key_of
@@ -27,6 +28,7 @@ from holdall.planners._around import plan_around
 from holdall.runtime.casting import Prepared
 from holdall.runtime.lengths import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
 from holdall.runtime.meter import device_context
+from holdall.tracing.calls import Given
 from holdall.tracing.identity import identity_of
 from holdall.tracing.process import besides_of
 from holdall.tracing.step import default_loss
@@ -45,6 +47,7 @@ class _Traced:
 
     trace: Trace
     shapes: Shapes  # of what the model was called with
+    given: Mapping[str, Given]  # what its blocks were called with
 
     @property
     def size(self) -> int:
@@ -79,7 +82,25 @@ class Sizes:
     def sample(self) -> tuple[Plan, Trace]:
         """The plan for the sample alone."""
         traced = self._trace(self._batch)
-        return self.know(api.plan(traced.trace, **self._planning), traced.trace), traced.trace
+        made, trace = self._checked(traced, lambda trace: api.plan(trace, **self._planning))
+        return self.know(made, trace), trace
+
+    def _checked(self, traced: _Traced, make: Callable[[Trace], Plan]) -> tuple[Plan, Trace]:
+        """A plan whose blocks, where they run op by op, were captured with the ops that it was made for."""
+        trace = traced.trace
+        made = make(trace)
+        for _ in trace.blocks:
+            corrected = self._captured(trace, traced.given, made)
+            if corrected is None:
+                break
+            trace = corrected
+            made = make(trace)
+        return made, trace
+
+    def _captured(self, trace: Trace, given: Mapping[str, Given], plan: Plan | None) -> Trace | None:
+        """The trace as captures of its blocks correct it (of those that the plan runs op by op); None: nothing to correct."""
+        dtype = api.resolve_precision(self._tracing.get("precision"))
+        return correct_blocks(trace, plan, self._model, given, dtype)
 
     def know(self, plan: Plan, trace: Trace) -> Plan:
         """The plan was made for this trace; as it will be used."""
@@ -241,24 +262,26 @@ class Sizes:
                 before = shapes.get(name, shape)
                 shapes[name] = tuple(map(max, before, shape)) if len(before) == len(shape) else shape  # called more than once
 
-        given = {**self._tracing, **other}
+        options = {**self._tracing, **other}
         self._progress("tracing", 0, 0, "")
-        identity = self._identity(batch, given)
+        identity = self._identity(batch, options)
         found = remember_trace(identity, batch)
+        given: dict[str, Given] = {}
         if found is not None:
-            traced = self._as_it_is_now(found[0], batch, given)
+            traced = self._as_it_is_now(found[0], batch, options)
             shapes.update(found[1])
         else:
             began = time.perf_counter()
             handle = self._model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
             try:
-                traced = api.trace(self._model, batch, **given)
+                traced, given = api.trace_calls(self._model, batch, **options)
             finally:
                 handle.remove()
-            if time.perf_counter() - began >= SLOW:
+            if identity is not None and time.perf_counter() - began >= SLOW:
+                traced = self._captured(traced, given, None) or traced  # what blocks were called with is not kept
                 keep_trace(identity, batch, traced, shapes, context=_context(traced))
         self._besides = self._besides or {k: traced.about.get(k) for k in ("process", "besides")}
-        return _Traced(trace=replace(traced, about={**traced.about, **self._besides}), shapes=shapes)
+        return _Traced(trace=replace(traced, about={**traced.about, **self._besides}), shapes=shapes, given=given)
 
     def _identity(self, batch: Any, given: Mapping[str, Any]) -> str | None:
         """Of the step that would be traced; None: it cannot be told from others, or nothing is kept."""
@@ -279,13 +302,13 @@ class Sizes:
         return found
 
     def _freely(self, traced: _Traced) -> Bucket:
-        return self._bucket(traced, lambda: api.plan(traced.trace, **self._planning))
+        return self._bucket(traced, lambda trace: api.plan(trace, **self._planning))
 
     def _around(self, traced: _Traced, first: Plan) -> Bucket:
         """A plan with the same placement of states as the first."""
         settled = _settled(first)
         if self._planning.get("planner", "auto") == "auto":
-            return self._bucket(traced, lambda: plan_around(self._problem(traced.trace), settled))
+            return self._bucket(traced, lambda trace: plan_around(self._problem(trace), settled))
         made = self._freely(traced)
         if _settled(made.plan) != settled:
             raise Unsupported(
@@ -294,9 +317,9 @@ class Sizes:
             )
         return made
 
-    def _bucket(self, traced: _Traced, make: Callable[[], Plan]) -> Bucket:
+    def _bucket(self, traced: _Traced, make: Callable[[Trace], Plan]) -> Bucket:
         try:
-            return Bucket(shapes=traced.shapes, plan=self.know(make(), traced.trace))
+            return Bucket(shapes=traced.shapes, plan=self.know(*self._checked(traced, make)))
         except Infeasible as error:
             batch = ", ".join(str(list(shape)) for shape in traced.shapes.values())
             fact = f"for a batch of {batch}: {error.fact}"

@@ -7,7 +7,7 @@ as in a trace, so that op number n here is op number n of the block there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -91,8 +91,8 @@ class Graph:
     views: dict[Ref, View] = field(default_factory=dict)  # how the model itself comes to look at storages otherwise
 
     def names(self) -> list[str]:
-        """The ops by name, as a trace calls them."""
-        return [str(op.func) for op in self.ops]
+        """The ops by name, as a trace calls them; a constant is copied here, since it is there for every call."""
+        return [str(op.func).replace("lift_fresh_copy", "lift_fresh") for op in self.ops]
 
 
 class _Shim(torch.nn.Module):
@@ -112,10 +112,20 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, loss_alone: bool = False) -> Graph:
+def capture(
+    module: torch.nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    loss_alone: bool = False,
+    wanted: Sequence[int] | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> Graph:
     """The ops of this call; Unsupported if they depend on values, or if somebody listens inside.
 
-    `loss_alone`: of what it returns, only scalars will be given a gradient.
+    `loss_alone`: of what it returns, only scalars will be given a gradient. `wanted`: these leaves of it will, and no others.
+    `state`: what to compute with in the place of the module's own parameters and buffers.
     """
     for path, inner in module.named_modules():
         if inner is not module and (inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks):
@@ -124,7 +134,8 @@ def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwa
             )
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    named = tensors_of(module)
+    named = [(name, t if state is None else state[name]) for name, t in tensors_of(module)]
+    chosen = wanted
     inputs = [leaves[i] for i in places] + [t for _, t in named]
     shim = _Shim(module, forward)
     found: dict[str, Any] = {}
@@ -133,14 +144,14 @@ def capture(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwa
         flat = list(leaves)
         for i, t in zip(places, tensors, strict=False):
             flat[i] = t
-        state = {f"module.{name}": t for (name, _), t in zip(named, tensors[len(places) :], strict=True)}
+        swapped = {f"module.{name}": t for (name, _), t in zip(named, tensors[len(places) :], strict=True)}
         a, k = tree_unflatten(flat, spec)
-        return torch.func.functional_call(shim, state, a, k)
+        return torch.func.functional_call(shim, swapped, a, k)
 
     def joint(tensors: list[torch.Tensor]) -> Any:
         out, out_spec = tree_flatten(run(tensors))
         wanted = [i for i, o in enumerate(out) if isinstance(o, torch.Tensor) and o.requires_grad]
-        wanted = [i for i in wanted if out[i].numel() == 1 or not loss_alone]
+        wanted = [i for i in wanted if (i in chosen if chosen is not None else out[i].numel() == 1 or not loss_alone)]
         trained = [i for i, t in enumerate(tensors) if t.requires_grad]
         if not wanted or not trained:
             raise Unsupported("the block has no backward", hint="keep it")

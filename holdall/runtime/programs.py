@@ -121,7 +121,10 @@ class Runner:
         ops: str,
         note: Callable[[str], None],
         compiler: Compiler | None = None,
+        *,
+        wanted: Sequence[int] | None = None,
     ) -> None:
+        self._wanted = wanted  # of what it returns, what got a gradient when the plan was made
         self._name = name
         self._forward = forward
         self._backward = backward
@@ -155,7 +158,7 @@ class Runner:
             odd = odd_argument((args, kwargs))
             if odd:
                 raise Unsupported(f"it is called with a {odd}", hint="recompute whole blocks")
-            graph = capture(module, forward, args, kwargs, loss_alone=not self._name)
+            graph = capture(module, forward, args, kwargs, loss_alone=not self._name, wanted=self._wanted)
             if digest_of(graph.names()) != self._ops:
                 raise Unsupported("it runs other ops than were planned for", hint="plan again for this model")
             return Program(graph, self._forward, self._backward, self._compiler)

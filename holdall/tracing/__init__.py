@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdall.errors import HoldallError, InvalidInput, Unsupported
 from holdall.tracing.autocast import Autocast, outside_autocast, resolve_autocast
+from holdall.tracing.calls import Given
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
 from holdall.tracing.mixing import MixedDtypes
@@ -34,8 +35,9 @@ def trace_step(
     device: str | torch.device | None = None,
     precision: torch.dtype | None = None,
     autocast: Autocast = None,
+    given: dict[str, Given] | None = None,
 ) -> Trace:
-    """One training step of `model` on `batch`; see `holdall.trace`."""
+    """One training step of `model` on `batch`; see `holdall.trace`. What blocks were called with is put into `given`."""
     _check_inputs(model, batch, optimizer)
     check_model(model)
     target = target_device(model, device)
@@ -48,6 +50,8 @@ def trace_step(
         recorded, source = _record(model, batch, optimizer, run, target, how, notes)
     finally:
         random.setstate(drawn)
+    if given is not None:
+        given.update(recorded.given)
     return Trace(
         ops=recorded.ops,
         tensors=recorded.tensors,

@@ -10,9 +10,11 @@ opened too, if there is a stack inside.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from holdall.tracing.calls import Given
 from holdall.tracing.recorder import Call
-from holdall.types import Block, Op
+from holdall.types import Block, Op, Phase
 
 
 def find_blocks(calls: Sequence[Call], ops: Sequence[Op], packed: Sequence[int]) -> tuple[Block, ...]:
@@ -24,9 +26,15 @@ def find_blocks(calls: Sequence[Call], ops: Sequence[Op], packed: Sequence[int])
     blocks: list[Block] = []
     for call in sorted(chosen, key=lambda c: c.first):
         shape = _shape(call, ops, packed)
-        blocks.append(_block(call, len(blocks), seen.get(shape)))
+        blocks.append(replace(_block(call, len(blocks), seen.get(shape)), wanted=_wanted(call, ops)))
         seen.setdefault(shape, len(blocks) - 1)
     return tuple(blocks)
+
+
+def _wanted(call: Call, ops: Sequence[Op]) -> tuple[int, ...] | None:
+    """Which of what it returned got a gradient from outside: someone there has read it. None: it cannot be told."""
+    later = {x for op in ops[call.last + 1 :] if op.site.phase is Phase.FORWARD for x in (*op.reads, *op.mutates)}
+    return tuple(n for n in sorted(call.wanted) if call.leaves[n] in later) or None
 
 
 def find_whole(calls: Sequence[Call]) -> Block | None:
@@ -55,6 +63,12 @@ def _block(call: Call, number: int, same_as: int | None) -> Block:
         kind=call.kind,
         odd=call.odd,
     )
+
+
+def find_given(calls: Sequence[Call], blocks: Sequence[Block]) -> dict[str, Given]:
+    """What each block was called with, by its name."""
+    found = {(c.path, c.nth): c.given for c in _walk(calls)}
+    return {b.name: given for b in blocks if (given := found.get((b.module, b.nth))) is not None}
 
 
 def _walk(calls: Sequence[Call]) -> Iterator[Call]:

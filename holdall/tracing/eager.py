@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holdall.optim._part import clone_optimizer
-from holdall.tracing.blocks import find_blocks, find_shapes
+from holdall.tracing.blocks import find_blocks, find_given, find_shapes
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
@@ -97,6 +97,7 @@ def record_real_step(
         called=find_shapes(recorder.calls),
         autocast=recorder.autocast,
         casts=tuple(casts),
+        given=find_given(recorder.calls, blocks),
     )
 
 

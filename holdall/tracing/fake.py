@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from holdall.optim._part import clone_optimizer
 from holdall.optim._pieces import made_for
-from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
+from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.stand_in import CudaOps
@@ -103,6 +103,7 @@ def record_fake_step(
         called=find_shapes(recorder.calls),
         autocast=recorder.autocast,
         casts=tuple(casts),
+        given=find_given(recorder.calls, blocks),
         timed=timed,
         looked_at=tuple(sorted(values.looked_at)),
     )

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from holdall.ops import backward_nodes, count_flops, is_random, mutated_arguments, odd_argument
 from holdall.tracing.autocast import autocast_now
+from holdall.tracing.calls import Given
 from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
 from holdall.tracing.trials import Trials, is_bound
 from holdall.tracing.values import KnownValues
@@ -70,6 +71,9 @@ class Call:
     last_save: int = 0
     backward: int | None = None
     odd: str = ""
+    leaves: dict[int, int] = field(default_factory=dict)  # of what it returned: number -> tensor
+    wanted: set[int] = field(default_factory=set)  # numbers of those for which a gradient came, from inside or outside
+    given: Given | None = None
     children: list[Call] = field(default_factory=list)
 
 
@@ -290,6 +294,8 @@ class Recorder(TorchDispatchMode):
             odd=odd_argument(args),
             shapes=tuple(tuple(int(n) for n in t.shape) for t in tree_iter(args) if isinstance(t, torch.Tensor)),
         )
+        if not call.odd:
+            call.given = Given.of(args)
         (self._stack[-1].children if self._stack else self.calls).append(call)
         self._stack.append(call)
 
@@ -305,6 +311,10 @@ class Recorder(TorchDispatchMode):
 
         for node in backward_nodes(output):
             node.register_prehook(begins)
+        for number, t in enumerate(tree_iter(output)):
+            if isinstance(t, torch.Tensor):
+                call.leaves[number] = self._see(t, "constant", Kind.BUFFER, born=-1)
+                _tell_gradient(t, number, call.wanted)
 
     def _attribute_nodes(self) -> None:
         """Autograd nodes made since the last look belong to the module that is running."""
@@ -378,8 +388,13 @@ class Recorder(TorchDispatchMode):
                 workspace=trial.workspace,
                 random=is_random(func, args, kwargs),
                 dtype=str(dtype).removeprefix("torch."),
+                accumulates=self._accumulates(),
             )
         )
+
+    def _accumulates(self) -> bool:
+        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
+        return getattr(node, "variable", None) is not None
 
     # result
 
@@ -424,6 +439,18 @@ class Recorder(TorchDispatchMode):
         if slower == 1.0:
             return tuple(self.ops)
         return tuple(replace(op, seconds=op.seconds * slower) if is_bound(op.site.op) else op for op in self.ops)
+
+
+def _tell_gradient(output: torch.Tensor, number: int, wanted: set[int]) -> None:
+    """Add the number to `wanted` when a gradient comes for this output."""
+    for t in (output, output._base):
+        if t is not None and t.grad_fn is not None:
+
+            def arrives(grads: Any, at: int = t.output_nr) -> None:
+                if grads[at] is not None:
+                    wanted.add(number)
+
+            t.grad_fn.register_prehook(arrives)
 
 
 def _made_here(op: Op, tensor: int) -> Op:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdall.casts import cast_inputs, may_cast
 from holdall.errors import InvalidInput
+from holdall.tracing.calls import Given
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.units import Updating
 from holdall.types import Block, Kind, Op, Phase, Save, TensorInfo, Unit
@@ -93,6 +94,7 @@ class Recorded:
     called: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that the model's own first call was given
     autocast: torch.dtype | None = None  # that was on where the model was called
     casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision
+    given: dict[str, Given] = field(default_factory=dict)  # what each block was called with
     timed: bool = False  # ops carry seconds measured on the device
     looked_at: tuple[int, ...] = ()  # tensors of the batch on whose values the step's course depends
 

@@ -91,6 +91,7 @@ class Op:
     workspace: Bytes = 0  # bytes a kernel takes and gives back inside the op
     random: bool = False
     dtype: str = ""  # of the largest float taking part; the roofline's row
+    accumulates: bool = False  # autograd's own: puts a gradient that is there into its `.grad`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,9 @@ class Block:
     same_as: int | None = None  # the earlier block that it repeats
     kind: str = ""  # class name of the module
     odd: str = ""  # class of an argument that is neither a tensor nor a plain value, such as a cache
+    wanted: tuple[int, ...] | None = None  # of what it returns, by leaf: what got a gradient; None: not known
+    beside: tuple[OpId, ...] = ()  # sums of backward that count as its own and are made outside of it, with what others gave
+    apart: str = ""  # why its ops, captured by themselves, are not those of the trace
 
     @property
     def name(self) -> str:

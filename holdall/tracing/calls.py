@@ -1,0 +1,53 @@
+"""What a module was called with, without holding it: enough to call it again on stand-ins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+class Like(NamedTuple):
+    """A tensor without its bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(t: torch.Tensor) -> Like:
+        return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
+
+    def make(self) -> torch.Tensor:
+        """Another like it, of whatever kind the present mode makes."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of one call, and the autocast around it."""
+
+    leaves: tuple[Any, ...]  # with a `Like` for each tensor
+    spec: TreeSpec
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def of(args: Any) -> Given | None:
+        """None: with tensors of a kind that cannot be made again from their strides."""
+        leaves, spec = tree_flatten(args)
+        if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in leaves):
+            return None
+        like = tuple(Like.of(t) if isinstance(t, torch.Tensor) else t for t in leaves)
+        casts = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda"))
+        return Given(like, spec, casts)
+
+    def make(self) -> tuple[Any, Any]:
+        """(args, kwargs), on stand-ins."""
+        leaves = [leaf.make() if isinstance(leaf, Like) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
