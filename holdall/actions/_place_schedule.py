@@ -63,6 +63,16 @@ def _from(begins: int | None, never: int) -> int:
     return never if begins is None else begins
 
 
+def read_by_hand(trace: Trace) -> set[str]:
+    """Units with weights that the loop reads outside of every module's forward, where it calls parts of the model by
+    themselves: nobody can bring them before."""
+    if not trace.about.get("parts"):
+        return set()
+    bare = [op for op in trace.ops if op.site.phase is Phase.FORWARD and not op.site.module]
+    read = {x for op in bare for x in (*op.reads, *op.mutates)}
+    return {u.name for u in trace.units if read.intersection(u.weights)}
+
+
 def rewrite_placed(schedule: Schedule, problem: Problem, place: Place) -> Schedule:
     return _Rewrite(schedule, problem, place).apply()
 
@@ -96,9 +106,15 @@ class _Rewrite(Updates):
     def _locate(self) -> None:
         used = users(self.trace)
         can = streamable(self.trace)
+        by_hand = read_by_hand(self.trace)
         for unit, (_, weights, update) in zip(self.trace.units, self.place.units, strict=True):
             blocks = used[unit.name]
             streamed = weights == "streamed"
+            if unit.name in by_hand and (streamed or update != "device" or self.is_narrow):
+                raise Unsupported(
+                    f"a parameter of `{unit.name or 'the model'}` is read outside of every forward, which a placement cannot see",
+                    hint="let the loop call the model, which then calls its parts",
+                )
             if streamed and len(blocks) != 1:
                 raise Unsupported(
                     f"the weights of `{unit.name}` cannot come and go: {len(blocks)} blocks use them",

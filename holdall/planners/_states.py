@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from holdall.actions._place_schedule import read_by_hand
 from holdall.actions.place import Place, streamable
 from holdall.cost.updates import host_seconds
 from holdall.types import Problem, Unit
@@ -35,7 +36,10 @@ class Placements:
         trace = problem.trace
         total = sum(trace.tensors[x].nbytes for u in trace.units for x in u.weights) or 1
         can = streamable(trace)
-        large = [u for u in trace.units if sum(trace.tensors[x].nbytes for x in u.weights) > _TINY * total]
+        by_hand = read_by_hand(trace)
+        large = [
+            u for u in trace.units if u.name not in by_hand and sum(trace.tensors[x].nbytes for x in u.weights) > _TINY * total
+        ]
         self.movable = [u for u in large if u.numel or u.name in can]
         self.streamable = [u for u in self.movable if u.name in can]
         is_narrow = trace.about.get("precision") is not None  # then weights can be made from parameters on the device

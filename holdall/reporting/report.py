@@ -121,23 +121,27 @@ class Report:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every tier stayed under its budget; None: no budget was set."""
+        """Whether every tier stayed under its budget; None: no budget was set, or nothing was measured."""
+        return None if self.measured is None else self._is_within
+
+    @property
+    def _is_within(self) -> bool | None:
         known = self.latest.peak.keys() & self.plan.budget.keys()
         return all(self.latest.peak[t] <= self.plan.budget[t] for t in known) if known else None
 
     @property
     def verdict(self) -> str:
         """One sentence: does it fit?"""
-        if self.fits is None:
+        if self._is_within is None:
             return "no budget was set"
         peak, budget = self.latest.peak, self.plan.budget
         tier = max(peak.keys() & budget.keys(), key=lambda t: (peak[t] / max(budget[t], 1), t))
         where = self.tier_label(tier)
-        if not self.fits:
+        if not self._is_within:
             excess = f"{format_bytes(peak[tier] - budget[tier])} over the {where} budget"
-            return excess if self.measured else f"predicted {excess}"
+            return excess if self.measured else f"nothing was measured; predicted {excess}"
         share = f"{format_bytes(peak[tier])} of {format_bytes(budget[tier])} {where}"
-        return f"fits: {share}" if self.measured else f"should fit: {share}"
+        return f"fits: {share}" if self.measured else f"nothing was measured; should fit: {share}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. What JSON does not know in `environment` (a device, a path) becomes its text."""

@@ -10,12 +10,13 @@ also told of the forwards of steps, for which it gives everything back. Without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from holdall.runtime.lending import Lender
+from holdall.runtime.parts import holders
 from holdall.runtime.streaming import Streaming
 from holdall.runtime.units import Unit
 
@@ -45,7 +46,7 @@ class Evaluating:
     def watch(self, model: torch.nn.Module, calls: Sequence[str]) -> list[Callable[[], object]]:
         """Hear of modules that hold blocks when they are called by themselves; returns what ends this."""
         undo: list[Callable[[], object]] = []
-        for module in _holders(model, calls):
+        for module in holders(model, calls):
             undo.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True).remove)
             undo.append(module.register_forward_hook(self._exit, always_call=True).remove)
         return undo
@@ -88,10 +89,3 @@ class Evaluating:
             self.lender.end()
             kept = self.lender.lent
         return kept
-
-
-def _holders(model: torch.nn.Module, calls: Iterable[str]) -> list[torch.nn.Module]:
-    """The modules between the model and its blocks."""
-    modules = dict(model.named_modules())
-    paths = {".".join(parts[:n]) for parts in (c.partition("#")[0].split(".") for c in calls) for n in range(1, len(parts))}
-    return [modules[path] for path in sorted(paths) if path in modules]

@@ -34,8 +34,9 @@ from holdall.runtime.lengths import Buckets
 from holdall.runtime.methods import put_method
 from holdall.runtime.notes import Notes
 from holdall.runtime.parking import Bank
+from holdall.runtime.parts import Parts
 from holdall.runtime.placing import Placing, device_of
-from holdall.runtime.policy import Blocks, Policy
+from holdall.runtime.policy import Blocks, Policy, at_backward
 from holdall.runtime.recorder import Recorder
 from holdall.runtime.repeat import Repeat, Tighten
 from holdall.runtime.results import Results, expect
@@ -113,6 +114,7 @@ class Harness:
         self._stop_recording = recorder.start(self.device)
         self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
         self._rivals = Rivals(fallback, correct)
+        self._parts = Parts(self)
         try:
             self._install()
         except BaseException:  # nothing half done
@@ -207,20 +209,26 @@ class Harness:
             self._undo.append(put_method(self.model, "_call_impl", partial(self._choosing.call, self.model._call_impl)))
         if self._repeat is not None:
             self._undo.append(watch_backward(self._repeat))
+        self._undo += self._parts.watch(self.model, names)
         handle = self.model.register_forward_pre_hook(self.begin_step, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
-        if self.engine is not None:
-            self._undo.append(self.model.register_forward_hook(self._end_forward, always_call=True).remove)
+        self._undo.append(self.model.register_forward_hook(self._end_forward, always_call=True).remove)
         if self.optimizer is not None:
             self._undo.append(self.optimizer.register_step_post_hook(self._end_step).remove)
 
     def _wrap(self, path: str, module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
         forward = module.forward
 
+        def called(*args: Any, **kwargs: Any) -> Any:
+            name = self._watch.called(path, args, kwargs)
+            out = self._blocks.run(name, module, forward, buffers, args, kwargs)
+            if not self._watch.hears_backward and torch.is_grad_enabled():
+                self._watch.hears_backward = at_backward(out, self._watch.backward_began)
+            return out
+
         def planned(*args: Any, **kwargs: Any) -> Any:
             refuse_compiled(path, module)
-            name = self._watch.called(path, args, kwargs)
-            return self._blocks.run(name, module, forward, buffers, args, kwargs)
+            return self._parts.run(module, called, args, kwargs)
 
         self._undo.append(put_method(module, "forward", planned))
 
@@ -390,9 +398,8 @@ class Harness:
     def begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A hook before the model's forward. Whoever makes the harness inside of one calls it for that forward."""
         refuse_compiled("", module)
-        if self._next is not None and not self._is_stepping:
-            plan, self._next = self._next, None
-            self._change(plan)
+        self._parts.enter_model()
+        self._change_if_asked()
         if self._choosing is not None and torch.is_grad_enabled():
             self._choosing.choose(args, kwargs)  # as a rule it was before the hooks
         if self.engine is not None:
@@ -401,9 +408,14 @@ class Harness:
             self._begin(args, kwargs)
         return None if self.engine is None else (args, kwargs)
 
+    def _change_if_asked(self) -> None:
+        if self._next is not None and not self._is_stepping:
+            plan, self._next = self._next, None
+            self._change(plan)
+
     def _begin(self, args: Any, kwargs: Any) -> None:
-        if self._is_stepping and self.optimizer is not None:
-            self._watch.again()  # gradient accumulation: another forward of the same step
+        if self._is_stepping and (self.optimizer is not None or not self._watch.is_over):
+            self._watch.go_on()  # another forward of the same step
             return
         if self.optimizer is None:
             self._finish_step()
@@ -413,13 +425,27 @@ class Harness:
         self._is_stepping = True
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        assert self.engine is not None
-        self.engine.end_forward(failed=output is None)
+        self._parts.leave_model()
+        if self.engine is not None:
+            self.engine.end_forward(failed=output is None)
+
+    def begin_part(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A part of the model is called by itself: a step begins, or goes on."""
+        self._change_if_asked()
+        begun = self.engine.begin(args, kwargs) if self.engine is not None else (args, kwargs)
+        if torch.is_grad_enabled():
+            self._begin((), {})
+        return begun
+
+    def end_part(self, *, failed: bool) -> None:
+        if self.engine is not None:
+            self.engine.end_forward(failed=failed)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._finish_step()
 
     def _finish_step(self) -> None:
+        self._parts.reset()
         if self._is_stepping:
             self._is_stepping = False
             self._meter.end()

@@ -74,7 +74,7 @@ class Blocks:
         if engine is not None:
             engine.leave(name)
             is_asked = engine.streaming.is_needed and torch.is_grad_enabled()
-            if is_asked and _at_backward(out, lambda: engine.streaming.backward_begins(name)):
+            if is_asked and at_backward(out, lambda: engine.streaming.backward_begins(name)):
                 engine.streaming.expect_backward(name)
         if name in self._triggers and torch.is_grad_enabled():
             self._fetch_at(name, out)  # behind the weights: this block may wait for them, and the link serves in order
@@ -129,10 +129,10 @@ class Blocks:
             for group in groups:
                 group.fetch()
 
-        _at_backward(out, fetch)
+        at_backward(out, fetch)
 
 
-def _at_backward(out: Any, call: Callable[[], None]) -> bool:
+def at_backward(out: Any, call: Callable[[], None]) -> bool:
     """Call once, when the backward of whoever made `out` begins; whether there will be one."""
     done = False
 

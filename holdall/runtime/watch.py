@@ -1,5 +1,9 @@
 """Does the loop still do what was traced? Another shape or branch may cost memory or time, never correctness; it is said
-once."""
+once.
+
+A step may call the model several times before it goes backward, without gradients too, or call parts of it by themselves:
+calls of a block are counted from one backward to the next, those with gradients apart from those without.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +21,49 @@ class Watch:
     def __init__(self, plan: Plan, note: Callable[[str], None], *, any_size: bool = False) -> None:
         self._note = note
         self._any_size = any_size  # the plan is for batches up to its own
-        self._expected = [(name, shapes) for name, shapes in plan.about.get("blocks", ())]
+        quiet = set(plan.about.get("quiet", ()))  # calls that were traced without gradients
+        self._expected = [(name, shapes) for name, shapes in plan.about.get("blocks", ()) if name not in quiet]
+        self._names = {True: _by_path(name for name, _ in self._expected), False: _by_path(sorted(quiet, key=_count))}
+        self._known = {name for names in self._names.values() for some in names.values() for name in some}
         self._batch = plan.about.get("batch")
-        self._counts: dict[str, int] = {}
+        self._counts: dict[tuple[bool, str], int] = {}
         self._next = 0
+        self._went_back = False
+        self.hears_backward = False  # of the forward that is counted
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """A step begins."""
+        """A step begins with a call of the model."""
         self.again()
         shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not self._any_size and self._batch is not None and shapes and sorted(shapes) != sorted(self._batch):
             self._note(f"the loop left the trace: a batch of {shapes} where {self._batch} was planned")
 
     def again(self) -> None:
-        """Another forward: calls are counted anew."""
+        """Calls are counted anew."""
         self._counts = {}
         self._next = 0
+        self._went_back = self.hears_backward = False
+
+    def go_on(self) -> None:
+        """Another forward of the same step: what was traced goes on, unless it is over."""
+        if self.is_over:
+            self.again()
+
+    @property
+    def is_over(self) -> bool:
+        """The forwards that were traced are: all blocks ran, or a backward has begun."""
+        return self._went_back or self._next >= len(self._expected)
+
+    def backward_began(self) -> None:
+        self._went_back = True
 
     def called(self, path: str, args: Any, kwargs: Any) -> str:
         """The name of this call of a block; notes when it is not the expected one."""
-        nth = self._counts.get(path, 0)
-        self._counts[path] = nth + 1
-        name = path if nth == 0 else f"{path}#{nth}"
-        if not torch.is_grad_enabled():
+        trained = torch.is_grad_enabled()
+        nth = self._counts.get((trained, path), 0)
+        self._counts[trained, path] = nth + 1
+        name = self._name(path, nth, trained=trained)
+        if not trained:
             return name
         if self._next < len(self._expected):
             expected, shapes = self._expected[self._next]
@@ -52,12 +76,32 @@ class Watch:
         self._next += 1
         return name
 
+    def _name(self, path: str, nth: int, *, trained: bool) -> str:
+        names = self._names[trained].get(path, ())
+        if nth < len(names):
+            return names[nth]
+        while (name := path if nth == 0 else f"{path}#{nth}") in self._known:  # another call's
+            nth += 1
+        return name
+
     def end(self) -> None:
         """A step is over."""
         if self._next < len(self._expected):
             self._note(
                 f"the loop left the trace: {self._next} of {len(self._expected)} blocks ran in the last forward of a step"
             )
+
+
+def _by_path(names: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.partition("#")[0], []).append(name)
+    return found
+
+
+def _count(name: str) -> tuple[str, int]:
+    path, _, nth = name.partition("#")
+    return path, int(nth or 0)
 
 
 def refuse_compiled(path: str, module: torch.nn.Module) -> None:

@@ -74,6 +74,7 @@ def trace_step(
             **besides,
             "asked": list(recorded.asked),
             "looked_at": list(recorded.looked_at),
+            "parts": recorded.parts,
             "notes": notes,
         },
     )

@@ -1,7 +1,7 @@
 """Which module calls become the blocks of a plan.
 
 Models are stacks: numbered siblings of one class (`layers.0`, `layers.1`, ...). From the root downwards, the members of a
-stack are blocks, what contains a stack is opened, containers such as Sequential are looked through, and anything else is a
+stack are blocks, as is every call of a layer that is called over and over, what contains a stack is opened, containers such as Sequential are looked through, and anything else is a
 block as it is. So a decoder falls apart into embedding, layers, norm and head, and a convnet into its residual blocks,
 without knowing any model by name. A member that holds more than a third of everything (a stage of a hierarchical model) is
 opened too, if there is a stack inside.
@@ -9,6 +9,7 @@ opened too, if there is a stack inside.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -62,6 +63,7 @@ def _block(call: Call, number: int, same_as: int | None) -> Block:
         same_as=same_as,
         kind=call.kind,
         odd=call.odd,
+        quiet=call.quiet,
     )
 
 
@@ -78,13 +80,20 @@ def _walk(calls: Sequence[Call]) -> Iterator[Call]:
 
 
 def _stacked(calls: Sequence[Call]) -> set[str]:
-    """Paths of modules that are numbered siblings of one class."""
+    """Paths of modules that are numbered siblings of one class, or that one module calls several times in a row of layers."""
     groups: dict[tuple[str, str], set[str]] = {}
     for call in _walk(calls):
         parent, _, last = call.path.rpartition(".")
         if last.isdigit():
             groups.setdefault((parent, call.kind), set()).add(call.path)
-    return {path for paths in groups.values() if len(paths) > 1 for path in paths}
+    siblings = {path for paths in groups.values() if len(paths) > 1 for path in paths}
+    repeated = {path for call in _walk(calls) for path, n in Counter(_composites(call)).items() if n > 1}
+    return siblings | repeated
+
+
+def _composites(call: Call) -> list[str]:
+    """The modules with others inside that a call calls itself."""
+    return [c.path for c in call.children if c.composite and not c.quiet]
 
 
 def _choose(call: Call, stacked: set[str], large: float) -> list[Call]:

@@ -98,6 +98,7 @@ def record_real_step(
         autocast=recorder.autocast,
         casts=tuple(casts),
         given=find_given(recorder.calls, blocks),
+        parts=any(call.path for call in recorder.calls),
     )
 
 

@@ -104,6 +104,7 @@ def record_fake_step(
         autocast=recorder.autocast,
         casts=tuple(casts),
         given=find_given(recorder.calls, blocks),
+        parts=any(call.path for call in recorder.calls),
         timed=timed,
         looked_at=tuple(sorted(values.looked_at)),
     )

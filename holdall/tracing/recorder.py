@@ -71,6 +71,7 @@ class Call:
     last_save: int = 0
     backward: int | None = None
     odd: str = ""
+    quiet: bool = False  # made without gradients
     leaves: dict[int, int] = field(default_factory=dict)  # of what it returned: number -> tensor
     wanted: set[int] = field(default_factory=set)  # numbers of those for which a gradient came, from inside or outside
     given: Given | None = None
@@ -292,6 +293,7 @@ class Recorder(TorchDispatchMode):
             first_save=len(self.saves),
             inputs=self.ids(args),
             odd=odd_argument(args),
+            quiet=not torch.is_grad_enabled(),
             shapes=tuple(tuple(int(n) for n in t.shape) for t in tree_iter(args) if isinstance(t, torch.Tensor)),
         )
         if not call.odd:

@@ -95,6 +95,7 @@ class Recorded:
     autocast: torch.dtype | None = None  # that was on where the model was called
     casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision
     given: dict[str, Given] = field(default_factory=dict)  # what each block was called with
+    parts: bool = False  # modules inside of the model were called by themselves
     timed: bool = False  # ops carry seconds measured on the device
     looked_at: tuple[int, ...] = ()  # tensors of the batch on whose values the step's course depends
 

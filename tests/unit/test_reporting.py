@@ -226,9 +226,9 @@ def test_a_name_cannot_move_the_cursor():
     ("budget", "measured", "fits", "verdict"),
     [
         ({"gpu": gib(24)}, MEASURED, True, "fits: 23.7 GiB of 24.0 GiB GPU"),
-        ({"gpu": gib(24)}, None, True, "should fit: 23.6 GiB of 24.0 GiB GPU"),
+        ({"gpu": gib(24)}, None, None, "nothing was measured; should fit: 23.6 GiB of 24.0 GiB GPU"),
         ({"gpu": gib(80), "cpu": gib(40)}, MEASURED, False, "1.3 GiB over the host budget"),
-        ({"gpu": gib(20)}, None, False, "predicted 3.6 GiB over the GPU budget"),
+        ({"gpu": gib(20)}, None, None, "nothing was measured; predicted 3.6 GiB over the GPU budget"),
         ({}, MEASURED, None, "no budget was set"),
     ],
 )
