@@ -1,10 +1,10 @@
 """Which module calls become the blocks of a plan.
 
-Models are stacks: numbered siblings of one class (`layers.0`, `layers.1`, ...). From the root downwards, the members of a
-stack are blocks, as is every call of a layer that is called over and over, what contains a stack is opened, containers such as Sequential are looked through, and anything else is a
-block as it is. So a decoder falls apart into embedding, layers, norm and head, and a convnet into its residual blocks,
-without knowing any model by name. A member that holds more than a third of everything (a stage of a hierarchical model) is
-opened too, if there is a stack inside.
+Models are stacks: numbered siblings of one class (`layers.0`, `layers.1`, ...), or one layer that is called over and over. From
+the root downwards, the members of a stack are blocks, each call of them, what contains a stack is opened, containers such as
+Sequential are looked through, and anything else is a block as it is. So a decoder falls apart into embedding, layers, norm and
+head, and a convnet into its residual blocks, without knowing any model by name. A member that holds more than a third of
+everything (a stage of a hierarchical model) is opened too, if there is a stack inside.
 """
 
 from __future__ import annotations

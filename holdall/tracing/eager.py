@@ -82,8 +82,9 @@ def record_real_step(
                 else:
                     record_optimizer(recorder, clone)
             recorder.values = KnownValues(None)
-        recorder.close()
+        recorder.end_step()
         del held
+        recorder.close()
     ops, tensors, saves = recorder.finish()
     with mode:
         units = find_units(list(parameters), blocks, ops, tensors, updating)

@@ -84,8 +84,9 @@ def record_fake_step(
                 record_narrow_update(recorder, updating, unique, group_parameters(list(unique), blocks))
             else:
                 record_optimizer(recorder, clone)
-        recorder.close()
+        recorder.end_step()
         del held
+        recorder.close()
         ops, tensors, saves = recorder.finish(align=512 if device.type == "cuda" else 1)
         with recorder.quiet():
             units = find_units(list(unique), blocks, ops, tensors, updating)

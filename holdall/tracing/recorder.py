@@ -26,6 +26,7 @@ from holdall.tracing.trials import Trials, is_bound
 from holdall.tracing.values import KnownValues
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
 
+_SCALAR = 8  # bytes of a loss
 StandIn = Callable[[torch.Tensor, "torch.UntypedStorage | None"], torch.Tensor]
 
 
@@ -118,6 +119,9 @@ class Recorder(TorchDispatchMode):
         self._module_of_param: dict[int, str] = {}
         self._last = ""  # module of the autograd node that ran last
         self._quiet = 0
+        self._new_loss = -1  # the moment at which the forward has returned its loss
+        self._is_over = False
+        self._with_loss: list[int] = []  # tensors that went with the loss, after the step
         self.asked: list[int] = []  # ops before which the forward asked for a value: what follows may depend on it
         self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that took them
 
@@ -167,9 +171,16 @@ class Recorder(TorchDispatchMode):
     def remember_loss(self, loss: torch.Tensor) -> None:
         """The loss of the step before: a loop's variable holds it until this forward returns a new one."""
         size = int(loss.untyped_storage().nbytes())
-        index = len(self.tensors)
-        dtype = str(loss.dtype).removeprefix("torch.")
-        self.tensors.append(_Tensor(index, "the loss before", Kind.INPUT, tuple(loss.shape), dtype, size, -1, self.now))
+        self._new_loss = self.now
+        self._from_before("the loss before", tuple(loss.shape), str(loss.dtype).removeprefix("torch."), size)
+
+    def _from_before(self, name: str, shape: tuple[int, ...], dtype: str, size: int) -> None:
+        self.tensors.append(_Tensor(len(self.tensors), name, Kind.INPUT, shape, dtype, size, -1, self._new_loss))
+
+    def end_step(self) -> None:
+        """All that the step does is done. What goes with the loss from here on was held by its graph: a tensor that a function
+        has put on its `ctx` is there until the loop has another loss, so that of the step before is there in this forward."""
+        self._is_over = True
 
     def _see(self, tensor: torch.Tensor, name: str, kind: Kind, born: int) -> int:
         storage = tensor.untyped_storage()
@@ -198,7 +209,10 @@ class Recorder(TorchDispatchMode):
         def gone(_: object) -> None:
             self._ids.pop(key, None)
             self._watch.pop(key, None)
-            self.tensors[index].freed = self.now
+            if self._is_over:
+                self._with_loss.append(index)
+            else:
+                self.tensors[index].freed = self.now
 
         self._watch[key] = weakref.ref(storage, gone)
         return index
@@ -409,8 +423,12 @@ class Recorder(TorchDispatchMode):
                 self.ops[op] = _made_here(self.ops[op], index)
 
     def close(self) -> None:
-        """The step is over: what dies from here on outlived it."""
+        """The step is over, and its loss is gone: what dies from here on outlived it."""
         self._watch.clear()
+        gone, self._with_loss = self._with_loss, []
+        for t in (self.tensors[i] for i in gone):
+            if t.kind is Kind.TEMP and 0 <= t.born <= self._new_loss and t.nbytes > _SCALAR:
+                self._from_before(f"{t.name} of the step before", t.shape, t.dtype, t.nbytes)
 
     def finish(self, *, align: int = 1) -> tuple[tuple[Op, ...], dict[int, TensorInfo], tuple[Save, ...]]:
         """What was seen; sizes are rounded up to `align`, as the device's allocator does."""
