@@ -112,7 +112,7 @@ class _Rewrite(Updates):
             streamed = weights == "streamed"
             if unit.name in by_hand and (streamed or update != "device" or self.is_narrow):
                 raise Unsupported(
-                    f"`{unit.name or 'the model'}` has a parameter that is read outside of every forward, where no placement can see it",
+                    f"`{unit.name or 'the model'}` has a parameter that the loop reads outside of every forward",
                     hint="let the loop call the model, which then calls its parts",
                 )
             if streamed and len(blocks) != 1:

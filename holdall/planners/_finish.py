@@ -84,6 +84,7 @@ def _what_the_harness_needs(problem: Problem, actions: Sequence[Action]) -> dict
         "context": problem.hardware.context,
         "process": trace.about.get("process") or 0,
         "units": [[u.name, list(u.params)] for u in trace.units],
+        "calls": trace.about.get("calls", 1),
         "quiet": [b.name for b in blocks if b.quiet],
         "blocks": [[b.name, [list(s) for s in b.shapes]] for b in blocks],
     }

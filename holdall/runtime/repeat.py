@@ -145,7 +145,9 @@ class Repeat:
                 known[_key(self)] = weakref.ref(step), (places := {})
             places[t.output_nr] = number
             t.register_hook(_arrival(step.arrived, number, self._harness.ledger))
-        if not step.outputs and not step.lazy:  # of a kind that is not looked into: its backward would not be noticed
+        is_one_of_many = self._harness.plan.about.get("calls", 1) > 1  # a loss of several cannot be gone back through from one
+        is_unknown = not step.outputs and not step.lazy  # of a kind that is not looked into: its backward would not be noticed
+        if is_unknown or is_one_of_many:
             self._latest = None
 
     # backward

@@ -75,6 +75,7 @@ def trace_step(
             "asked": list(recorded.asked),
             "looked_at": list(recorded.looked_at),
             "parts": recorded.parts,
+            "calls": recorded.calls,
             "notes": notes,
         },
     )

@@ -100,6 +100,7 @@ def record_real_step(
         casts=tuple(casts),
         given=find_given(recorder.calls, blocks),
         parts=any(call.path for call in recorder.calls),
+        calls=sum(not call.path for call in recorder.calls),
     )
 
 

@@ -106,6 +106,7 @@ def record_fake_step(
         casts=tuple(casts),
         given=find_given(recorder.calls, blocks),
         parts=any(call.path for call in recorder.calls),
+        calls=sum(not call.path for call in recorder.calls),
         timed=timed,
         looked_at=tuple(sorted(values.looked_at)),
     )

@@ -96,6 +96,7 @@ class Recorded:
     casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision
     given: dict[str, Given] = field(default_factory=dict)  # what each block was called with
     parts: bool = False  # modules inside of the model were called by themselves
+    calls: int = 1  # of the model itself
     timed: bool = False  # ops carry seconds measured on the device
     looked_at: tuple[int, ...] = ()  # tensors of the batch on whose values the step's course depends
 
