@@ -7,6 +7,7 @@ as in a trace, so that op number n here is op number n of the block there.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -181,7 +182,12 @@ def _trace(joint: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.Gr
             _no_autocast_cache(),
         ):
             copies = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-            return make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
+            drawn = random.getstate()
+            made = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
+            if random.getstate() != drawn:
+                random.setstate(drawn)
+                raise Unsupported("the block draws from Python's random numbers", hint="recompute whole blocks")
+            return made
     except Unsupported:
         raise
     except Exception as error:  # whatever a model does that a graph cannot say

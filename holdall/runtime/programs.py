@@ -25,6 +25,8 @@ from holdall.types.program import Effect, fault
 from holdall.types.trace import digest_of
 
 Values = dict[Slot, torch.Tensor]
+_SETTINGS = (bool, int, float, str)
+_MOST = 16  # kinds of calls of one block that are captured; more come from a value that changes with every call
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,10 @@ class Runner:
             self._parts = _Parts(module)
         parameters, buffers = self._parts.tensors()
         leaves = tree_leaves((args, kwargs))
-        key = _signature(leaves, parameters, self._parts.training())
-        if key not in self._programs:
+        key = _signature(leaves, parameters, self._parts.settings())
+        if key not in self._programs and len(self._programs) < _MOST:
             self._programs[key] = self._prepare(module, forward, args, kwargs)
-        program = self._programs[key]
+        program = self._programs.get(key)
         if program is None:
             state = list(module.buffers())
             out, call = Segment().run(module, forward, args, kwargs, state=state, keep=frozenset())
@@ -185,11 +187,12 @@ class _Parts:
         buffers = {id(b): b for m, _ in self._all for b in m._buffers.values() if b is not None}
         return [*parameters.values()], [*buffers.values()]
 
-    def training(self) -> tuple[bool, ...]:
-        return tuple([m.training for m, _ in self._all])
+    def settings(self) -> tuple[Any, ...]:
+        """Plain values that modules hold, such as whether they train: a captured graph has them as they were."""
+        return tuple([v for m, _ in self._all for v in m.__dict__.values() if type(v) in _SETTINGS])
 
 
-def _signature(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], training: tuple[bool, ...]) -> Any:
+def _signature(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], settings: tuple[Any, ...]) -> Any:
     """What a captured graph depends on."""
     given = [
         (t.dtype, t.device, t.shape, t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
@@ -197,7 +200,7 @@ def _signature(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], traini
     ]
     kinds = [(p.dtype, p.stride(), p.requires_grad) for p in parameters]
     casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
-    return tuple(given), tuple(kinds), training, tuple(casts)
+    return tuple(given), tuple(kinds), settings, tuple(casts)
 
 
 class _Call:

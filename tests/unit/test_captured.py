@@ -135,6 +135,33 @@ def test_a_captured_block_has_the_ops_that_were_traced(kind):
     assert all(op.accumulates or op.id in block.beside for op in outside)
 
 
+class Tempered(nn.Module):
+    """Computes with a number that the loop changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.tau = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x):
+        return x + torch.tanh(self.a(x) * self.tau)
+
+
+def test_a_number_that_the_loop_changes_is_seen_by_a_captured_block():
+    def cooled(model, optimizer):
+        seen = []
+        for step in range(3):
+            for layer in model.layers:
+                layer.tau = 1.0 / (1 + step)
+            seen += train(model, optimizer)
+        return seen
+
+    model, optimizer = setting(Tempered)
+    plan, _ = by_ops(model, optimizer)
+    expected = cooled(*setting(Tempered))
+    with holdall.apply(plan, model, optimizer, enforce=False):
+        assert same(cooled(model, optimizer), expected)
+
+
 class Undecided(nn.Module):
     """Takes another path when it is captured: nobody can run it by ops that were planned."""
 
