@@ -11,10 +11,12 @@ from holdall.runtime.updating import Updater
 @pytest.fixture
 def no_modes_left():
     """A mode that a failing test left on this thread must not slow or fail the others."""
-    before = torch._C._len_torch_dispatch_stack()
+    before, methods = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     yield
     while torch._C._len_torch_dispatch_stack() > before:
         torch.utils._python_dispatch._pop_mode()
+    while torch._C._len_torch_function_stack() > methods:
+        torch.overrides._pop_mode()
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 """What loops do besides stepping, while model states are placed: each is done with and without a plan, and must be the same."""
 
 import copy
+import ctypes
 import os
+import pickle
 import threading
 import time
 from functools import cache
 
+import numpy
 import pytest
 import torch
 
@@ -317,10 +320,18 @@ READS = {
     "numpy": lambda p: p.detach().numpy().copy().tolist(),
     "list": lambda p: p.tolist(),
     "data numpy": lambda p: p.data.numpy().copy().tolist(),
+    "string": lambda p: f"{p} {p.data}",
+    "float": lambda p: float(p.detach().flatten()[0]),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)).detach(),
+    "array": lambda p: numpy.array(p.detach()).tolist(),
+    "address": lambda p: ctypes.cast(p.data_ptr(), ctypes.POINTER(ctypes.c_float))[0],
+    "storage": lambda p: p.untyped_storage().tolist()[p.storage_offset() * 4 :][: p.nbytes],
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
+    "format": lambda p: f"{p.detach()!s:>9}",
 }
 
 
-@pytest.mark.parametrize("read", cases(READS, ["print", "list"], "these do not pass the dispatcher, so nobody waits"))
+@pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("place", ["host spill", "mixed spill"])
 def test_a_parameter_read_right_after_the_step_is_the_new_one(place, read, slow_host):
     def loop(model, optimizer):
@@ -804,7 +815,7 @@ def footprint(model, optimizer):
         "gradients": [type(p.grad) for p in model.parameters()],
         "optimizer": (type(optimizer), sorted(vars(optimizer)), hooks(optimizer)),
         "groups": [[id(p) for p in g["params"]] for g in optimizer.param_groups],
-        "modes": torch._C._len_torch_dispatch_stack(),
+        "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
         "threads": sorted(t.name for t in threading.enumerate()),
         "environment": dict(os.environ),
     }
