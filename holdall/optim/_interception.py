@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Watcher = TypeVar("Watcher")
-Function = Callable[..., None]
+Function = Callable[..., Any]
 
 _retired: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()  # -> what it was put in front of
 
@@ -59,19 +59,18 @@ class Interception(Generic[Watcher]):
             setattr(self._owner, self._name, _in_use(original))
 
     def _make(self, original: Function) -> Function:
-        def intercepted(*args: Any, **kwargs: Any) -> None:
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
             watching = list(self._watching) if intercepted not in _retired else []
             if watching and getattr(self._handed, "over", None) != current_backward():
-                self._through(hand_over, watching, *args, **kwargs)
-            else:
-                original(*args, **kwargs)
+                return self._through(hand_over, watching, *args, **kwargs)
+            return original(*args, **kwargs)
 
-        def hand_over(*args: Any, **kwargs: Any) -> None:
+        def hand_over(*args: Any, **kwargs: Any) -> Any:
             """Torch asks modes and subclasses first, who then call by the same name again: that is still the same call."""
             before = getattr(self._handed, "over", None)
             self._handed.over = current_backward()
             try:
-                original(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._handed.over = before
 

@@ -69,7 +69,7 @@ def wait_for_attempt(held: Held) -> None:
 
 def _is_right(held: Held, order: Order) -> bool:
     attempt = held.attempt
-    if attempt is None or held.sum is not None or attempt.which != order.which:
+    if attempt is None or held.sum is not None or attempt.which != order.which or held.unit.was_written():
         return False
     plain = all(not isinstance(v, torch.Tensor) for g in (*attempt.groups, *order.groups) for v in g.values())
     return plain and attempt.groups == order.groups and (order.scale is None or float(order.scale) == 1.0)

@@ -7,7 +7,7 @@ place of those that were held.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -49,6 +49,11 @@ class Collector:
 
     def collect(self, unit: Unit, which: tuple[int, ...], grads: list[torch.Tensor]) -> Held:
         """A unit has got its gradients, those of the trained members `which`; they go to where the update will want them."""
+        if self._are_used_up and any(not _is_cleared(unit.trained[n].home.grad) for n in which):
+            raise Unsupported(
+                "a second backward came before gradients were cleared, but the first one has already made the updates",
+                hint="plan with `clips=True`, or with `accumulate=` as many backwards as the loop makes per step",
+            )
         held = self.held.get(unit.name)
         if held is not None and _are_cleared(held):
             self._drop(held)  # the loop cleared its gradients instead of stepping
@@ -172,6 +177,10 @@ class Collector:
                 grad = home.grad
                 if _is_cleared(grad):
                     grad = None
+                if grad is not None and not isinstance(grad, Gradient) and not self._are_used_up:
+                    with torch.no_grad():
+                        grad.add_(held.bring(n))  # the loop's own, or of a use of the home itself: gradients add up
+                    continue
                 if grad is not None and (not isinstance(grad, Gradient) or grad.source is not held):
                     raise Unsupported(
                         "gradients of the step before were not cleared, so this backward would add to them",
@@ -193,22 +202,12 @@ class Collector:
         held, self.held = self.held, {}
         return held
 
-    def adopt(self, unit: Unit) -> Held | None:
-        """Gradients that did not come by working weights: set by hand, or of a model that has its parameters elsewhere too."""
-        which = [n for n, m in enumerate(unit.trained) if m.is_swapped and type(m.home.grad) is torch.Tensor]
-        if not which:
-            return None
-        held = Held(unit, self._store)
-        held.which = tuple(which)
-        return held
-
     def asked(self, held: Held) -> torch.Tensor | None:
         """What the loop did to the gradients: the factor, if it is the same for all; else they are replaced."""
         grads = [held.unit.trained[n].home.grad for n in held.which]
-        kept = [n for n, g in zip(held.which, grads, strict=True) if g is not None]
-        if any(not isinstance(g, Gradient) or g.source is not held or g.here is not None for g in grads) or len(kept) < len(
-            grads
-        ):
+        kept = [n for n, m in enumerate(held.unit.trained) if m.home.grad is not None]  # also those that it has put there
+        is_ours = all(isinstance(g, Gradient) and g.source is held and g.here is None for g in grads)
+        if not is_ours or len(kept) != len(grads):
             self._replace(held, kept)
             return None
         factors = [g.factor for g in grads]  # type: ignore[union-attr]
@@ -217,6 +216,15 @@ class Collector:
             return first
         self._replace(held, kept)
         return None
+
+    def given(self, unit: Unit) -> Held | None:
+        """Gradients that the loop itself has put there, or zeroed and kept, where no backward has brought any."""
+        kept = [n for n, m in enumerate(unit.trained) if m.home.grad is not None and not _is_gone(m.home.grad)]
+        if not kept:
+            return None
+        held = Held(unit, self._store)
+        self._replace(held, kept)
+        return held
 
     def _replace(self, held: Held, kept: list[int]) -> None:
         """The gradients as the loop left them take the place of those that were held."""
@@ -268,14 +276,12 @@ class Collector:
             self._store.free(held.sum)
         del self.held[held.unit.name]
 
-    def unused(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def unused(self, units: Iterable[Unit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Gradients that no step has used yet, as plain tensors: the loop may go on without us."""
         found = []
-        for held in self.held.values():
-            for n in held.which:
-                home = held.unit.trained[n].home
-                if isinstance(home.grad, Gradient) and not home.grad.spent:
-                    found.append((home, home.grad.value()))
+        for home in (m.home for u in units if u.needs_work for m in u.members):
+            if home.grad is not None and not _is_gone(home.grad):
+                found.append((home, home.grad.value() if isinstance(home.grad, Gradient) else home.grad))
         return found
 
     def close(self) -> None:
@@ -293,6 +299,10 @@ def spend(held: Held) -> None:
 def is_spent(unit: Unit) -> bool:
     """Whether a step has used the unit's gradient, and no other has come since."""
     return any(isinstance(m.home.grad, Gradient) and bool(m.home.grad.spent) for m in unit.trained)
+
+
+def _is_gone(grad: torch.Tensor) -> bool:
+    return isinstance(grad, Gradient) and bool(grad.spent)
 
 
 def _is_cleared(grad: torch.Tensor | None) -> bool:

@@ -36,13 +36,14 @@ from holdall.runtime.evaluating import Evaluating
 from holdall.runtime.guard import watch_calls
 from holdall.runtime.held import Held
 from holdall.runtime.lending import Lender
+from holdall.runtime.methods import put_method
 from holdall.runtime.passing import Passing
 from holdall.runtime.pending import Pending
 from holdall.runtime.placing import Placing
 from holdall.runtime.slots import Reads, put_slots
 from holdall.runtime.stepping import BACKWARD, SPILL, STEP, Stepping
 from holdall.runtime.streaming import Streaming
-from holdall.runtime.units import HOST, Unit, find_members
+from holdall.runtime.units import HOST, Member, Unit, find_members
 from holdall.runtime.updating import Updater
 from holdall.tiers import Keeper
 from holdall.types import Progress
@@ -87,7 +88,7 @@ class Engine:
             self._take_slots_off()
             raise
         self._move_buffers()
-        self._left: dict[str, int] = {u.name: len(u.trained) for u in self.units}  # gradients that are still to come
+        self._left: dict[str, int] = {u.name: u.expected for u in self.units}  # gradients that are still to come
         early = calls if placing.overlap else ()  # else weights set out when they are needed
         self.streaming = Streaming(model, self.units, early, store=store, device=device, tell=tell)
         self._evaluating = Evaluating(self, self.streaming)
@@ -115,8 +116,11 @@ class Engine:
             )
         if is_beside and beside is not None:
             beside.reserve(self.units, progress)
-            self._undo.append(watch_calls(self))
+        self._undo.append(watch_calls(self))
+        self._works = {id(m.home): m.work for u in self.units for m in u.members if m.is_swapped}
+        self._standing_for = self.homes()
         self._install(calls)
+        self._pending.watch()
 
     # setting up and taking down
 
@@ -168,30 +172,37 @@ class Engine:
 
     def _install(self, calls: Sequence[str]) -> None:
         for unit in self.units:
-            for m in unit.trained:
-                if m.is_swapped:
-                    handle = m.work.register_post_accumulate_grad_hook(self._hook(unit))
-                    self._undo.append(handle.remove)
+            self._hear(unit)
         add = self._undo.append
         if self.optimizer is not None:
             add(self.optimizer.register_step_pre_hook(self._before_step).remove)
             add(self.optimizer.register_step_post_hook(self._after_step).remove)
             add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
             add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
+        add(put_method(self.model, "zero_grad", self._zero_grad))
         self._undo += self._evaluating.watch(self.model, calls)
         add(self.model.register_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
+
+    def _hear(self, unit: Unit) -> None:
+        """Of the gradients of working copies; the loop may want those of others later on."""
+        for m in unit.members:
+            if m.is_swapped and m.work.requires_grad and not m.is_heard:
+                m.is_heard = True
+                hook = self._hook(unit) if m.trained else self._other_hook(m)
+                self._undo.append(m.work.register_post_accumulate_grad_hook(hook).remove)
 
     def close(self) -> None:
         """Everything as it was, whatever happens; then whatever happened is said."""
         try:
             self.rest()
         finally:
+            self._pending.guard.retire()
             self._take_down()
 
     def _take_down(self) -> None:
-        kept = self._collector.unused()
+        kept = self._collector.unused(self.units)
         self.streaming.release_all()
         self._swap(False)
         if self._passing is not None:
@@ -223,7 +234,7 @@ class Engine:
         self._reads.turn += 1
         if self._queued:  # a backward that failed half way
             self._queued = False
-            self._left = {u.name: len(u.trained) for u in self.units}
+            self._left = {u.name: u.expected for u in self.units}
             for unit in self.units:
                 for m in unit.trained:
                     if m.is_swapped:
@@ -283,24 +294,43 @@ class Engine:
     def end_forward(self, *, failed: bool = False) -> None:
         """Without a backward to come, the homes return at once."""
         if torch.is_grad_enabled() and not failed:
-            self._guard()
+            self.watch()
             return
         kept = self._evaluating.end(failed=failed)
         self.streaming.release_all(kept)
         self._swap(False)
+        self.watch()
 
-    def _guard(self) -> None:
+    def stop_watching(self) -> None:
+        """What happens to the model until `watch` is not the loop's doing."""
+        self._pending.guard.lower()
+
+    def watch(self) -> None:
         """The loop goes on by itself: should it read a home whose update has not come to its end, it waits."""
-        if self.optimizer is not None and (self._pending.count_late() or self._pending.are_some):
+        if self.is_swapped:  # a backward is to come
+            if self.optimizer is not None and (self._pending.count_late() or self._pending.are_some):
+                self._pending.raise_guard(self.optimizer)
+        elif self.optimizer is not None:
             self._pending.raise_guard(self.optimizer)
+        else:
+            self._pending.watch()
 
     # backward
 
     def before_backward(self) -> None:
         self._pending.guard.lower()  # it would look at every op
+        if self._collector.held and not self.is_swapped:  # a graph that was kept is used again
+            self._collector.make_way()
 
     def after_backward(self) -> None:
-        self._guard()
+        self.watch()
+
+    def after_grad(self, inputs: Sequence[Any]) -> None:
+        """The loop has asked for gradients by itself. Where they are of parameters, it will put them into the homes."""
+        if any(id(t) in self._standing_for for t in inputs):
+            self.streaming.release_all()
+            self._swap(False)
+        self.watch()
 
     def _hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
         def arrived(_: torch.Tensor) -> None:
@@ -311,6 +341,15 @@ class Engine:
 
         return arrived
 
+    def _other_hook(self, member: Member) -> Callable[[torch.Tensor], None]:
+        """For parameters that this optimizer does not train, or did not when the plan was applied."""
+
+        def arrived(_: torch.Tensor) -> None:
+            self._queue_end()
+            member.hand_over()
+
+        return arrived
+
     def _queue_end(self) -> None:
         if not self._queued:
             self._queued = True
@@ -318,13 +357,13 @@ class Engine:
 
     def _gradient_ready(self, unit: Unit) -> None:
         which = tuple(n for n, m in enumerate(unit.trained) if m.work.grad is not None)
-        self._left[unit.name] = len(unit.trained)
+        self._left[unit.name] = unit.expected
         if not which:
             return
         grads = [unit.trained[n].work.grad for n in which]
         for n in which:
             unit.trained[n].work.grad = None
-        if len(unit.trained) == len(unit.members):
+        if unit.is_whole:
             self.streaming.release(unit)  # frozen ones may still be needed for what comes before
         held = self._collector.collect(unit, which, grads)  # type: ignore[arg-type]
         if self.when == BACKWARD:
@@ -334,7 +373,7 @@ class Engine:
     def _end_backward(self) -> None:
         self._queued = False
         for unit in self.units:  # parameters that were not used leave their unit unfinished
-            if 0 < self._left[unit.name] < len(unit.trained):
+            if 0 < self._left[unit.name] < unit.expected:
                 self._gradient_ready(unit)
         self._collector.let_go()
         self.streaming.release_all()
@@ -347,6 +386,11 @@ class Engine:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(a is not None for a in (*args[1:], *kwargs.values())):
             raise Unsupported("a closure would run the model inside the step", hint="run forward and backward before the step")
+        self._pending.guard.lower()
+        for unit in self.units:
+            for m in unit.members:
+                if m.is_swapped:
+                    m.hand_over(instead=True)  # the loop has put it there
         self._swap(False)
         self.streaming.release_all()  # weights that an evaluation kept will be old
         assert self._stepping is not None
@@ -365,7 +409,7 @@ class Engine:
             self._passing.leave_room()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._pending.guard.lower()
+        self._pending.guard.calm()
 
     def rest(self) -> None:
         """Everything that is under way comes to its end, and modules hold the homes."""
@@ -392,13 +436,37 @@ class Engine:
         if self._passing is not None:
             self._passing.refill_chunks(self.units)
 
+    def work_of(self, tensor: Any) -> Any:
+        """The working copy that modules use in the place of a parameter now; anything else is itself."""
+        return self._works.get(id(tensor), tensor) if self.is_swapped else tensor
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """`model.zero_grad()` between forward and backward: it is the homes that have gradients."""
+        was_swapped = self.is_swapped
+        self._swap(False)
+        type(self.model).zero_grad(self.model, set_to_none)
+        self._swap(was_swapped)
+
+    def homes(self) -> dict[int, torch.nn.Parameter]:
+        """Working copies, by `id`, and the parameters that they stand for."""
+        return {id(m.work): m.home for u in self.units for m in u.members if m.is_swapped}
+
+    def others(self) -> list[torch.nn.Parameter]:
+        """Parameters whose gradients come to them by way of working copies, and which this optimizer does not train."""
+        return [m.home for u in self.units for m in u.members if m.is_swapped and not m.trained]
+
     def _swap(self, working: bool) -> None:
         if working == self.is_swapped:
             return
+        if working:
+            for unit in self.units:
+                unit.check_slots()
         self.is_swapped = working
         for unit in self.units:
             if working:
-                unit.swap_in()
+                if unit.swap_in():
+                    self._hear(unit)
+                    self._left[unit.name] = unit.expected
             else:
                 unit.swap_out()
 

@@ -89,13 +89,20 @@ class Gradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args else None
+        rest = [g for g in _listed(first) if isinstance(g, torch.Tensor) and not isinstance(g, Gradient)]
         if func in _NORMS and not kwargs and all(o == 2 for o in args[1:]):
-            norms = [g.source.norm(g.place) if _is_untouched(g) else None for g in _listed(first)]
+            norms = [g.source.norm(g.place) if _is_untouched(g) else None for g in _listed(first) if isinstance(g, Gradient)]
             if all(n is not None for n in norms):
-                return norms if isinstance(first, (list, tuple)) else norms[0]
-        if func in _FACTORS and all(isinstance(g, Gradient) for g in _listed(first)) and _is_factor(args[1]):
+                others = iter(func(rest, *args[1:]) if rest else ())
+                ours = iter(norms)
+                every = [next(ours if isinstance(g, Gradient) else others) for g in _listed(first)]
+                return every if isinstance(first, (list, tuple)) else every[0]
+        if func in _FACTORS and isinstance(_listed(first)[0], torch.Tensor) and _is_factor(args[1]):
+            if rest:  # of parameters that are not placed, or not in this optimizer
+                func(rest if isinstance(first, (list, tuple)) else first, args[1])
             for g in _listed(first):
-                g.times(args[1])
+                if isinstance(g, Gradient):
+                    g.times(args[1])
             return None if isinstance(first, (list, tuple)) else first
         if func in _CLEARS and all(isinstance(g, Gradient) for g in _listed(first)):
             for g in _listed(first):
@@ -105,7 +112,6 @@ class Gradient(torch.Tensor):
         if func in _ALIASES:
             return first
         if func is _UNSCALE and _are_finite(first):
-            rest = [g for g in _listed(first) if not isinstance(g, Gradient)]
             if rest:
                 func(rest, *args[1:], **kwargs)
             if args[2].item() != 1:

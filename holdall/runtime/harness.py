@@ -7,6 +7,7 @@ still does what was traced. It knows no action by name: actions fill in policies
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
@@ -25,6 +27,7 @@ from holdall.runtime.before import RandomNumbers
 from holdall.runtime.casting import Casting, Prepared, Recast
 from holdall.runtime.choosing import Choosing
 from holdall.runtime.compiled import Compiler
+from holdall.runtime.copying import copy_plainly
 from holdall.runtime.counting import find_there, make_gauge, make_meter
 from holdall.runtime.engine import Engine
 from holdall.runtime.leaving import leave_with
@@ -56,6 +59,16 @@ def refuse_planned(model: torch.nn.Module) -> None:
         raise Unsupported(
             f"this {type(model).__name__} is under a plan already",
             hint="call `close()` on its harness first, or use the harness in a `with` block",
+        )
+
+
+def _refuse_closed(harness: weakref.ref[Harness]) -> None:
+    """What a backward needs may be in another tier, or have been working copies: neither is there any more."""
+    owner = harness()
+    if owner is None or owner._closed:
+        raise Unsupported(
+            "the harness was closed between this forward and its backward, so what the forward kept is gone",
+            hint="close the harness after the backward; or run the forward again",
         )
 
 
@@ -209,6 +222,7 @@ class Harness:
             self._undo.append(put_method(self.model, "_call_impl", partial(self._choosing.call, self.model._call_impl)))
         if self._repeat is not None:
             self._undo.append(watch_backward(self._repeat))
+        self._undo.append(copy_plainly(self.model, lambda: self.engine, self.quiet))
         self._undo += self._parts.watch(self.model, names)
         handle = self.model.register_forward_pre_hook(self.begin_step, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
@@ -303,11 +317,14 @@ class Harness:
         """The model without its plan, for whoever traces it; model states stay where they are."""
         if self.engine is not None:
             self.engine.rest()
+            self.engine.stop_watching()
         self._peel()
         try:
             yield
         finally:
             self.adopt(self.plan)
+            if self.engine is not None:
+                self.engine.watch()
 
     def abandon(self) -> None:
         """A step broke off: forget what it left open."""
@@ -426,6 +443,8 @@ class Harness:
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         self._parts.leave_model()
+        if torch.is_grad_enabled():
+            at_backward([t for t in tree_iter(output) if type(t) is torch.Tensor], partial(_refuse_closed, weakref.ref(self)))
         if self.engine is not None:
             self.engine.end_forward(failed=output is None)
 

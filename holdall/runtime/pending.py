@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from holdall.errors import Unsupported
 from holdall.runtime.guard import Guard
 from holdall.runtime.units import Unit
 from holdall.tiers import let_wait
@@ -29,7 +30,9 @@ class Pending:
         self._updates: dict[str, Any] = {}  # unit -> future or event of its update
         self._rests: list[tuple[Unit, Future[None]]] = []  # of parameters and states whose new weights were made first
         self._homes: set[int] = set()  # storages of homes whose update is under way
-        self.guard = Guard(self._touched)
+        self._by_home = {id(m.home): u for u in units for m in u.members if m.is_swapped}
+        self._by_work = {id(m.work): m for u in units for m in u.members if m.is_swapped}
+        self.guard = Guard(self)
 
     def add(self, unit: Unit, update: Any) -> None:
         """An update was begun. `update`: a future of an event, an event, or None where it is over already."""
@@ -59,7 +62,7 @@ class Pending:
             return
         update = self._updates.pop(unit.name)
         event = update.result() if hasattr(update, "result") else update
-        unit.note_versions()
+        unit.note_update()
         unit.end_update()
         if event is not None:
             let_wait(event, self._device)
@@ -72,7 +75,7 @@ class Pending:
                 finish()
             except Exception as error:  # of the user's optimizer, or for want of memory
                 wrong = wrong or error
-        self.guard.lower()
+        self.guard.calm()
         if wrong is not None:
             raise wrong
 
@@ -86,6 +89,7 @@ class Pending:
         late = {u.name for u, rest in self._rests if not rest.done()} | set(self._updates)
         if late and not self.guard.can_rise():
             self._settle()  # nobody would look
+            self.watch()
             return
         under_way = [m for u in self._units if u.name in late for m in u.trained]
         self._homes = {m.home.untyped_storage()._cdata for m in under_way}
@@ -94,8 +98,47 @@ class Pending:
             self._homes |= {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
         if late:
             self.guard.rise()
+        else:
+            self.watch()
 
-    def _touched(self, key: int) -> None:
+    def watch(self) -> None:
+        """The loop goes on by itself: what it writes into parameters is noticed, or assumed."""
+        if self.guard.can_watch():
+            self.guard.watch()
+        else:
+            for unit in self._units:
+                unit.is_doubtful = True
+
+    # what the guard asks
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """A home, or what shares its memory, may have been written into without a version that tells."""
+        unit = self._by_home.get(id(tensor))
+        if unit is not None:
+            unit.is_doubtful = True
+        elif not isinstance(tensor, torch.nn.Parameter):
+            key = tensor.untyped_storage()._cdata
+            for unit in self._units:
+                unit.is_doubtful |= any(m.home.untyped_storage()._cdata == key for m in unit.members if m.is_swapped)
+
+    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """`home.data = value`: a home stays where its update happens, so the value is written into it."""
+        if id(tensor) not in self._by_home:
+            return False
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise Unsupported(
+                f"a placed parameter of {list(tensor.shape)}, {tensor.dtype}, cannot become {list(value.shape)}, {value.dtype}",
+                hint="close the harness first, and call `fit` again afterwards",
+            )
+        with torch.no_grad():
+            tensor.copy_(value)
+        return True
+
+    def home_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        member = self._by_work.get(id(tensor))
+        return tensor if member is None else member.home
+
+    def touched(self, key: int) -> None:
         """If the update of whoever owns this storage is under way, it comes to its end."""
         if key in self._homes:
             self._homes = set()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from holdall.ops import backward_nodes
+from holdall.optim._interception import current_backward
 from holdall.runtime.compressing import Compression, compress_saved
 from holdall.runtime.engine import Engine
 from holdall.runtime.parking import Bank, Group, Parking, park_inputs, park_saved
@@ -133,13 +134,13 @@ class Blocks:
 
 
 def at_backward(out: Any, call: Callable[[], None]) -> bool:
-    """Call once, when the backward of whoever made `out` begins; whether there will be one."""
-    done = False
+    """Call when the backward of whoever made `out` begins, once in each backward; whether there will be one."""
+    latest = -1
 
     def begins(_: object) -> None:
-        nonlocal done
-        if not done:
-            done = True
+        nonlocal latest
+        if latest != current_backward():
+            latest = current_backward()
             call()
 
     nodes = backward_nodes(out)

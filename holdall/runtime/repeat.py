@@ -82,6 +82,11 @@ class Repeat:
             self._own = list(map(id, self._known))
         return self._known
 
+    def _owners(self) -> list[torch.nn.Parameter]:
+        """Whoever has a `.grad` that a backward of the model adds to."""
+        engine = self._harness.engine
+        return [*self._weights(), *(engine.others() if engine is not None else ())]
+
     def instead_of(self, plan: Plan) -> Plan:
         """The plan to begin a step with: one that failed twice is not tried a third time."""
         tighter = self._tighter[id(plan)][1] if self._failures.get(id(plan), 0) >= _TWICE else None
@@ -160,7 +165,7 @@ class Repeat:
             return
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
-        held = [(p, p.grad, p.grad._version) for p in self._weights() if p.grad is not None]
+        held = [(p, p.grad, p.grad._version) for p in self._owners() if p.grad is not None]
         engine = self._harness.engine
         was_empty = engine is None or not engine.held
         try:
@@ -213,7 +218,7 @@ class Repeat:
 
     def _drop_gradients(self, held: list[tuple[torch.nn.Parameter, torch.Tensor, int]]) -> None:
         before = {id(p): grad for p, grad, _ in held}
-        for p in self._harness.model.parameters():
+        for p in self._owners():
             p.grad = before.get(id(p))
         engine = self._harness.engine
         if engine is not None:

@@ -13,10 +13,10 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.gradients import Gradient
-from holdall.runtime.held import Held
+from holdall.runtime.units import Unit
 
 
-def unscale(optimizer: torch.optim.Optimizer, every: Iterable[Held], *, are_used_up: bool) -> bool:
+def unscale(optimizer: torch.optim.Optimizer, units: Iterable[Unit], *, are_used_up: bool) -> bool:
     """Take the scale out of all gradients; true: one of them is not finite, and the step is to do nothing."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is not None and are_used_up:
@@ -29,11 +29,9 @@ def unscale(optimizer: torch.optim.Optimizer, every: Iterable[Held], *, are_used
     if scale is None:
         return False
     inverse = scale.reciprocal() if torch.frexp(scale).mantissa == 0.5 else None  # of a power of two: exact
-    for held in every:
-        for n in held.which:
-            grad = held.unit.trained[n].home.grad
-            if isinstance(grad, Gradient) and inverse is not None:
-                grad.times(inverse)
-            elif isinstance(grad, Gradient):
-                grad.value().div_(scale)
+    for grad in (m.home.grad for u in units if u.needs_work for m in u.trained):
+        if isinstance(grad, Gradient) and inverse is not None:
+            grad.times(inverse)
+        elif grad is not None:
+            (grad.value() if isinstance(grad, Gradient) else grad).div_(scale)
     return False

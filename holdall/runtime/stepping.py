@@ -66,8 +66,8 @@ class Stepping:
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the updates, and leave to the optimizer what is not placed."""
         groups = snapshot(optimizer)
-        is_skipped = unscale(optimizer, self._collector.held.values(), are_used_up=self._when == BACKWARD)
-        if self._when != BACKWARD and not is_skipped:
+        is_skipped = unscale(optimizer, self._units, are_used_up=self._when == BACKWARD)
+        if not is_skipped:
             self._update_all(groups)
         self._aside = [group["params"] for group in optimizer.param_groups]
         placed = {id(m.home) for u in self._units for m in u.trained if u.needs_work}
@@ -82,24 +82,29 @@ class Stepping:
 
     def _update_all(self, groups: Groups) -> None:
         held = self._collector.take()
+        scales = {name: self._collector.asked(h) for name, h in held.items()}
         for unit in self._units:
-            adopted = self._collector.adopt(unit) if unit.name not in held else None
-            if adopted is not None:
-                held[unit.name], self.reads_homes = adopted, True
+            if unit.name in held or not unit.needs_work:
+                continue
+            if self._when != BACKWARD and is_spent(unit):
+                raise Unsupported(
+                    f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
+                    hint="step once after every backward, and clear gradients in between",
+                )
+            given = self._collector.given(unit)
+            if given is not None:
+                held[unit.name] = given
+                self.reads_homes |= any(m.is_swapped and type(m.home.grad) is torch.Tensor for m in unit.trained)
         self._ahead.begin_step()
         self._weights_first.begin_step()
         self._prepare_room(held.values())
         chaos = current()
         for unit in self._units if chaos is None else chaos.shuffled(self._units):
             if unit.name in held:
-                self.update(held[unit.name], groups, self._collector.asked(held[unit.name]))
+                self.update(held[unit.name], groups, scales.get(unit.name))
                 spend(held[unit.name])
-            elif is_spent(unit):
-                raise Unsupported(
-                    f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
-                    hint="step once after every backward, and clear gradients in between",
-                )
-        self._ahead.end_step()
+        if self._when != BACKWARD:
+            self._ahead.end_step()
         self._weights_first.end_step()
 
     # one update
@@ -112,10 +117,11 @@ class Stepping:
         unit.begin_update(held.which)
         after = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         order = Order(groups, held.which, scale, after)
+        unit.updated = held.which
         if unit.update == DEVICE:
             updater.on_device(unit, order, held.here)
             held.here = []
-            unit.note_versions()
+            unit.note_update()
             unit.end_update()
         elif unit.update == THROUGH:
             self._passing.adopt(unit)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from holdall.errors import HoldallError
+from holdall.errors import HoldallError, Unsupported
 from holdall.runtime.slots import Slots
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -50,10 +50,24 @@ class Member:
     trained: bool
     came_from: torch.device
     version: int = 0  # of the home when the working copy was last made from it
+    required: bool = True  # `requires_grad` of both when the module was last given the working copy
+    is_heard: bool = False  # somebody hears of gradients of the working copy
 
     @property
     def is_swapped(self) -> bool:
         return self.work is not self.home
+
+    def hand_over(self, *, instead: bool = False) -> None:
+        """A gradient of the working copy that no unit's update waits for becomes the home's, as the loop expects it there."""
+        grad, self.work.grad = self.work.grad, None
+        if grad is None:
+            return
+        with torch.no_grad():
+            grad = grad.detach().to(device=self.home.device, dtype=self.home.dtype)
+            if self.home.grad is None or instead:
+                self.home.grad = grad
+            else:
+                self.home.grad.add_(grad)
 
 
 Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
@@ -112,6 +126,8 @@ class Unit:
         self.source: Ticket | None = None  # host memory that working weights are fetched from
         self.homes: Ticket | None = None  # host memory that the homes were moved to
         self.is_here = True  # the working weights are on the device, or on their way
+        self.updated: tuple[int, ...] = ()  # trained members that the latest update has changed
+        self.is_doubtful = False  # somebody may have written into the homes in a way that no version tells
         self.follows = True  # working copies are made anew when somebody writes into the homes
         self.due = 0  # updates that were asked for
         self.made = 0  # of these, the one that the working weights, or what they are fetched from, are from
@@ -151,6 +167,16 @@ class Unit:
         """Whether a member's home is on the device; nobody computes with a wide frozen one."""
         return self.stays and (member.trained or not self.is_narrow)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every member gets a gradient that the unit's update waits for."""
+        return all(m.trained and m.work.requires_grad for m in self.members)
+
+    @property
+    def expected(self) -> int:
+        """Gradients that a backward brings: those of trained members that the loop has not frozen since."""
+        return sum(m.work.requires_grad for m in self.trained)
+
     # setting up and taking down
 
     def far_bytes(self, *, into_store: bool, share: bool) -> int:
@@ -187,7 +213,7 @@ class Unit:
         for m, view in zip(self.members, self.layout.views(self.flat), strict=True):
             copy_tensor(view, m.home.data)
             m.work = torch.nn.Parameter(view, requires_grad=m.home.requires_grad)
-            m.version = m.home._version
+            m.version, m.required = m.home._version, m.home.requires_grad
 
     def make_buffers(self, store: Keeper, *, share: bool) -> None:
         """Room on the host for gradients, and for weights that are fetched again and again."""
@@ -242,17 +268,24 @@ class Unit:
 
     def was_written(self) -> bool:
         """Whether somebody wrote into a home since the working copies were made."""
-        return self.follows and any(m.version != m.home._version for m in self.members)
+        return self.follows and (self.is_doubtful or any(m.version != m.home._version for m in self.members))
 
     def note_versions(self) -> None:
         for m in self.members:
             m.version = m.home._version
+
+    def note_update(self) -> None:
+        """The update has made the working copies of those that it changed; what the loop wrote into others is still to come."""
+        for n in self.updated:
+            self.trained[n].version = self.trained[n].home._version
+        self.is_doubtful &= len(self.updated) < len(self.members)
 
     def copy_from_homes(self, store: Keeper | None) -> None:
         """The homes have new values; what was made from them follows."""
         if not self.needs_work:
             return
         self.note_versions()
+        self.is_doubtful = False
         if self.is_here:
             assert self.flat is not None
             for view, m in zip(self.layout.views(self.flat), self.members, strict=True):
@@ -264,13 +297,30 @@ class Unit:
 
     # what is where
 
-    def swap_in(self) -> None:
+    def check_slots(self) -> None:
+        """Modules still hold the parameters that were placed."""
+        for m in self.members:
+            for slots, name in m.slots:
+                if m.is_swapped and slots.get(name) is not m.home:
+                    raise Unsupported(
+                        f"`{name}` of `{self.name}` is another parameter than the one that was placed",
+                        hint="write into the parameter (`p.copy_(...)`), or close the harness first and call `fit` again",
+                    )
+
+    def swap_in(self) -> bool:
+        """Modules get the working copies; whether other ones of them want gradients than before."""
+        is_changed = False
         for m in self.members:
             if m.is_swapped:
                 for slots, name in m.slots:
                     slots[name] = m.work
                     if isinstance(slots, Slots):
                         slots.units[name] = self
+                if m.home.requires_grad != m.required:
+                    m.required = m.home.requires_grad
+                    m.work.requires_grad_(m.required)
+                    is_changed = True
+        return is_changed
 
     def swap_out(self) -> None:
         for m in self.members:
@@ -279,6 +329,8 @@ class Unit:
                     slots[name] = m.home
                     if isinstance(slots, Slots):
                         slots.units.pop(name, None)
+                if m.work.requires_grad != m.required:  # the loop has changed that since
+                    m.home.requires_grad_(m.work.requires_grad)
 
     def resize(self, present: bool) -> None:
         """Take or give back the device memory of the working weights."""

@@ -97,8 +97,8 @@ class Updater:
                     state[key] = value.to(m.home.device)
 
     def return_states(self, unit: Unit) -> None:
-        """States as ordinary memory where their parameters came from."""
-        for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
+        """States as ordinary memory where their parameters came from; also of those that the optimizer was told of later."""
+        for m, state in zip(unit.members, self.states(unit.members), strict=True):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     to = m.came_from if self.follows(m, key, value) else value.device
@@ -108,7 +108,7 @@ class Updater:
         """Whether a state lies where its parameter does: counters only where the rule wants them there."""
         if value.dim() > 0 or key != "step":
             return True
-        return self._counts_there[id(member.home)]
+        return self._counts_there.get(id(member.home), value.device.type != "cpu")
 
     # on the device
 
