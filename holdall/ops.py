@@ -36,8 +36,9 @@ def backward_nodes(out: Any) -> list[Any]:
     Of a view that is later changed in place, autograd enters at the node of its base instead of its own.
     """
     tensors = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
-    bases = [t._base for t in tensors if t._base is not None]
-    nodes = [t.grad_fn for t in (*tensors, *bases) if t.grad_fn is not None]
+    with torch._C.DisableTorchFunctionSubclass():  # lazy logits would compute themselves
+        bases = [t._base for t in tensors if t._base is not None]
+        nodes = [t.grad_fn for t in (*tensors, *bases) if t.grad_fn is not None]
     return list({id(node): node for node in nodes}.values())
 
 

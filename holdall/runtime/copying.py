@@ -98,7 +98,7 @@ def _plain(module: torch.nn.Module, state: Mapping[str, Any], homes: Mapping[int
             state[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in left)
     if "_parameters" in state:
         own = state["_parameters"]
-        state["_parameters"] = type(own)((name, homes.get(id(p), p)) for name, p in own.items())
+        state["_parameters"] = {name: homes.get(id(p), p) for name, p in own.items()}
     return state
 
 

@@ -463,14 +463,15 @@ class Recorder(TorchDispatchMode):
 
 def _tell_gradient(output: torch.Tensor, number: int, wanted: set[int]) -> None:
     """Add the number to `wanted` when a gradient comes for this output."""
-    for t in (output, output._base):
-        if t is not None and t.grad_fn is not None:
+    with torch._C.DisableTorchFunctionSubclass():  # lazy logits would compute themselves
+        ends = [(t.grad_fn, t.output_nr) for t in (output, output._base) if t is not None and t.grad_fn is not None]
+    for node, place in ends:
 
-            def arrives(grads: Any, at: int = t.output_nr) -> None:
-                if grads[at] is not None:
-                    wanted.add(number)
+        def arrives(grads: Any, at: int = place) -> None:
+            if grads[at] is not None:
+                wanted.add(number)
 
-            t.grad_fn.register_prehook(arrives)
+        node.register_prehook(arrives)
 
 
 def _made_here(op: Op, tensor: int) -> Op:
