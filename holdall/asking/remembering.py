@@ -43,7 +43,9 @@ def remember_plan(problem: Problem, planner: Planner, make: Callable[[], Plan]) 
 
 def _plan_key(problem: Problem, planner: Planner) -> str:
     trace = problem.trace
-    about = {k: v for k, v in trace.about.items() if k not in (*_OF_PROCESS, "notes")}  # `besides` is one of its tensors
+    about = {
+        k: v for k, v in trace.about.items() if k not in (*_OF_PROCESS, "context", "notes")
+    }  # `besides` is one of its tensors
     asked = [problem.budget, sorted(problem.allow), problem.clips, problem.accumulate, problem.clipped]
     step = _json.pack(replace(trace, about=about))
     return key_of("plan", planner.name, _json.pack(planner), step, _json.pack(problem.hardware), asked)

@@ -278,7 +278,8 @@ class Sizes:
             finally:
                 handle.remove()
             if identity is not None and time.perf_counter() - began >= SLOW:
-                traced = self._captured(traced, given, None) or traced  # what blocks were called with is not kept
+                while (corrected := self._captured(traced, given, None)) is not None:  # what blocks were given is not kept
+                    traced = corrected
                 keep_trace(identity, batch, traced, shapes, context=_context(traced))
         self._besides = self._besides or {k: traced.about.get(k) for k in ("process", "besides")}
         return _Traced(trace=replace(traced, about={**traced.about, **self._besides}), shapes=shapes, given=given)

@@ -80,6 +80,8 @@ class Watch:
         names = self._names[trained].get(path, ())
         if nth < len(names):
             return names[nth]
+        if not trained and not self._names[False]:  # an evaluation: its calls follow each other as those of a step do
+            return path if nth == 0 else f"{path}#{nth}"
         while (name := path if nth == 0 else f"{path}#{nth}") in self._known:  # another call's
             nth += 1
         return name

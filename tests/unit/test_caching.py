@@ -249,8 +249,8 @@ def sample(batch, traced, **planning):
 def traced(monkeypatch):
     """Steps that were really traced."""
     seen = []
-    trace = api.trace
-    monkeypatch.setattr(api, "trace", lambda *args, **kwargs: seen.append(1) or trace(*args, **kwargs))
+    trace = api.trace_calls
+    monkeypatch.setattr(api, "trace_calls", lambda *args, **kwargs: seen.append(1) or trace(*args, **kwargs))
     return seen
 
 
