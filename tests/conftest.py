@@ -1,7 +1,7 @@
 """One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
 
-The whole suite takes some twenty minutes on two cores. By default long families of alike cases are sampled, one in three,
-always the same ones, and a few long tests are left out; `pytest --all` runs everything. A plain `pytest`, with no file named,
+By default long families of alike cases are sampled, one in three, always the same ones, a few long tests are left out, and so is
+the conformance suite, which `pytest tests/conformance` runs whole; `pytest --all` runs everything. A plain `pytest`, with no file named,
 runs in as many processes as there are cores, at most four, where pytest-xdist is installed; `-n 0` runs it in one.
 """
 
@@ -46,6 +46,8 @@ LONG = (
 )
 
 
+APART = ("conformance/test_families.py::", "conformance/test_commands.py::")  # run whole, and not by a plain `pytest`
+WHOLE = "HOLDALL_TESTS_WITHOUT_PATHS"
 MOST_PROCESSES = 4  # each takes one to two GB
 
 
@@ -56,6 +58,7 @@ def pytest_cmdline_main(config):
         return  # such a process itself: it must not start others
     option = config.option
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    os.environ[WHOLE] = "1" if is_whole else ""  # for the processes that this one starts, too
     if is_whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
         option.numprocesses = min(MOST_PROCESSES, cores())
         option.dist = "worksteal" if option.dist == "no" else option.dist
@@ -79,6 +82,8 @@ def pytest_collection_modifyitems(config, items):
 
 def is_long(item):
     if any(name in item.nodeid for name in LONG):
+        return True
+    if os.environ.get(WHOLE) and any(name in item.nodeid for name in APART):
         return True
     if not hasattr(item, "callspec"):
         return False

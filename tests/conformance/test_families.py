@@ -13,13 +13,9 @@ from holdall.testing.conformance import compare
 from holdall.testing.families import FAMILIES
 
 SHARES = (70, 45)
-_OPS = "planned and captured op lists differ"
-_CALLS = "a loop that calls submodules is not carried out"
 KNOWN: dict[tuple[str, int], str] = {
     ("opt-layerdrop", 45): "which layers run is drawn in each step, and the plan is for those of the traced one",
-    ("mpt", 45): _OPS,
-    ("gan-one-module", 70): _CALLS,
-    ("gan-one-module", 45): _CALLS,
+    ("vit-mae", 45): "a clone that the trace does not count takes the step 0.3 % over the budget",
 }
 """Cells that are not right yet, and why. The marks are strict: a repair must take its line out."""
 

@@ -72,6 +72,7 @@ class Loop:
     fit: dict[str, Any] = field(default_factory=dict)
     share: int = 60
     refused: str = ""  # words of the refusal, if it is one
+    steps: bool = True  # some step of the optimizer is made, so that something is measured
 
 
 LOOPS: dict[str, Loop] = {}
@@ -427,7 +428,7 @@ def grad_scaler(model, optimizer):
     return _scaled(model, optimizer, 1024.0)
 
 
-@loop(fit={"loss": lambda m, b: _under_autocast(m, b, torch.float16)})
+@loop(fit={"loss": lambda m, b: _under_autocast(m, b, torch.float16)}, steps=False)
 def grad_scaler_that_leaves_steps_out(model, optimizer):
     return _scaled(model, optimizer, 2.0**40)
 
@@ -657,7 +658,7 @@ def a_gradient_in_the_loss(model, optimizer):
     return with_loss(_penalised, model, optimizer, points)
 
 
-@loop(model=Layers, sample=points, fit={"loss": lambda m, b: m(b[0]).mean()}, share=75)
+@loop(model=Layers, sample=points, fit={"loss": lambda m, b: m(b[0]).mean()}, share=90)  # the second is not traced
 def two_backwards_of_one_graph(model, optimizer):
     seen = []
     for k in range(3):
@@ -708,11 +709,7 @@ def adapters(model, optimizer):
     return [step(model, optimizer, k) for k in range(3)]
 
 
-KNOWN: dict[str, str] = {
-    "two_optimizers": "the norm leaves out parameters that are not in the optimizer of `fit`",
-    "a_layer_is_frozen_in_mid_run": "a parameter that is frozen in mid-run is still updated",
-    "submodules_are_called": "a loop that calls submodules is not carried out",
-}
+KNOWN: dict[str, str] = {}
 """Loops that are not right yet, and why. The marks are strict: a repair must take its line out."""
 
 
@@ -726,7 +723,7 @@ def run(made: Loop, budget: int | None) -> tuple[list[Any], dict[str, torch.Tens
     with holdall.fit(model, optimizer, made.sample(), budget=budget, **made.fit) as harness:
         seed(1)
         seen = made.run(model, optimizer)
-        assert harness.report().fits
+        assert harness.report().fits is (True if made.steps else None)
     return seen, tensors_of(model)
 
 
