@@ -1,8 +1,8 @@
 """One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
 
-By default long families of alike cases are sampled, one in three, always the same ones, a few long tests are left out, and so is
-the conformance suite, which `pytest tests/conformance` runs whole; `pytest --all` runs everything. A plain `pytest`, with no file named,
-runs in as many processes as there are cores, at most four, where pytest-xdist is installed; `-n 0` runs it in one.
+By default long families of alike cases are sampled, one in three, always the same ones; a few long tests are left out, and so
+is the table of families, which `pytest tests/conformance` runs whole. `pytest --all` runs everything. A plain `pytest`, with no
+file named, runs in as many processes as there are cores, at most four, where pytest-xdist is installed; `-n 0` runs it in one.
 """
 
 import os
