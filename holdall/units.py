@@ -24,6 +24,7 @@ _UNITS = {
     "tb": 10**12,
 }
 _LARGEST = 2**60  # an exbibyte: beyond it a size is a slip of the pen
+_SMALLEST = KiB  # a bare number below it was meant in another unit
 
 
 def parse_bytes(text: str | int | float, *, total: int | None = None, what: str = "budget") -> int:
@@ -51,6 +52,8 @@ def parse_bytes(text: str | int | float, *, total: int | None = None, what: str 
         size = float(text)
     if math.isnan(size) or size <= 0:
         raise InvalidInput(f"`{what}` is {text!r}, but a size must be above zero", hint=example)
+    if size < _SMALLEST and isinstance(text, str) and text.strip().isdigit():
+        raise InvalidInput(f"`{what}` is {text!r}, which would be {int(size)} bytes", hint=f'did you mean "{int(size)}GiB"?')
     if size > _LARGEST:
         raise InvalidInput(f"`{what}` is {text!r}, more than an exbibyte", hint=example)
     return int(size)

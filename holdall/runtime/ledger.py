@@ -74,8 +74,10 @@ class Ledger(TorchDispatchMode):
             self.peak, self.peak_op = self.live, op
         if self.budget is not None and self.live > self.budget:
             raise OverBudget(
-                f"`{op}` took the memory to {format_bytes(self.live)}, over the budget of {format_bytes(self.budget)}",
-                hint="plan with a larger budget, or for the largest batch that the loop uses",
+                f"`{op}` took the memory to {format_bytes(self.live)}, over the budget of {format_bytes(self.budget)}: "
+                f"{self.live - self.budget:,} bytes too many, with a tensor of {size:,}",
+                hint="a larger budget; `loss=`, if the loop's loss is not the model's; `lengths=`, for larger batches; "
+                "no outputs kept from one step to the next",
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,6 +14,7 @@ from holdall.planners.nop import Nop
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import chain, family, machine
 from holdall.types import Hardware, Plan, Trace
+from holdall.units import parse_bytes
 
 
 def refused(call, kind=holdall.InvalidInput):
@@ -299,3 +300,10 @@ def test_a_model_that_returns_no_loss():
 
 def test_what_is_no_model():
     refused(lambda: holdall.trace("not a model", torch.randn(2, 4)))
+
+
+def test_a_bare_number_is_not_taken_for_bytes():
+    with pytest.raises(holdall.InvalidInput) as error:
+        parse_bytes("24")
+    assert 'did you mean "24GiB"?' in error.value.hint
+    assert parse_bytes("24b") == 24 and parse_bytes("2048") == 2048
