@@ -144,6 +144,7 @@ class _Late:
                 if grad is not None:
                     which.append(n)
                     grads.append(grad.value() if isinstance(grad, Gradient) else grad.clone())
+                    unit.trained[n].home.grad = None  # else the engine would find it, and use it now
         del engine.held[unit.name]
         if held.sum is not None:
             engine.store.free(held.sum)

@@ -61,14 +61,14 @@ def test_tensors_that_are_not_the_trainings_are_in_the_budget_of_the_gpu(trace):
 def test_plans_made_in_a_run_do_not_count_what_the_harness_holds(monkeypatch):
     """A longer batch is traced while the plan's own memory is taken, on the host and on the GPU."""
     found = iter([7, 7000])
-    real = holdall.api.trace
+    real = holdall.api.trace_calls
 
     def trace(*args, **kwargs):
-        made = real(*args, **kwargs)
+        made, given = real(*args, **kwargs)
         size = next(found)
-        return replace(made, about={**made.about, "process": size, "besides": 2 * size})
+        return replace(made, about={**made.about, "process": size, "besides": 2 * size}), given
 
-    monkeypatch.setattr(holdall.api, "trace", trace)
+    monkeypatch.setattr(holdall.api, "trace_calls", trace)
     model = torch.nn.Linear(8, 8)
     sizes = Sizes(model, torch.randn(2, 8), tracing={"loss": lambda m, x: m(x).sum()}, planning={})
     for rows in (2, 4):
