@@ -24,7 +24,7 @@ _UNITS = {
     "tb": 10**12,
 }
 _LARGEST = 2**60  # an exbibyte: beyond it a size is a slip of the pen
-_SMALLEST = KiB  # a bare number below it was meant in another unit
+_SMALLEST = 512  # a bare number below it was meant in another unit: GPUs have so many GB
 
 
 def parse_bytes(text: str | int | float, *, total: int | None = None, what: str = "budget") -> int:
