@@ -82,7 +82,7 @@ def plain_text(said: str) -> str:
 
 def mid_size_part(rows: list[dict[str, str]]) -> str:
     about = rows[0]
-    ours = [row for row in rows if row["method"] in ("half", "tight")]
+    ours = [row for row in rows if row["method"] in ("half", "checkpointed", "tight")]
     lines = [
         "## Mid-size shapes on a GPU",
         "",

@@ -93,6 +93,7 @@ class _Rewrite(Updates):
         if before >= 0:
             self.schedule.insert(self.end, [Wait(tensors=(before,))])
         self.make_updates()
+        self.schedule.placed = sum(len(unit.grads) for unit in self.trace.units)
         return self.schedule
 
     # what is where

@@ -137,6 +137,10 @@ class Part:
 
 def _widen(grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor], scratch: torch.Tensor | None) -> list[torch.Tensor]:
     """The gradients as wide as the values; those that are already, as they are."""
+    if scratch is None and grads and grads[0].is_cuda and all(g.dtype != v.dtype for g, v in zip(grads, values, strict=True)):
+        made = [torch.empty_like(value) for value in values]
+        torch._foreach_copy_(made, list(grads))  # one launch for many
+        return made
     wide, used = [], 0
     for grad, value in zip(grads, values, strict=True):
         if grad.dtype == value.dtype:

@@ -39,7 +39,7 @@ _LOOKS = frozenset(
 )
 _ABOUT = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "requires_grad_", "__hash__"})
 _GET, _SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_GRAD, _SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[union-attr]
+_GRAD = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__})  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
@@ -74,8 +74,12 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
-        if not self.is_on or not isinstance(first, torch.Tensor) or isinstance(first, Gradient):
+        if not self.is_on or not isinstance(first, torch.Tensor):
             return func(*args, **(kwargs or {}))
+        if isinstance(first, Gradient):
+            return first.answer(func, args) if not kwargs else func(*args, **kwargs)
+        if func in _GRAD:  # twice for every parameter in every step
+            return func(self._owner.home_of(first), *args[1:])
         if func in _READS:
             if self.is_guarding:
                 self._owner.touched(_key(first))
@@ -88,8 +92,6 @@ class Reads(TorchFunctionMode):
         elif func == _SET:
             if self._owner.assign(first, args[1]):
                 return None
-        elif func in (_GET_GRAD, _SET_GRAD):
-            args = (self._owner.home_of(first), *args[1:])
         elif self.is_guarding and torch.is_grad_enabled() and getattr(func, "__name__", "") not in _ABOUT:
             for t in tree_iter((args, kwargs)):  # autograd notes versions before any op is dispatched
                 if isinstance(t, torch.nn.Parameter):

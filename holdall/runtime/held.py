@@ -24,6 +24,7 @@ class Held:
         self.flat: torch.Tensor | None = None  # on the device, while it is being copied out
         self.attempt: Attempt | None = None  # its update, if one was begun ahead
         self.host_norms: torch.Tensor | None = None  # the same on the host, valid after `norms_event`
+        self._each: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())  # the norms, and they one by one
         self.norms_event: Any = None
 
     @property
@@ -47,22 +48,28 @@ class Held:
     # what `Gradient` asks
 
     def norm(self, index: int) -> torch.Tensor | None:
-        found: torch.Tensor
-        at = self.which.index(index)
-        device = self.unit.trained[index].home.device
-        if self.sum is not None:
-            found = torch.linalg.vector_norm(self.on_host()[at])
-            return found
-        if self.norms is None:
+        if self.sum is None:
+            return self.known_norm(index)
+        found: torch.Tensor = torch.linalg.vector_norm(self.on_host()[self.which.index(index)])
+        return found
+
+    def known_norm(self, index: int) -> torch.Tensor | None:
+        if self.sum is not None or self.norms is None:
             return None
+        if self._each[0] is not self.norms:
+            self._each = self.norms, self._norms_on(self.unit.trained[index].home.device).unbind()
+        return self._each[1][self.which.index(index)]
+
+    def _norms_on(self, device: torch.device) -> torch.Tensor:
+        assert self.norms is not None
         if device.type == self.norms.device.type:
-            return self.norms[at]
+            return self.norms
         if self.norms_event is not None:
             self.norms_event.synchronize()
             self.norms_event = None
         if self.host_norms is None:
             self.host_norms = self.norms.to(device)
-        return self.host_norms[at]
+        return self.host_norms
 
     def bring(self, index: int) -> torch.Tensor:
         at = self.which.index(index)

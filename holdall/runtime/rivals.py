@@ -49,6 +49,8 @@ class Rivals:
         is_idle = self._trial is None and self._made is None and not self._waiting
         if is_idle or len(harness.step_peaks) < WARM + LOOK:
             return
+        if self._trial is None and self._made is not None and not self._made[1].done():
+            return  # it goes on beside the run; asking for the time of a step would wait for the device
         seconds = statistics.median(harness.step_seconds[-LOOK:])
         if self._trial is not None:
             self._judge(harness, seconds, note)
@@ -57,7 +59,7 @@ class Rivals:
             if self._made is not None:
                 what, made, under = self._made
                 if not made.done():
-                    return  # it goes on beside the run
+                    return
                 self._made = None
                 rival = _result_of(made, note) if harness.plan is under else None
             else:

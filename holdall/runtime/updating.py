@@ -60,6 +60,7 @@ class Updater:
         self._counts_there = {
             id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]
         }
+        self._scale: tuple[torch.Tensor, int, torch.Tensor] | None = None  # the loop's, its version, and it on the device
         self._parts: dict[str, Part] = {}
         self._pool: ThreadPoolExecutor | None = None
         if store is not None and self.is_plain_adam(snapshot(optimizer)):
@@ -122,11 +123,19 @@ class Updater:
             states,
             order.groups,
             order.which,
-            scale=order.scale,
+            scale=self._on_this_device(order.scale),
             narrow=narrow,
             sliced=self.device.type == "cuda",
         )
         self.keep(members, states)
+
+    def _on_this_device(self, scale: torch.Tensor | None) -> torch.Tensor | None:
+        """A factor of all gradients is moved once."""
+        if scale is None:
+            return None
+        if self._scale is None or self._scale[0] is not scale or self._scale[1] != scale._version:
+            self._scale = scale, scale._version, scale.to(self.device)
+        return self._scale[2]
 
     # on the host
 

@@ -3,10 +3,13 @@
 A lane is whatever works through its tasks one after the other: the device's compute stream, the host's processors, a stream of
 copies. A task begins when it is the first of its lane and everything it waits for is done. Copies of one direction share its
 rate; while bytes flow both ways each direction keeps `hardware.duplex` of its rate; a copy's latency takes time but no rate.
+A computation cannot begin before the host has launched it: launches go on from the beginning of the step, one after the
+other, whatever the device does, and a device that is through with its ops waits for the next launch.
 The host's processors work on the memory that copies go over: they are slower while bytes flow, as slow as
 `hardware.updates_beside` says while they flow both ways, and copies to the device keep `hardware.read_beside` of their rate.
 
     compute  |####|##########|....|######|          .... waits for the copy in
+    launches |##|##|##|##|##|                       each op's, ahead of the op
     out           |lat|##shared##|
     in                |lat|#shared#|##full##|
 """
@@ -35,6 +38,7 @@ class Task:
     rate: float = 0.0
     direction: str = ""
     name: str = ""
+    earliest: float = 0.0  # computation: when it can be over, by its launches alone
     start: float = 0.0
     end: float = 0.0
 
@@ -48,16 +52,23 @@ class Clock:
         self._awaited: list[int] = []  # what the next computation waits for
         self._last = -1  # the last task of computation
         self._open = False  # whether it may still grow: nothing has been ordered after it
+        self._launched = 0.0  # when the thread that launches is through with what it was told so far
+
+    def launch(self, seconds: float) -> None:
+        """The launching thread is busy for so long."""
+        self._launched += seconds
 
     def compute(self, seconds: float) -> tuple[int, float]:
-        """Computation, after all before it; (task, when in it this begins)."""
+        """Computation, after all before it, launched by now; (task, when in it this begins)."""
         if self._open and not self._awaited:
             task = self.tasks[self._last]
             begins = task.seconds
             task.seconds += seconds
+            task.earliest = max(task.earliest, self._launched) + seconds
             return self._last, begins
         before = (self._last,) if self._last >= 0 else ()
-        self._last = self._add(Task(lane=COMPUTE, after=(*before, *self._awaited), seconds=seconds))
+        earliest = self._launched + seconds
+        self._last = self._add(Task(lane=COMPUTE, after=(*before, *self._awaited), seconds=seconds, earliest=earliest))
         self._awaited = []
         self._open = True
         return self._last, 0.0
@@ -165,8 +176,9 @@ class Clock:
                 if not all(done[n] for n in task.after):
                     continue
                 task.start = now
-                active[lane] = [task.seconds, task.nbytes]
-                if task.seconds <= 0 and task.nbytes <= 0:
+                seconds = max(task.seconds, task.earliest - now)
+                active[lane] = [seconds, task.nbytes]
+                if seconds <= 0 and task.nbytes <= 0:
                     self._end(lanes, heads, done, active, lane, now)
                     again = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from holdall.cost.launching import COPY, PLACED, by_program, starts, starts_of
 from holdall.cost.link import copy_seconds
 from holdall.simulator.allocators import Allocator
 from holdall.simulator.clock import COMPUTE, Clock
@@ -35,7 +36,10 @@ def replay(
     worst: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # bytes, step, kinds
     spans: list[tuple[int, float, float, str, str]] = []  # task, from, for, lane, name
     recompute = work = 0.0
-    launched = 0
+    launching = hardware.overhead if hardware.device == "cuda" else 0.0  # elsewhere an op's start is in its seconds
+    plain = starts(schedule.trace) if launching else []
+    programs = by_program(schedule) if launching else frozenset()
+    clock.launch(schedule.placed * PLACED * launching)
 
     def enter(x: int, tier: str) -> None:
         t = info[x]
@@ -68,9 +72,10 @@ def replay(
                 allocator.free(-1)
             now = live[home] + step.workspace
             peak[home] = max(peak[home], now)
+            if launching:
+                clock.launch(starts_of(step, plain, programs) * launching)
             at = clock.compute(step.seconds)
             work += step.seconds
-            launched += step.seconds > 0
             if step.again:
                 recompute += step.seconds
             if full:
@@ -88,6 +93,7 @@ def replay(
             far, direction = (step.dst, "out") if step.src == home else (step.src, "in")
             traffic[f"{step.src}->{step.dst}"] = traffic.get(f"{step.src}->{step.dst}", 0) + total
             if hardware.overlap:
+                clock.launch(COPY * launching)
                 after = _busy(busy, (*step.tensors, *step.uses))
                 task = clock.copy(far, direction, total, after=after, lane=step.lane, name=step.name)
                 busy.update(dict.fromkeys((*step.tensors, *step.uses), task))
@@ -106,8 +112,6 @@ def replay(
                 if allocator is not None:
                     allocator.free(step.tensor)
     seconds = clock.run()
-    if hardware.device == "cuda":  # the thread that launches the ops may be what is slow
-        seconds = max(seconds, launched * hardware.overhead)
     outcome = Outcome(
         source="simulated",
         seconds=seconds,

@@ -105,6 +105,7 @@ class Schedule:
     added: dict[TensorId, TensorInfo] = field(default_factory=dict)
     replays: dict[int, OpId] = field(default_factory=dict)  # block -> the op after which it is run again
     programs: dict[int, Kept] = field(default_factory=dict)  # block that runs by a program -> what that keeps
+    placed: int = 0  # parameters whose norms and updates are handled one by one, between a backward and the next forward
     start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
 
     def copy(self) -> Schedule:
