@@ -99,7 +99,10 @@ class Stepping:
         self._weights_first.begin_step()
         self._prepare_room(held.values())
         chaos = current()
-        for unit in self._units if chaos is None else chaos.shuffled(self._units):
+        first_elsewhere = sorted(
+            self._units, key=lambda unit: unit.update == DEVICE
+        )  # the host works while this thread launches
+        for unit in first_elsewhere if chaos is None else chaos.shuffled(self._units):
             if unit.name in held:
                 self.update(held[unit.name], groups, scales.get(unit.name))
                 spend(held[unit.name])

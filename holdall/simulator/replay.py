@@ -12,7 +12,7 @@ from dataclasses import replace
 from holdall.cost.launching import COPY, PLACED, by_program, starts, starts_of
 from holdall.cost.link import copy_seconds
 from holdall.simulator.allocators import Allocator
-from holdall.simulator.clock import COMPUTE, Clock
+from holdall.simulator.clock import COMPUTE, HOST, Clock
 from holdall.types import Copy, Drop, Hardware, Holder, Kind, Moment, Op, Outcome, Run, Schedule, Span, Step, Wait
 
 _MOMENTS = 1200  # points of a timeline worth drawing
@@ -39,7 +39,9 @@ def replay(
     launching = hardware.overhead if hardware.device == "cuda" else 0.0  # elsewhere an op's start is in its seconds
     plain = starts(schedule.trace) if launching else []
     programs = by_program(schedule) if launching else frozenset()
-    clock.launch(schedule.placed * PLACED * launching)
+    if schedule.placed and launching:  # clipped and stepped through one by one, before the host has an update to make
+        clock.launch(schedule.placed * PLACED * launching)
+        clock.beside(HOST, schedule.placed * PLACED * launching, name="clipping")
 
     def enter(x: int, tier: str) -> None:
         t = info[x]
