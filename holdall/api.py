@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -193,7 +193,7 @@ def apply(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     enforce: bool = True,
-    fallback: Plan | None = None,
+    fallbacks: Sequence[Plan] = (),
     correct: Correct | None = None,
     buckets: Buckets | None = None,
     tighten: Tighten | None = None,
@@ -204,8 +204,8 @@ def apply(
 ) -> Harness:
     """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
 
-    `enforce`: stop the run at the op that would pass the budget. `fallback`: a plan to step back to if this one is measured
-    slower than it. `correct`: makes another from what was measured. `buckets`: plans for steps of other sizes. `tighten`: gives
+    `enforce`: stop the run at the op that would pass the budget. `fallbacks`: plans to step back to if this one is measured
+    slower. `correct`: makes another from what was measured. `buckets`: plans for steps of other sizes. `tighten`: gives
     a tighter plan, under which a step that ran out of memory is repeated. `recast`: makes the plans anew where the first
     forward comes under another autocast than was traced. `record`: a folder for what was in memory when it ran
     out. `fit` makes these. `compile`: blocks that are planned op by op run as fused kernels, by "inductor" (True) or another
@@ -228,7 +228,7 @@ def apply(
         enforce=enforce,
         make_report=make_report,
         make_store=make_store,
-        fallback=fallback,
+        fallbacks=fallbacks,
         correct=correct,
         buckets=buckets,
         tighten=tighten,
@@ -314,13 +314,11 @@ def fit(
             made, buckets = sizes.buckets(lengths)
             return Prepared(plan=made, buckets=buckets)
         made, traced = sizes.sample()
-        fallback = None if compile else _fallback_for(made, traced, **asked)
-        if fallback is not None:
-            sizes.know(fallback, traced)
+        fallbacks = () if compile else tuple(sizes.know(f, traced) for f in _fallbacks_for(made, traced, **asked))
         is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not compile
         if is_corrected:
             sizes.expect_corrections(made, traced)
-        return Prepared(plan=made, fallback=fallback, correct=sizes.correct if is_corrected else None)
+        return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
 
     made = prepare()
     return apply(
@@ -328,7 +326,7 @@ def fit(
         model,
         optimizer,
         enforce=enforce,
-        fallback=made.fallback,
+        fallbacks=made.fallbacks,
         correct=made.correct,
         buckets=made.buckets,
         tighten=sizes.tighten if repeat else None,
@@ -346,15 +344,19 @@ def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
     return by_programs(make_problem(trace, **given), plan)
 
 
-def _fallback_for(made: Plan, traced: Trace, **given: Any) -> Plan | None:
-    """Recompute all, optimizer on the host: what anyone would do. None: not needed, not feasible, or times mean nothing."""
-    places = any(action.name == "place" for action in made.actions)
-    if made.planner != "auto" or not places or traced.about.get("device") != "cuda":
-        return None
-    try:
-        return plan(traced, planner="zero_offload", overlap=True, **given)
-    except HoldallError:
-        return None
+_SIMPLE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("chen", {"variant": "all", "last": True}),  # gradient checkpointing as everyone knows it
+    ("zero_offload", {"overlap": True}),
+)
+
+
+def _fallbacks_for(made: Plan, traced: Trace, **given: Any) -> Iterator[Plan]:
+    """What anyone would do, where it fits: every block recomputed, with the optimizer on the device or on the host."""
+    if made.planner != "auto" or traced.about.get("device") != "cuda" or not made.actions:
+        return  # times mean nothing, or nothing is done
+    for planner, options in _SIMPLE:
+        with suppress(HoldallError):
+            yield plan(traced, planner=planner, **options, **given)
 
 
 def make_report(harness: Harness) -> Report:

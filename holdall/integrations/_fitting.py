@@ -193,14 +193,13 @@ def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
                 made, buckets = sizes.buckets(lengths)
                 return Prepared(plan=made, buckets=buckets)
             made, traced = sizes.sample()
-        fallback = None if is_compiled else api._fallback_for(made, traced, **asked)
-        fallback = sizes.know(fallback, traced) if fallback is not None else None
+        fallbacks = () if is_compiled else tuple(sizes.know(f, traced) for f in api._fallbacks_for(made, traced, **asked))
         is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
-        return Prepared(plan=made, fallback=fallback, correct=sizes.correct if is_corrected else None)
+        return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
 
     made = prepare()
     applying["recast"] = Recast(make=partial(sizes.recast, prepare), forget=sizes.put_aside)
-    applying |= {"fallback": made.fallback, "correct": made.correct, "buckets": made.buckets}
+    applying |= {"fallbacks": made.fallbacks, "correct": made.correct, "buckets": made.buckets}
     return api.apply(made.plan, model, optimizer, **applying)
 
 

@@ -25,7 +25,7 @@ class Prepared:
     """All plans of a run: the one to begin with, and those that may take its place."""
 
     plan: Plan
-    fallback: Plan | None = None
+    fallbacks: tuple[Plan, ...] = ()
     correct: Correct | None = None
     buckets: Buckets | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ class Harness:
         enforce: bool = True,
         make_report: Callable[[Harness], Any] | None = None,
         make_store: Callable[[Plan], Any] | None = None,
-        fallback: Plan | None = None,
+        fallbacks: Sequence[Plan] = (),
         correct: Correct | None = None,
         buckets: Buckets | None = None,
         tighten: Tighten | None = None,
@@ -126,7 +126,7 @@ class Harness:
         self._choosing = Choosing(self, buckets, self._repeat) if chooses else None
         self._stop_recording = recorder.start(self.device)
         self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
-        self._rivals = Rivals(fallback, correct)
+        self._rivals = Rivals(fallbacks, correct)
         self._parts = Parts(self)
         try:
             self._install()
@@ -347,7 +347,7 @@ class Harness:
         try:
             with _disable_current_modes():
                 made = make()
-            self._rivals = Rivals(made.fallback, made.correct)
+            self._rivals = Rivals(made.fallbacks, made.correct)
             if self._choosing is not None:
                 self._choosing.use(made.buckets)
             assert self._make_store is not None

@@ -1,14 +1,16 @@
 """Plans that may be faster than the one that is on: tried by measurement, and kept only if they were.
 
 After a few steps the measured time is held against what a rival is said to take: a plan made anew with costs corrected by what
-was measured, where the prediction was off, and then the simple fallback. The first is made beside the run, which goes on until
+was measured, where the prediction was off, and then what anyone would do (checkpoint every block; optimizer on the host). The
+first is made beside the run, which goes on until
 it is there. A rival that should be faster runs as many steps, and whichever was faster stays.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from holdall.errors import HoldallError, Infeasible
@@ -34,14 +36,14 @@ Correct = Callable[[Any, float], Pending | Plan | None]  # (harness, seconds of 
 
 
 class Rivals:
-    """`correct`: makes a plan from what was measured. `fallback`: what anyone would do."""
+    """`correct`: makes a plan from what was measured. `fallbacks`: what anyone would do."""
 
-    def __init__(self, fallback: Plan | None, correct: Correct | None = None) -> None:
+    def __init__(self, fallbacks: Sequence[Plan] = (), correct: Correct | None = None) -> None:
         self._waiting: list[tuple[str, Correct]] = []
         if correct is not None:
             self._waiting.append(("a plan made from what was measured", correct))
-        if fallback is not None:
-            self._waiting.append((f"the fallback `{fallback.planner}`", lambda *_: fallback))
+        for fallback in sorted(fallbacks, key=lambda plan: plan.predicted.seconds):
+            self._waiting.append((f"the fallback `{fallback.planner}`", partial(_given, fallback)))
         self._made: tuple[str, Pending, Plan] | None = None  # what is being made, and under which plan it was asked for
         self._trial: tuple[str, Plan, float] | None = None  # what is tried, instead of which plan, and what that took
 
@@ -98,6 +100,10 @@ class Rivals:
         else:
             note(f"{what} is no faster ({format_seconds(seconds)} a step): back to `{before.planner}` with the next step")
             harness.switch(before)
+
+
+def _given(plan: Plan, *_: Any) -> Plan:
+    return plan
 
 
 def _asked(make: Correct, harness: Any, seconds: float, note: Callable[[str], None]) -> Pending | Plan | None:

@@ -86,7 +86,7 @@ def plan_of(planner, seconds):
 def test_the_faster_plan_stays(mine, simple, switched):
     plan, fallback = plan_of("mine", 0.9), plan_of("simple", 1.0)
     harness, notes = Watched(plan), []
-    rivals = Rivals(fallback)
+    rivals = Rivals([fallback])
     for _ in range(4 * (WARM + LOOK)):
         harness.step_seconds.append(mine if harness.plan is plan else simple)
         rivals.after_step(harness, notes.append)
@@ -103,7 +103,7 @@ def test_a_plan_made_from_what_was_measured_comes_before_the_fallback():
         asked.append((given, seconds))
         return better
 
-    rivals = Rivals(fallback, correct)
+    rivals = Rivals([fallback], correct)
     for _ in range(6 * (WARM + LOOK)):
         harness.step_seconds.append(takes[harness.plan.planner])
         rivals.after_step(harness, notes.append)
@@ -117,7 +117,7 @@ def test_a_plan_that_cannot_be_made_anew_is_no_error():
         raise holdall.Infeasible("nothing fits", hint="")
 
     harness = Watched(plan_of("mine", 1.0))
-    rivals = Rivals(None, correct)
+    rivals = Rivals([], correct)
     for _ in range(WARM + LOOK):
         harness.step_seconds.append(2.0)
         rivals.after_step(harness, pytest.fail)
@@ -150,3 +150,14 @@ def test_slow_host_updates_are_planned_for_once_they_were_measured():
     corrected = correction.result()
     assert corrected is not None and on_host(corrected) < on_host(made)
     assert sizes.correct(Slow, made.predicted.seconds * 1.01) is None
+
+
+def test_the_fallback_that_is_predicted_faster_is_tried_first():
+    """Neither is better than both: the slower one is not tried where the faster one keeps what it promised."""
+    harness = Watched(plan_of("mine", 0.9))
+    rivals = Rivals([plan_of("slow", 1.4), plan_of("fast", 1.1)])
+    takes = {"mine": 2.0, "slow": 1.5, "fast": 1.2}
+    for _ in range(4 * (WARM + LOOK)):
+        harness.step_seconds.append(takes[harness.plan.planner])
+        rivals.after_step(harness, lambda _: None)
+    assert harness.switched == ["fast"]
