@@ -100,16 +100,19 @@ def region(trace: Trace, block: Block) -> tuple[list[Op], int]:
     return [*ops, *back], len(ops)
 
 
+def is_recurrent(trace: Trace, block: Block) -> bool:
+    """Whether a recurrent layer is in it. These choose their kernels below Python, and are never captured."""
+    inside = trace.ops[block.first : block.last + 1]
+    return block.kind in _RECURRENT or any("rnn" in op.site.op or "lstm" in op.site.op for op in inside)
+
+
 def obstacle(trace: Trace, block: Block) -> str:
     """Why the ops of a block cannot be run one by one; empty if they can."""
     if block.nth or sum(b.module == block.module for b in trace.blocks) > 1:
         return "its module is called more than once"
     if not block.module and any(op.site.phase is Phase.FORWARD for op in trace.ops[block.last + 1 :]):
         return "the loss is computed outside of the model"
-    if (
-        any("rnn" in op.site.op or "lstm" in op.site.op for op in trace.ops[block.first : block.last + 1])
-        or block.kind in _RECURRENT
-    ):
+    if is_recurrent(trace, block):
         return "its recurrent kernels keep a workspace only under autograd"
     if any(op.site.op in _UNFAKED and op.dtype != "bfloat16" for op in trace.ops[block.first : block.last + 1]):
         return "torch cannot run one of its ops on fake tensors in this precision"
@@ -117,7 +120,7 @@ def obstacle(trace: Trace, block: Block) -> str:
         return block.apart
     if block.odd:
         return f"it is called with a {block.odd}, which it may change"
-    if any(block.first <= k <= block.last + 1 for k in trace.about.get("asked", ())):
+    if block.name in trace.about.get("asked", ()):
         return "it asks for a value, and what it does may depend on it"
     ops, count = region(trace, block)
     if len(ops) == count:

@@ -94,7 +94,7 @@ def record_real_step(
         saves=saves,
         blocks=blocks,
         units=units,
-        asked=tuple(recorder.asked),
+        asked=tuple(sorted(recorder.asked)),
         called=find_shapes(recorder.calls),
         autocast=recorder.autocast,
         casts=tuple(casts),

@@ -78,6 +78,11 @@ class Call:
     given: Given | None = None
     children: list[Call] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        """As that of the block that it may become."""
+        return self.path if self.nth == 0 else f"{self.path}#{self.nth}"
+
 
 class _Packed:
     """What autograd holds in the place of a saved tensor."""
@@ -122,7 +127,7 @@ class Recorder(TorchDispatchMode):
         self._new_loss = -1  # the moment at which the forward has returned its loss
         self._is_over = False
         self._with_loss: list[int] = []  # tensors that went with the loss, after the step
-        self.asked: list[int] = []  # ops before which the forward asked for a value: what follows may depend on it
+        self.asked: set[str] = set()  # calls in which the forward asked for a value: what follows may depend on it
         self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that took them
 
     # moments
@@ -363,7 +368,7 @@ class Recorder(TorchDispatchMode):
             if self.phase is Phase.FORWARD:
                 self._attribute_nodes()
                 if func is torch.ops.aten._local_scalar_dense.default:
-                    self.asked.append(self.now + 1)
+                    self.asked.update(call.name for call in self._stack)
                 if self._is_narrow and (dtypes := mixed_dtypes(func, args)):
                     call = self._stack[-1] if self._stack else None
                     raise MixedDtypes(str(func), call.kind if call else "the loss", call.path if call else "", dtypes)

@@ -90,7 +90,7 @@ class Recorded:
     blocks: tuple[Block, ...]
     units: tuple[Unit, ...]
     whole: Block | None = None
-    asked: tuple[int, ...] = ()  # forward ops before which a value was asked for
+    asked: tuple[str, ...] = ()  # calls in which a value was asked for
     called: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that the model's own first call was given
     autocast: torch.dtype | None = None  # that was on where the model was called
     casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision

@@ -2,7 +2,8 @@
 
 Models look at their inputs: is this mask all ones, are these positions packed, has the step counter moved. Under fake tensors
 such a question has no answer, and frameworks take another branch than they would in a real run, so that the plan would be for
-another program. Batches, counters and what is derived from them are small, so their real values travel beside the fakes.
+another program. Batches, counters and what is derived from them are small, so their real values travel beside the fakes. For
+random numbers see `drawn.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdall.errors import HoldallError
+from holdall.tracing import drawn
+from holdall.tracing.chosen import choose, deciding
 from holdall.tracing.gaps import KERNELS
 
 _LARGEST = 2**21  # elements; enough for masks of a sample batch, small beside the model
@@ -61,12 +64,16 @@ class KnownValues:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op; where its inputs are known, know its outputs too."""
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if self._mode is None:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if is_random and (value := drawn.fraction(func, args, kwargs, out)) is not None:
+                out.detach().copy_(value)
+            return out
         leaves, _ = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         known = all(not isinstance(t, FakeTensor) or t in self._known for t in tensors)
-        if known and (tensors or _is_factory(func)) and torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        if known and (tensors or _is_factory(func)) and not is_random:
             return self._run_known(func, args, kwargs, factory=not tensors)
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
             for t in tensors:  # a known value was changed by an unknown one: which, does not matter
@@ -77,9 +84,16 @@ class KnownValues:
         if self.guess and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         try:
-            return func(*args, **kwargs) if kernel is None else kernel(func, args, kwargs)
+            out = func(*args, **kwargs) if kernel is None else kernel(func, args, kwargs)
+            if is_random:
+                self._tell_drawn(func, args, kwargs, out)
+            return out
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+            out = choose(func, args, self._known.get)
+            if out is None:
+                raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+        self.looked_at.update(*(self._from.get(t, ()) for t in deciding(func, args)))
+        return out
 
     def _run_known(self, func: Any, args: Any, kwargs: Any, *, factory: bool) -> Any:
         if factory and not _small_request(args, kwargs):
@@ -111,6 +125,14 @@ class KnownValues:
                 if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor) and _small(real):
                     self._known[fake], self._from[fake] = real, sources
         return out
+
+    def _tell_drawn(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Random numbers that the step may ask for."""
+        value = drawn.fraction(func, args, kwargs, out)
+        if value is None:
+            value = drawn.integers(func, args, kwargs, out)
+        if value is not None and isinstance(out, FakeTensor):
+            self._known[out], self._from[out] = value, frozenset()
 
     def _check_range(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """A fake look-up never fails; a real one does, and people would rather know now."""
