@@ -46,6 +46,8 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the op draws from a generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
+    if str(func) == "aten._cudnn_rnn.default":
+        return bool(args[11] and args[12])  # dropout, in training
     if "scaled_dot_product" not in str(func):
         return True
     at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"), None)
@@ -75,6 +77,9 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if name == "aten.mkldnn_rnn_layer":
         x, w, u = args[0], args[1], args[2]
         return int(2 * x.shape[0] * x.shape[1] * (w.numel() + u.numel()))
+    if name in ("aten._cudnn_rnn", "aten._cudnn_rnn_backward"):
+        x, products = args[0], sum(w.numel() for w in args[1] if w.dim() > 1)
+        return int(2 * (x.numel() // x.shape[-1]) * products) * (2 if name.endswith("backward") else 1)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0

@@ -21,6 +21,7 @@ from holdall.types.schedule import Mark
 from holdall.types.trace import Save
 
 _WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
+_OWN_RANDOM = "aten._cudnn_rnn.default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,8 @@ def obstacle(trace: Trace, blocks: Sequence[Block], inner: Sequence[Nest] = ()) 
     inside: set[int] = set()
     for block in blocks:
         for op in trace.ops[block.first : block.last + 1]:
+            if op.random and op.site.op == _OWN_RANDOM:
+                return "its dropout draws from a random state of cuDNN's own, which cannot be put back"
             inside.update(op.writes)
             for x in op.mutates:
                 if x not in inside and trace.tensors[x].kind is not Kind.BUFFER:

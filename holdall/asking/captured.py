@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from holdall.actions.reschedule import made_outside, region
+from holdall.actions.reschedule import is_recurrent, made_outside, region
 from holdall.errors import HoldallError
 from holdall.planners._menu import kind_of
 from holdall.runtime.capture import capture, tensors_of
@@ -39,7 +39,7 @@ def correct_blocks(
     alike = [b for b in trace.blocks if (kind_of(b), b.wanted) in kinds and b.name in given and not b.apart]
     captured: dict[object, Names | str] = {}
     blocks = list(trace.blocks)
-    for block in alike:
+    for block in (b for b in alike if not is_recurrent(trace, b)):
         key = kind_of(block), block.wanted
         if key not in captured:
             captured[key] = _names(block, model.get_submodule(block.module), given[block.name], precision)

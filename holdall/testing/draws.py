@@ -118,13 +118,17 @@ def make_optimizer(rule: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, fused=rule == "fused")
 
 
-def start(name: str, tied: bool) -> tuple[torch.nn.Module, Any]:
-    """(model, batch), the same every time."""
+def start(name: str, tied: bool, device: str = "cpu") -> tuple[torch.nn.Module, Any]:
+    """(model, batch), the same every time; to be trained on `device`."""
     if name in READERS:
         torch.manual_seed(0)
         model, batch = READERS[name]()
         return model.train(), batch
-    return copy.deepcopy(_start(name, tied))
+    model, batch = copy.deepcopy(_start(name, tied))
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase) and device != "cpu":
+            module.dropout = 0.0  # cuDNN's draws from a state of its own, which is made anew whenever torch's is set
+    return model, batch
 
 
 @cache
@@ -183,12 +187,12 @@ def _hand_over(model: torch.nn.Module, work: torch.nn.Module) -> None:
 @cache
 def reference(name: str, tied: bool, rule: str, narrow: bool, rows: int, clipped: str, accumulate: int, device: str) -> Any:
     """Plain training."""
-    model, batch = start(name, tied)
+    model, batch = start(name, tied, device)
     d = replace(draw(0, 0), clipped=clipped, accumulate=accumulate)
     model, batch = model.to(device), _to(batch, device)
     work = None
     if narrow:
-        work = start(name, tied)[0].to(device)
+        work = start(name, tied, device)[0].to(device)
         for w in work.parameters():
             w.data = w.data.bfloat16()
     found = head_of(model if work is None else work) if rows else None
@@ -214,7 +218,7 @@ def _to(batch: Any, device: str) -> Any:
 
 @cache
 def traced(name: str, tied: bool, rule: str, narrow: bool, rows: int, device: str) -> Trace:
-    model, batch = start(name, tied)
+    model, batch = start(name, tied, device)
     optimizer = make_optimizer(rule, model)
     precision = "bf16" if narrow else None
     return holdall.trace(
@@ -273,7 +277,7 @@ def run(d: Draw, device: str = "cpu", *, tolerance: float = 0.0) -> list[str]:
     """Train under the plan; where that differs from plain training. `tolerance`: losses and norms alone, within it."""
     expected = reference(d.family, d.tied, d.rule, d.narrow, d.rows, d.clipped, d.accumulate, device)
     plan = plan_of(d, traced(d.family, d.tied, d.rule, d.narrow, d.rows, device))
-    model, batch = start(d.family, d.tied)
+    model, batch = start(d.family, d.tied, device)
     optimizer = make_optimizer(d.rule, model)
     with Harness(plan, model, optimizer, store=make_store(device), enforce=False):
         found = loop(model, optimizer, _to(batch, device), d)

@@ -24,6 +24,10 @@ from holdall.types import Trace
 from holdall.types.trace import signature_of
 
 log = logging.getLogger("holdall")
+OWN_DROPOUT = (
+    "the dropout between recurrent layers is cuDNN's, whose random state is made anew whenever that of torch is set, "
+    "as recomputation does: where blocks are recomputed, its masks are others than in plain training"
+)
 
 
 def trace_step(
@@ -50,6 +54,9 @@ def trace_step(
         recorded, source = _record(model, batch, optimizer, run, target, how, notes)
     finally:
         random.setstate(drawn)
+    if any(op.random and op.site.op == "aten._cudnn_rnn.default" for op in recorded.ops):
+        notes.append(OWN_DROPOUT)
+        log.warning("holdall: %s", OWN_DROPOUT)
     if given is not None:
         given.update(recorded.given)
     return Trace(

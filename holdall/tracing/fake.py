@@ -16,6 +16,7 @@ from holdall.optim._pieces import made_for
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
+from holdall.tracing.recurrent import RecurrentOps
 from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
 from holdall.tracing.trials import Trials
@@ -58,6 +59,7 @@ def record_fake_step(
         recorder.seed(buffers.items(), Kind.BUFFER)
         recorder.seed(_named_inputs(fake_batch), Kind.INPUT)
         recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in unique.items()})
+        recurrent = RecurrentOps(model, on) if device.type == "cuda" else None
         stack.enter_context(recorder)
         clone = None
         if optimizer is not None:
@@ -68,6 +70,8 @@ def record_fake_step(
         swap = {f"model.{name}": t for name, t in [*parameters.items(), *buffers.items()]}
         if stand_in_for_cuda:
             stack.enter_context(CudaOps())
+        if recurrent is not None:
+            stack.enter_context(recurrent)
         with how.casting(model) as casts, watch_modules(model, recorder):
             held = torch.func.functional_call(step, swap, (fake_batch,))
         _refuse_other_readers(model)

@@ -3,7 +3,7 @@
 Grouped matmul: the fake refuses fp32, which the real one takes. oneDNN's recurrent layers: the fake does not know the size of
 the workspace that the real one keeps for backward, nor the layout of its gradients; only the library does, so it is asked, on
 empty inputs. Norms of a bf16 input with float32 weights, as under autocast: the fake returns sums in bf16.
-Mean squares: the memory of their elements stays with the mean.
+Mean squares: the memory of their elements stays with the mean. cuDNN's recurrent layers are in `recurrent.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
+
+from holdall.tracing import recurrent
 
 Kernel = Callable[[Any, Any, Any], Any]
 
@@ -92,4 +94,5 @@ KERNELS: dict[str, Kernel] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.mkldnn_rnn_layer.default": _as_the_library_does,
     "aten.mkldnn_rnn_layer_backward.default": _as_the_library_does,
+    **recurrent.KERNELS,
 }
