@@ -1,5 +1,8 @@
 """How long tracing and planning take, and how much memory tracing needs: an 8B shape for a GPU, on a laptop.
 
+An 8B shape whose states fit neither an A100 nor the host beside it, divided between the two:
+holdall plan llama-3.1-8b --seq 4096 --dtype bf16-mixed --gpu a100-80gb --budget gpu=80GiB,cpu=64GiB
+
 python benchmarks/planning.py [--out benchmarks/results/planning.csv] [--models llama-3.1-8b,gpt2-xl] [--planners auto,rockmate]
 """
 

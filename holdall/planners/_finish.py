@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from holdall.actions.head import Head
@@ -13,7 +13,7 @@ from holdall.errors import Infeasible
 from holdall.planners._rows import block_rows
 from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Plan, Planner, Problem
-from holdall.units import format_bytes
+from holdall.units import MiB, format_bytes
 
 
 def finish(
@@ -108,19 +108,58 @@ def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None
     missing = over_budget(problem, outcome)
     if not missing:
         return
-    tier = next(iter(missing))
+    if problem.home not in missing:
+        raise _host_too_small(problem, outcome, planner, next(iter(missing)))
+    tier = problem.home
     least = problem.limit(tier) + missing[tier]
     kinds = ", ".join(f"{k.value} {format_bytes(v)}" for k, v in outcome.peak_kinds.items() if v)
-    where = f"; at the peak ({outcome.peak_where}): {kinds}" if kinds and tier == problem.home else ""
+    where = f"; at the peak ({outcome.peak_where}): {kinds}" if kinds else ""
     options = "" if problem.allow >= {"recompute", "offload"} else "allow recompute and offload, or "
     if "_foreach_" in outcome.peak_where:
         options += "build the optimizer with `fused=True`, which needs no temporaries, or "
+    cure = f"use a budget of at least {least} bytes"
+    others = [other for other in missing if other != tier]
+    if others:  # such a plan lacks memory there too
+        cure = f"use {_typed_budget(problem, outcome, missing)}"
+        where = f", and {', '.join(_lacks(problem, outcome, other) for other in others)}{where}"
     raise Infeasible(
         f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; "
         f"the smallest found needs {exact_bytes(least)}{where}",
-        hint=f"{options}use a budget of at least {least} bytes",
-        smallest=least,
+        hint=f"{options}{cure}",
+        smallest=None if others else least,
     )
+
+
+def _host_too_small(problem: Problem, outcome: Outcome, planner: str, tier: str) -> Infeasible:
+    """The refusal where the device has room and a farther tier has not."""
+    needed = outcome.peak[tier]
+    by_auto = "" if planner == "auto" else 'use planner="auto" (--planner auto), which divides model states between both, or '
+    return Infeasible(
+        f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; the one that lacks the least "
+        f"needs {exact_bytes(needed)} there, beside {format_bytes(outcome.peak[problem.home])} of {problem.home}",
+        hint=f"{by_auto}if this machine has more, use {_typed_budget(problem, outcome, [tier])}; "
+        "smaller optimizer states (`holdall.optim.adam8bit.Adam8bit`) need less of it",
+    )
+
+
+def _lacks(problem: Problem, outcome: Outcome, tier: str) -> str:
+    return f"{format_bytes(outcome.peak[tier])} of {tier}, which has {format_bytes(problem.limit(tier))}"
+
+
+def _typed_budget(problem: Problem, outcome: Outcome, short: Collection[str]) -> str:
+    """A budget under which this outcome fits, as it is written in Python and on the command line."""
+    sizes = {tier.name: problem.limit(tier.name) for tier in problem.hardware.tiers}
+    excess = over_budget(problem, outcome)
+    typed = {name: _typed(limit + excess[name]) if name in short else _typed(limit) for name, limit in sizes.items()}
+    python = ", ".join(f'"{name}": "{size}"' for name, size in typed.items())
+    line = ",".join(f"{name}={size}" for name, size in typed.items())
+    return f"budget={{{python}}} (--budget {line})"
+
+
+def _typed(size: int) -> str:
+    """A size that can be typed, never less than `size`: in whole MiB, or GiB where that is exact."""
+    mib = -(-size // MiB)
+    return f"{mib // 1024}GiB" if mib % 1024 == 0 else f"{mib}MiB"
 
 
 def exact_bytes(size: int) -> str:

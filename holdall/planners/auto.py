@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -32,6 +32,15 @@ _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the devic
 _CLOSE = 1.02  # of the time of the best, for what is looked at too
 _TRIED_TWICE = 5  # candidates that are simulated without clipping too
 _PLACEMENTS = 3  # that are looked at with blocks leaving meanwhile
+_LEAST = ("recompute + offload", "recompute")  # for activations that take the least; what likely takes less comes first
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Numbers of units that can be updated on the device."""
+
+    fewest: int
+    most: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +69,7 @@ class Auto:
         if other is not None:
             return other
         search.segments(search.tightest())
-        least = min(search.found, key=lambda c: c.outcome.peak[problem.home])
+        least = min(search.found, key=lambda c: _lacking(problem, c))
         why = [*_why(problem, plain, least, search.found), *search.why_dropped()]
         return finish(self, problem, least.actions, why=why, began=began)
 
@@ -139,24 +148,27 @@ class _Search(Search):
         can = len(self.placements.streamable)
         levels = []
         for streamed in sorted({0, can // 2, can}):
-            most = self._most_on_device(problem, streamed)
-            if most is not None:
-                levels.append((self._least_seconds(problem, Spread(most, streamed, through=False)), streamed, most))
+            counts = self._on_device(problem, streamed)
+            if counts is not None:
+                seconds = self._least_seconds(problem, Spread(counts.most, streamed, through=False))
+                levels.append((seconds, streamed, counts.most, counts.fewest))
         if not levels:
-            return [Spread(0, can, through=False)]
-        seconds, streamed, most = min(levels)
-        found = _fewer(most, streamed)
+            full = self._most_on_device(problem, can)  # where it is the host that lacks memory, this lacks the least
+            return [Spread(n, can, through=False) for n in dict.fromkeys((full or 0, 0))]
+        seconds, streamed, most, fewest = min(levels)
+        found = _fewer(most, streamed, fewest=fewest)
         how = self._how_to_pass(problem, found)
         if how is not None:
             found = [*(replace(spread, through=True, spills=how.spills) for spread in found), *found]
         close = [level for level in levels if level[1] != streamed and level[0] < _CLOSE * seconds]
-        found += [spread for _, other, count in close for spread in _fewer(count, other, _SHARES[:3])]
-        fewest = Spread(levels[0][2], levels[0][1], through=False)
-        if fewest.streamed != streamed:
-            found += [fewest] if fewest not in found else []
-            how = self._how_to_pass_resident(problem, fewest, seconds)
+        found += [spread for _, other, count, least in close for spread in _fewer(count, other, _SHARES[:3], fewest=least)]
+        resident = Spread(levels[0][2], levels[0][1], through=False)
+        if resident.streamed != streamed:
+            found += [resident] if resident not in found else []
+            how = self._how_to_pass_resident(problem, resident, seconds)
             if how is not None:
-                passing = (replace(spread, through=True, spills=how.spills) for spread in _fewer(fewest.device, 0))
+                counts_of = _fewer(resident.device, 0, fewest=levels[0][3])
+                passing = (replace(spread, through=True, spills=how.spills) for spread in counts_of)
                 found = [*passing, *found]
         return found
 
@@ -228,29 +240,52 @@ class _Search(Search):
         outcome = self.allocated(candidate)
         return outcome.cramped or outcome.churn > _BUSY * outcome.seconds
 
-    def _most_on_device(self, problem: Problem, streamed: int) -> int | None:
-        """How many units can be updated on the device if activations take the least; None: not even none of them."""
-        if not self._fits_least(problem, Spread(0, streamed, through=False)):
+    def _on_device(self, problem: Problem, streamed: int) -> _Counts | None:
+        """How many units can be updated on the device if activations take the least: more do not fit the device, fewer not
+        the host. None: no number fits both."""
+        for labels in (_LEAST, _LEAST[1:]):  # what is offloaded takes room on the host
+            most = self._most_on_device(problem, streamed, labels)
+            if most is not None and self._fits_least(problem, Spread(most, streamed, through=False), labels):
+                break
+        else:
+            return None
+        low, high = 0, most
+        if self._fits_least(problem, Spread(0, streamed, through=False)):
+            high = 0
+        while low < high:
+            middle = (low + high) // 2
+            fits = self._fits_least(problem, Spread(middle, streamed, through=False))
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return _Counts(fewest=high, most=most)
+
+    def _most_on_device(self, problem: Problem, streamed: int, labels: Sequence[str] = _LEAST) -> int | None:
+        """How many units the device can hold, whatever that leaves to the host; None: not even none of them."""
+        home = {problem.home}
+        if not self._fits_least(problem, Spread(0, streamed, through=False), labels, tiers=home):
             return None
         low, high = 0, len(self.placements.movable)
         if not self.placements.castable:
             high -= streamed
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self._fits_least(problem, Spread(middle, streamed, through=False))
+            fits = self._fits_least(problem, Spread(middle, streamed, through=False), labels, tiers=home)
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def _fits_least(self, problem: Problem, spread: Spread) -> bool:
-        return any(not over_budget(problem, outcome) for outcome in self._least(spread))
+    def _fits_least(
+        self, problem: Problem, spread: Spread, labels: Sequence[str] = _LEAST, *, tiers: Collection[str] | None = None
+    ) -> bool:
+        """Whether some tiers have room; None: all of them."""
+        found = (over_budget(problem, outcome).keys() for outcome in self._least(spread, labels))
+        return any(not (missing if tiers is None else missing & tiers) for missing in found)
 
     def _least_seconds(self, problem: Problem, spread: Spread) -> float:
         return min(o.seconds for o in self._least(spread) if not over_budget(problem, o))
 
-    def _least(self, spread: Spread) -> Iterator[Outcome]:
-        """What a placement gives where activations take as little as blocks can; what likely takes the least comes first."""
+    def _least(self, spread: Spread, labels: Sequence[str] = _LEAST) -> Iterator[Outcome]:
+        """What a placement gives where activations take as little as blocks can."""
         place = self.placements.at(spread)
-        for label in ("recompute + offload", "recompute"):
+        for label in labels:
             outcome = self.outcome(self._ahead((*self.uniform(label), place)))
             if outcome is not None:
                 yield outcome
@@ -267,10 +302,15 @@ class _Search(Search):
         return [(self.placements.at(spread),) for spread in spreads]
 
 
-def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES) -> list[Spread]:
+def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int = 0) -> list[Spread]:
     """So many units on the device, and fewer."""
-    counts = dict.fromkeys(round(most * share) for share in shares)
+    counts = dict.fromkeys(max(fewest, round(most * share)) for share in shares)
     return [Spread(n, streamed, through=False) for n in counts]
+
+
+def _lacking(problem: Problem, candidate: Candidate) -> tuple[int, int]:
+    """Bytes that a plan which does not fit would need besides, and its peak on the device."""
+    return sum(over_budget(problem, candidate.outcome).values()), candidate.outcome.peak[problem.home]
 
 
 def _describe(spread: Spread, count: int) -> str:
