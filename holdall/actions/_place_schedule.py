@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from holdall.actions._place_updates import Placed, Updates, waited
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
-from holdall.types.trace import OpId, TensorId
+from holdall.types.trace import OpId, TensorId, once_per_trace
 from holdall.units import ALIGN
 
 if TYPE_CHECKING:
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 def users(trace: Trace) -> dict[str, list[Block]]:
     """Unit -> the block calls whose forward uses its weights."""
+    return once_per_trace(trace, "_users", _users)
+
+
+def _users(trace: Trace) -> dict[str, list[Block]]:
     owner = {x: u.name for u in trace.units for x in u.weights}
     found: dict[str, dict[int, Block]] = {u.name: {} for u in trace.units}
     for block in trace.blocks:
@@ -32,6 +36,10 @@ def streamable(trace: Trace) -> set[str]:
 
     In backward they are there from the beginning of the block's until all their gradients are.
     """
+    return set(once_per_trace(trace, "_streamable", _streamable))
+
+
+def _streamable(trace: Trace) -> set[str]:
     owner = {x: u.name for u in trace.units for x in u.weights}
     used = {name: blocks[0] for name, blocks in users(trace).items() if len(blocks) == 1 and _is_in(name, blocks[0].module)}
     grads = {u.name: u.grads if len(u.grads) == len(u.weights) else () for u in trace.units}
@@ -66,11 +74,21 @@ def _from(begins: int | None, never: int) -> int:
 def read_by_hand(trace: Trace) -> set[str]:
     """Units with weights that the loop reads outside of every module's forward, where it calls parts of the model by
     themselves: nobody can bring them before."""
+    return once_per_trace(trace, "_read_by_hand", _read_by_hand)
+
+
+def _read_by_hand(trace: Trace) -> set[str]:
     if not trace.about.get("parts"):
         return set()
     bare = [op for op in trace.ops if op.site.phase is Phase.FORWARD and not op.site.module]
     read = {x for op in bare for x in (*op.reads, *op.mutates)}
     return {u.name for u in trace.units if read.intersection(u.weights)}
+
+
+def _empty_steps(trace: Trace) -> dict[OpId, Run]:
+    """The optimizer's ops as runs that do nothing."""
+    steps = (op for op in trace.ops if op.site.phase is Phase.STEP)
+    return {op.id: Run(op=op.id, reads=(), writes=(), name=op.site.op) for op in steps}
 
 
 def rewrite_placed(schedule: Schedule, problem: Problem, place: Place) -> Schedule:
@@ -100,9 +118,7 @@ class _Rewrite(Updates):
 
     def _remove_step(self) -> None:
         """The optimizer's own step finds nothing to do."""
-        for op in self.trace.ops:
-            if op.site.phase is Phase.STEP:
-                self.schedule.runs[op.id] = Run(op=op.id, reads=(), writes=(), name=op.site.op)
+        self.schedule.runs.update(once_per_trace(self.trace, "_empty_steps", _empty_steps))
 
     def _locate(self) -> None:
         used = users(self.trace)

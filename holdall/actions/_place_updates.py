@@ -253,8 +253,7 @@ class Updates:
 
     def _seconds_at_least(self) -> float:
         """Of a step: what the device computes, and the copies of weights and gradients that it waits for."""
-        steps = self.schedule.steps()
-        seconds = sum(s.seconds for s in steps if isinstance(s, Run) and s.stream == "compute")
+        seconds = self.schedule.compute_seconds()
         if not self.place.overlap:
             far = self.hardware.tier(self.far)
             fetched = [x for p in self.units if p.streamed and not p.cast for x in 2 * p.unit.weights]  # in both passes

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Block, Kind, Op, Problem, Run, Schedule, Trace
 from holdall.types.program import Nest
-from holdall.types.schedule import Mark
+from holdall.types.schedule import Mark, reading
 from holdall.types.trace import Save
 
 _WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
@@ -285,7 +285,7 @@ class _Replay:
             for x in op.writes:
                 info = self.trace.tensors[x]
                 copies[x] = self.schedule.add(info)
-                self.schedule.hold(copies[x], (_mark(order, ends.get(x, info.freed)), self.depth))
+                self.schedule.holds[copies[x]] = [(_mark(order, ends.get(x, info.freed)), self.depth)]
         return copies
 
     def _runs(self, again: Sequence[Op], copies: dict[int, int]) -> list[Run]:
@@ -343,7 +343,7 @@ class _Replay:
             for op in self.trace.uses(save.tensor):
                 if save.unpacked < op <= self.rewriting.released(save)[0]:
                     run = self.schedule.run(op)
-                    self.schedule.runs[op] = replace(run, reads=tuple(now if x == save.tensor else x for x in run.reads))
+                    self.schedule.runs[op] = reading(run, tuple(now if x == save.tensor else x for x in run.reads))
 
     def _watch(self, block: Block) -> Run:
         """Keeping results of ops costs time in the forward and in every replay, for every op of the block."""

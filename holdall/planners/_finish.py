@@ -37,18 +37,19 @@ def finish(
         why=tuple(why),
         about={
             **_what_the_harness_needs(problem, actions),
-            **_if_not_clipped(problem, actions),
+            **_if_not_clipped(problem, actions, outcome),
             "rows": block_rows(problem, actions),
         },
     )
 
 
-def _if_not_clipped(problem: Problem, actions: Sequence[Action]) -> dict[str, Any]:
-    """Seconds of a step whose gradients are not clipped, where that makes a difference."""
+def _if_not_clipped(problem: Problem, actions: Sequence[Action], clipped: Outcome) -> dict[str, Any]:
+    """Seconds of a step whose gradients are not clipped, where that makes a difference; memory is the same, and so is what the
+    allocator does."""
     if not any(isinstance(a, Place) and a.ahead for a in actions):
         return {}
-    outcome = simulate(dataclasses.replace(problem, clipped=False), actions, allocator=allocator_of(problem))
-    return {"seconds_if_not_clipped": outcome.seconds}
+    outcome = simulate(dataclasses.replace(problem, clipped=False), actions)
+    return {"seconds_if_not_clipped": outcome.seconds + clipped.churn}
 
 
 def allocator_of(problem: Problem) -> str | None:

@@ -6,21 +6,26 @@ left; uniform ones, the same for every block, are tried beside it; and blocks ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from holdall.actions.place import Place
 from holdall.errors import Unsupported
+from holdall.planners._bounds import Bounds, Extra
 from holdall.planners._chain import best_choices
 from holdall.planners._finish import allocator_of, outcome_of, over_budget
 from holdall.planners._hidden import HIDDEN, hidden_offloads, price_of, with_hidden
 from holdall.planners._menu import Item, Menus, actions_for, kind_of, try_choices
 from holdall.planners._segments import segmented
-from holdall.simulator import simulate
+from holdall.simulator import Lowering, simulate
 from holdall.simulator.allocators import Expandable
 from holdall.types import Action, Block, Outcome, Problem
 
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
 _REASONS = 4  # for which something was not considered, that are named
+CLOSE = 1.02  # of the time of the best, for what is looked at too
+PLACEMENTS = 3  # that are looked at with blocks leaving meanwhile
 UNIFORM = ("recompute", "recompute + offload", "offload")
 
 
@@ -43,6 +48,8 @@ class Search:
         self._allocated: dict[tuple[Action, ...], Outcome] = {}
         self._made: dict[tuple[str, str], Sequence[Action]] = {}  # by block and choice
         self._menus: Menus | None = None
+        self._lowering = Lowering(problem)
+        self.bounds = Bounds(problem)
 
     @property
     def menus(self) -> Menus:
@@ -72,7 +79,7 @@ class Search:
         """What the step would take; None: these actions cannot be carried out together."""
         if actions not in self._known:
             try:
-                self._known[actions] = simulate(self.problem, actions)
+                self._known[actions] = simulate(self.problem, actions, lowering=self._lowering)
             except Unsupported as error:
                 self._known[actions] = None
                 self._refused[actions] = error.fact
@@ -110,21 +117,48 @@ class Search:
             self._made[key] = actions_for(self.problem, block, label)
         return self._made[key]
 
+    def uniform_extra(self, label: str) -> Extra:
+        """What is done besides where every block that can is treated so."""
+        return Extra.of(c for b in self.menus.chain for c in self.menus.found.get(kind_of(b), ()) if c.label == label)
+
+    def best_placements(self, problem: Problem) -> list[tuple[Place, ...]]:
+        """Those of the fastest that fit: what blocks do meanwhile may turn their order around."""
+        return list(self._by_placement(problem))[:PLACEMENTS]
+
+    def _by_placement(self, problem: Problem) -> dict[tuple[Place, ...], float]:
+        """The least seconds of what fits, by placement; the fastest first."""
+        found: dict[tuple[Place, ...], float] = {}
+        for candidate in self.fitting(problem):
+            found.setdefault(tuple(a for a in candidate.actions if isinstance(a, Place)), candidate.outcome.seconds)
+        return found
+
+    def _is_in_vain(self, problem: Problem, around: Sequence[Action], extra: Extra) -> bool:
+        """Whether such a step is certainly neither near the fastest that was found nor what makes its placement one of the
+        best. Then nothing depends on it."""
+        found = self._by_placement(problem)
+        if not found:
+            return False
+        seconds = list(found.values())
+        places = tuple(a for a in around if isinstance(a, Place))
+        mine = next((t for p, t in found.items() if _alike(p, places)), math.inf)
+        third = seconds[PLACEMENTS - 1] if len(seconds) >= PLACEMENTS else math.inf
+        return self.bounds.step(places[0] if places else None, extra) > max(CLOSE * seconds[0], min(mine, third))
+
     def mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's mixes of activations around a placement, and uniform ones."""
-        for name in UNIFORM:
-            actions = self.uniform(name)
-            if actions:
-                self.attempt(f"{name} all, {label}", (*actions, *around))
         for without in ("", "offload"):
             try:
                 items = self.menus.items(self.problem, around, without=without)
             except Unsupported as error:
                 self.dropped.setdefault(label, error.fact)
-                return
+                break
             self._by_program(problem, items, around, label)
             if not any("offload" in c.label for i in items for c in i.choices):
                 break
+        for name in UNIFORM:
+            actions = self.uniform(name)
+            if actions and not self._is_in_vain(problem, around, self.uniform_extra(name)):
+                self.attempt(f"{name} all, {label}", (*actions, *around))
 
     def hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
         """Mixes in which early blocks leave during the whole forward, as many as the link carries, and fewer."""
@@ -146,6 +180,8 @@ class Search:
             answer = best_choices(items, allowed, problem.hardware)
             if answer is None:
                 break
+            if self._is_in_vain(problem, around, Extra.of(answer[1])):
+                break  # and less memory takes longer
             chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
             actions = [a for block, name in chosen if name != HIDDEN for a in self._actions(block, name)]
             candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
@@ -165,6 +201,11 @@ class Search:
             for around in every:
                 # weights that come and go cannot: a segment needs those of all its blocks at once
                 self.attempt(f"segments of {n} blocks", (*actions, *around))
+
+
+def _alike(some: Sequence[Place], others: Sequence[Place]) -> bool:
+    """Whether placements differ at most in whether updates begin early."""
+    return [replace(p, ahead=False) for p in some] == [replace(p, ahead=False) for p in others]
 
 
 def usable(problem: Problem) -> Problem:

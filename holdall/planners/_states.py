@@ -7,13 +7,19 @@ pass through the device. The last follows from the rates: each unit goes to whoe
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 from holdall.actions._place_schedule import read_by_hand
 from holdall.actions.place import Place, streamable
 from holdall.cost.updates import host_seconds
 from holdall.types import Problem, Unit
 
+_GUESSES = 2  # in a row that may come near from one side only
+NEVER = 1 << 62  # bytes of what cannot be carried out
 _TINY = 1e-3  # share of all parameters below which a unit is not worth moving
 
 
@@ -46,6 +52,12 @@ class Placements:
         self.castable = [u for u in self.streamable if is_narrow and 0 < len(u.grads) == len(u.weights)]
         sizes = sorted(u.numel for u in self.movable) or [0]
         self._common = sizes[len(sizes) // 2]  # units much larger would need as much room for all
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of the first units' states, gradients and weights, from none of the movable units to all of them."""
+        tensors = self.problem.trace.tensors
+        return [0, *accumulate(sum(tensors[x].nbytes for x in (*u.states, *u.grads, *u.weights)) for u in self.movable)]
 
     @property
     def is_possible(self) -> bool:
@@ -106,3 +118,30 @@ def _evenly(units: list[Unit], count: int) -> list[Unit]:
     """So many of them, spread over all."""
     count = min(count, len(units))
     return [units[i * len(units) // count] for i in range(count)] if count else []
+
+
+class Guesses:
+    """Finds how many units fit with few simulations: bytes grow about in proportion to what units hold."""
+
+    def __init__(self) -> None:
+        self._rate = 1.0  # of the growth that the sizes of units make one expect; the same for all placements
+
+    def most_that_fit(self, excess: Callable[[int], int], sizes: Sequence[int], begin: int = 0) -> int | None:
+        """The largest count, from `begin` on, whose excess of bytes is at most 0; None: not even that of `begin` is.
+
+        `sizes`: bytes for none, one and more, up to the most. `excess` grows with the count, and is expensive to know.
+        """
+        low, up = begin, len(sizes)  # the last known to fit, the first known not to
+        at_low = excess(begin)
+        if at_low > 0:
+            return None
+        since = 0  # guesses since the range was halved
+        while up - low > 1:
+            guess = bisect_right(sizes, sizes[low] - at_low / self._rate) - 1
+            guess = (low + up) // 2 if since > _GUESSES else min(max(guess, low + 1), up - 1)
+            since = 0 if since > _GUESSES else since + 1
+            found = excess(guess)
+            if guess - low > 1 and found < NEVER:
+                self._rate = max((found - at_low) / (sizes[guess] - sizes[low]), 1e-3)
+            low, at_low, up = (guess, found, up) if found <= 0 else (low, at_low, guess)
+        return low

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
 from holdall.planners._finish import finish, over_budget
 from holdall.planners._in_backward import plan_with_updates
-from holdall.planners._search import Candidate, Search, usable
-from holdall.planners._states import Placements, Spread
+from holdall.planners._search import CLOSE, Candidate, Search, usable
+from holdall.planners._states import NEVER, Guesses, Placements, Spread
 from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Phase, Plan, Problem
 from holdall.units import format_bytes, format_seconds
@@ -29,9 +30,7 @@ _SHOWS = 0.88  # of the time without passing units; with them, clipped steps too
 _ROOM = (0.97, 0.94)  # of the memory, where a plan that takes all of it keeps the allocator busy
 _BUSY = 0.005  # of a step, for the allocator, that is worth looking further
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
-_CLOSE = 1.02  # of the time of the best, for what is looked at too
 _TRIED_TWICE = 5  # candidates that are simulated without clipping too
-_PLACEMENTS = 3  # that are looked at with blocks leaving meanwhile
 _LEAST = ("recompute + offload", "recompute")  # for activations that take the least; what likely takes less comes first
 
 
@@ -96,6 +95,7 @@ class _Search(Search):
         is_narrow = problem.trace.about.get("precision") is not None
         self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
         self._sizes = {u.name: u.numel for u in problem.trace.units}
+        self._guesses = Guesses()
         self._not_clipped: dict[tuple[Action, ...], float] = {}
         self._ahead_at_most, self._ahead_below = 0, math.inf  # parameters updated on the host
 
@@ -134,13 +134,8 @@ class _Search(Search):
             if self.fastest(problem) is None and self.placements.streamable:
                 spread = self._least_of_all()
                 self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
-        for around in self._best_placements(problem):
+        for around in self.best_placements(problem):
             self.hide(problem, around)
-
-    def _best_placements(self, problem: Problem) -> Sequence[tuple[Action, ...]]:
-        """Those of the fastest that fit: what blocks do meanwhile may turn their order around."""
-        found = (tuple(a for a in c.actions if isinstance(a, Place)) for c in self.fitting(problem))
-        return list(dict.fromkeys(found))[:_PLACEMENTS]
 
     def _spreads(self, problem: Problem) -> list[Spread]:
         """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
@@ -160,7 +155,7 @@ class _Search(Search):
         how = self._how_to_pass(problem, found)
         if how is not None:
             found = [*(replace(spread, through=True, spills=how.spills) for spread in found), *found]
-        close = [level for level in levels if level[1] != streamed and level[0] < _CLOSE * seconds]
+        close = [level for level in levels if level[1] != streamed and level[0] < CLOSE * seconds]
         found += [spread for _, other, count, least in close for spread in _fewer(count, other, _SHARES[:3], fewest=least)]
         resident = Spread(levels[0][2], levels[0][1], through=False)
         if resident.streamed != streamed:
@@ -177,31 +172,31 @@ class _Search(Search):
         That is where an optimizer is slow on the host."""
         if fewest.streamed or self.through is False or not (self.through or problem.hardware.updates_beside):
             return None
-        found, how = self._fastest_passing(problem, [fewest])
-        return how if found < (1.0 if self.through else _SHOWS) * seconds else None
+        below = (1.0 if self.through else _SHOWS) * seconds
+        found, how = self._fastest_passing(problem, [fewest], below=below)
+        return how if found < below else None
 
     def _how_to_pass(self, problem: Problem, spreads: Sequence[Spread]) -> Spread | None:
         """How units pass through the device, if they may: as asked for, or if steps are so much shorter that it will show."""
         if self.through is False or not (self.through or problem.hardware.updates_beside):
             return None
-        found, how = self._fastest_passing(problem, spreads)
         if self.through:
-            return how or replace(spreads[0], through=True)
-        without = min(self._seconds_or_never(problem, spread) for spread in spreads)
-        return how if found < _SHOWS * without else None
+            return self._fastest_passing(problem, spreads)[1] or replace(spreads[0], through=True)
+        without = math.inf
+        for spread in spreads:
+            without = min(without, self._least_seconds(problem, spread, below=without))
+        return self._fastest_passing(problem, spreads, below=_SHOWS * without)[1]
 
-    def _fastest_passing(self, problem: Problem, spreads: Sequence[Spread]) -> tuple[float, Spread | None]:
-        """(seconds, how), with activations in the least memory; never, where there is no room for it."""
-        every = [passing for spread in spreads for passing in self.placements.passing(spread)]
-        found = [(self._seconds_or_never(problem, passing), passing) for passing in every]
-        seconds, how = min(found, key=lambda pair: pair[0])
-        return seconds, how if seconds < math.inf else None
-
-    def _seconds_or_never(self, problem: Problem, spread: Spread) -> float:
-        try:
-            return self._least_seconds(problem, spread)
-        except ValueError:  # there is no room for it
-            return math.inf
+    def _fastest_passing(
+        self, problem: Problem, spreads: Sequence[Spread], *, below: float = math.inf
+    ) -> tuple[float, Spread | None]:
+        """(seconds, how), with activations in the least memory, if that takes less than `below`."""
+        seconds, how = below, None
+        for passing in (passing for spread in spreads for passing in self.placements.passing(spread)):
+            found = self._least_seconds(problem, passing, below=seconds)
+            if found < seconds:
+                seconds, how = found, passing
+        return seconds, how
 
     def leave_room(self, problem: Problem, best: Candidate) -> Candidate:
         """Of the best plan, and the best ones in less memory, the fastest when what the allocator does is counted: where free
@@ -225,7 +220,7 @@ class _Search(Search):
     def fastest_either_way(self, problem: Problem) -> Candidate:
         """Of those that take about as long as the fastest where steps are clipped, the fastest if that is not known."""
         found = self.fitting(problem)
-        close = [c for c in found[:_TRIED_TWICE] if c.outcome.seconds <= _CLOSE * found[0].outcome.seconds]
+        close = [c for c in found[:_TRIED_TWICE] if c.outcome.seconds <= CLOSE * found[0].outcome.seconds]
         return min(close, key=lambda c: self._seconds_either_way(c, c.outcome))
 
     def _seconds_either_way(self, candidate: Candidate, clipped: Outcome) -> float:
@@ -260,35 +255,40 @@ class _Search(Search):
 
     def _most_on_device(self, problem: Problem, streamed: int, labels: Sequence[str] = _LEAST) -> int | None:
         """How many units the device can hold, whatever that leaves to the host; None: not even none of them."""
-        home = {problem.home}
-        if not self._fits_least(problem, Spread(0, streamed, through=False), labels, tiers=home):
-            return None
-        low, high = 0, len(self.placements.movable)
-        if not self.placements.castable:
-            high -= streamed
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self._fits_least(problem, Spread(middle, streamed, through=False), labels, tiers=home)
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        most = len(self.placements.movable) - (0 if self.placements.castable else streamed)
 
-    def _fits_least(
-        self, problem: Problem, spread: Spread, labels: Sequence[str] = _LEAST, *, tiers: Collection[str] | None = None
-    ) -> bool:
-        """Whether some tiers have room; None: all of them."""
-        found = (over_budget(problem, outcome).keys() for outcome in self._least(spread, labels))
-        return any(not (missing if tiers is None else missing & tiers) for missing in found)
+        def excess(label: str, count: int) -> int:
+            outcome = self._least_of(self.placements.at(Spread(count, streamed, through=False)), label)
+            return outcome.peak[problem.home] - problem.limit(problem.home) if outcome is not None else NEVER
 
-    def _least_seconds(self, problem: Problem, spread: Spread) -> float:
-        return min(o.seconds for o in self._least(spread) if not over_budget(problem, o))
+        found: int | None = None
+        for label in labels:  # the first is likely the one with which most units fit
+            more = self._guesses.most_that_fit(partial(excess, label), self.placements.sizes[: most + 1], found or 0)
+            found = more if more is not None else found
+        return found
+
+    def _fits_least(self, problem: Problem, spread: Spread, labels: Sequence[str] = _LEAST) -> bool:
+        return any(not over_budget(problem, outcome) for outcome in self._least(spread, labels))
+
+    def _least_seconds(self, problem: Problem, spread: Spread, *, below: float = math.inf) -> float:
+        """With activations in the least memory; infinite where there is no room for it, or where it takes `below` or more."""
+        place, least = self.placements.at(spread), math.inf
+        for label in _LEAST:
+            if self.bounds.step(place, self.uniform_extra(label)) >= min(least, below):
+                continue
+            outcome = self._least_of(place, label)
+            if outcome is not None and not over_budget(problem, outcome):
+                least = min(least, outcome.seconds)
+        return least if least < below else math.inf
 
     def _least(self, spread: Spread, labels: Sequence[str] = _LEAST) -> Iterator[Outcome]:
         """What a placement gives where activations take as little as blocks can."""
         place = self.placements.at(spread)
-        for label in labels:
-            outcome = self.outcome(self._ahead((*self.uniform(label), place)))
-            if outcome is not None:
-                yield outcome
+        found = (self._least_of(place, label) for label in labels)
+        yield from (outcome for outcome in found if outcome is not None)
+
+    def _least_of(self, place: Place, label: str) -> Outcome | None:
+        return self.outcome(self._ahead((*self.uniform(label), place)))
 
     def _least_of_all(self) -> Spread:
         """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from holdall.errors import OverBudget
 from holdall.simulator.allocators import Expandable, make_allocator
 from holdall.simulator.check import Illegal, check
-from holdall.simulator.lower import close, lower
+from holdall.simulator.lower import Lowering, close, lower
 from holdall.simulator.pages import Churn, churn
 from holdall.simulator.replay import replay
 from holdall.types import Action, Outcome, Problem, Schedule
@@ -17,14 +17,21 @@ from holdall.units import MiB
 # Of the limit, for pages of other streams and kernels that come late: with it a plan of 6 GiB has its halts of an H200.
 _ASIDE, _AT_MOST = 0.01, 64 * MiB
 
-__all__ = ["Illegal", "check", "close", "lower", "replay", "simulate"]
+__all__ = ["Illegal", "Lowering", "check", "close", "lower", "replay", "simulate"]
 
 
 def simulate(
-    problem: Problem, actions: Iterable[Action], *, full: bool = False, checked: bool = False, allocator: str | None = None
+    problem: Problem,
+    actions: Iterable[Action],
+    *,
+    full: bool = False,
+    checked: bool = False,
+    allocator: str | None = None,
+    lowering: Lowering | None = None,
 ) -> Outcome:
-    """What a step costs under these actions. `checked`: also walk it with the naive checker."""
-    schedule = lower(problem, actions)
+    """What a step costs under these actions. `checked`: also walk it with the naive checker. `lowering`: of a search for this
+    problem, which knows schedules from before."""
+    schedule = (lowering or Lowering(problem)).lower(actions)
     steps = close(schedule)
     limit = problem.limit(problem.home)
     try:  # with the budget as its limit, an allocator gives cached memory back before it fails, as the real one does

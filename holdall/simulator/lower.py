@@ -11,20 +11,51 @@ from holdall.types import Action, Copy, Drop, Kind, Problem, Run, Schedule, Step
 from holdall.types.schedule import Mark
 from holdall.types.trace import TensorId
 
+_KEPT = 12  # schedules of a search, of some MB each
+
 _Moments = dict[TensorId, list[int]]
 
 
 def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
     """The trace's schedule rewritten by the actions, each in its rank's turn."""
-    schedule = Schedule(trace=problem.trace, home=problem.home)
-    _leave_to_process(schedule, problem)
-    ordered = sorted(actions, key=lambda a: a.rank)
-    _once_per_block(ordered)
-    if not any(action.name == "place" for action in ordered):  # which says itself where gradients are added up
-        schedule = accumulated(schedule, problem)
-    for action in ordered:
-        schedule = action.rewrite(schedule, problem)
-    return schedule
+    return Lowering(problem).lower(actions)
+
+
+class Lowering:
+    """Schedules of one problem, for a search: what is done with activations is rewritten once for all placements of states
+    that are tried around it, since `place` comes after it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[tuple[Action, ...], Schedule] = {}
+
+    def lower(self, actions: Iterable[Action]) -> Schedule:
+        ordered = sorted(actions, key=lambda a: a.rank)
+        _once_per_block(ordered)
+        count = next((n for n, action in enumerate(ordered) if action.name == "place"), 0)
+        if not count:
+            return self._rewritten(self._begin(ordered), ordered)
+        before = tuple(ordered[:count])
+        if before not in self._known:
+            if len(self._known) >= _KEPT:
+                del self._known[next(iter(self._known))]
+            self._known[before] = self._rewritten(self._begin(ordered), before)
+        else:
+            self._known[before] = self._known.pop(before)  # the last to go
+        return self._rewritten(self._known[before], ordered[count:])
+
+    def _begin(self, actions: Iterable[Action]) -> Schedule:
+        problem = self._problem
+        schedule = Schedule(trace=problem.trace, home=problem.home)
+        _leave_to_process(schedule, problem)
+        if not any(action.name == "place" for action in actions):  # which says itself where gradients are added up
+            schedule = accumulated(schedule, problem)
+        return schedule
+
+    def _rewritten(self, schedule: Schedule, actions: Iterable[Action]) -> Schedule:
+        for action in actions:
+            schedule = action.rewrite(schedule, self._problem)
+        return schedule
 
 
 def _leave_to_process(schedule: Schedule, problem: Problem) -> None:
@@ -76,13 +107,18 @@ def close(schedule: Schedule) -> list[Step]:
     first[count] = never
     later: dict[Mark, int] = {}  # runs again
     home = schedule.home
+    several = _made_again(schedule)
+    made_at: dict[TensorId, int] = {}  # where each tensor's stay at home begins, its first if there are several
+    last: dict[TensorId, int] = {}  # where it was last used; of those with several stays every moment counts
     begins: _Moments = defaultdict(list)
     touched: _Moments = defaultdict(list)
     tiers: dict[str, tuple[_Moments, _Moments]] = defaultdict(lambda: (defaultdict(list), defaultdict(list)))
     tiers[home] = begins, touched
     for x, info in {**schedule.trace.tensors, **schedule.added}.items():
         if info.born < 0 and x not in schedule.start:
-            begins[x] = [-1]
+            made_at[x] = -1
+            if x in several:
+                begins[x] = [-1]
     for i, step in enumerate(steps):
         if isinstance(step, Run):
             if step.again:
@@ -92,11 +128,17 @@ def close(schedule: Schedule) -> list[Step]:
             if step.stream != "compute":
                 continue  # what it works on stays for other reasons
             for x in step.writes:
-                begins[x].append(i)
+                made_at[x] = i
+                if x in several:
+                    begins[x].append(i)
             for x in step.reads:
-                touched[x].append(i)
+                last[x] = i
+                if x in several:
+                    touched[x].append(i)
             for x in step.mutates:
-                touched[x].append(i)
+                last[x] = i
+                if x in several:
+                    touched[x].append(i)
         elif isinstance(step, Copy):
             source, target = tiers[step.src], tiers[step.dst]
             for x in step.tensors:
@@ -104,8 +146,11 @@ def close(schedule: Schedule) -> list[Step]:
                     source[1][x].append(i)
                 if not (step.aside and step.dst == home):
                     target[0 if step.lands else 1][x].append(i)
+                    if step.lands and step.dst == home:
+                        made_at[x] = i
         elif isinstance(step, Wait):
             for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
+                last[x] = i
                 for begun, used in tiers.values():
                     if x in begun:
                         used[x].append(i)
@@ -120,13 +165,22 @@ def close(schedule: Schedule) -> list[Step]:
             drops[end].append(drop)
 
     plainly, changed = schedule.trace.last_held, schedule.holds
-    for x, starts in begins.items():
-        marks = touched.get(x, ())
-        if len(starts) == 1 and x not in changed:  # the common case: one stay, held as in plain execution; marks are in order
-            let_go(x, home, max(starts[0], marks[-1] if marks else -1, first[plainly[x]]))
-        else:  # each moment counts: a stay ends with the last that lies in it
-            held = [later.get(mark, -1) if mark[1] else first[mark[0]] for mark in schedule.held(x)]
-            _end_each(x, home, starts, [*marks, *held], never, let_go)
+    for x, at in made_at.items():
+        if x in begins:  # a stay ends with the last moment that lies in it
+            until = [later.get(mark, -1) if mark[1] else first[mark[0]] for mark in schedule.held(x)]
+            _end_each(x, home, begins[x], [*touched.get(x, ()), *until], never, let_go)
+            continue
+        used_at = last.get(x, -1)  # one stay, which ends with the last of all moments
+        end = used_at if used_at > at else at
+        if x not in changed:
+            held = first[plainly[x]]
+            end = held if held > end else end
+        else:
+            for mark in changed[x]:
+                held = later.get(mark, -1) if mark[1] else first[mark[0]]
+                end = held if held > end else end
+        if end < never:
+            let_go(x, home, end)
     for tier, (begun, used) in tiers.items():
         if tier != home:
             for x, starts in begun.items():
@@ -134,8 +188,28 @@ def close(schedule: Schedule) -> list[Step]:
     closed: list[Step] = list(drops.get(-1, ()))
     for i, step in enumerate(steps):
         closed.append(step)
-        closed.extend(drops.get(i, ()))
+        if i in drops:
+            closed += drops[i]
     return closed
+
+
+def _made_again(schedule: Schedule) -> set[TensorId]:
+    """Tensors that may have several stays at home: those that are copied, and those that inserted steps make once more."""
+    found: set[TensorId] = set()
+    once: set[TensorId] = set()
+    plain = schedule.trace.next_id
+    for steps in schedule.after.values():
+        for step in steps:
+            if isinstance(step, Copy):
+                found.update(step.tensors)
+            elif isinstance(step, Run):
+                if step.op < 0:
+                    found.update(step.writes)
+                for x in step.writes:
+                    if x < plain or x in once:
+                        found.add(x)
+                    once.add(x)
+    return found
 
 
 def _end_each(

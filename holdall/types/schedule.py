@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from holdall.types.trace import Bytes, OpId, Save, Seconds, TensorId, TensorInfo, Trace
+from holdall.types.trace import Bytes, OpId, Save, Seconds, TensorId, TensorInfo, Trace, once_per_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,27 +72,51 @@ class Kept(NamedTuple):
     until: OpId  # its backward begins after this op
 
 
+def _again(like: TensorInfo, new: TensorId) -> TensorInfo:
+    """The same tensor under another id; a search makes hundreds of thousands, and `replace` takes four times as long."""
+    return TensorInfo(
+        id=new,
+        name=like.name,
+        kind=like.kind,
+        shape=like.shape,
+        dtype=like.dtype,
+        nbytes=like.nbytes,
+        born=like.born,
+        freed=like.freed,
+        saved=like.saved,
+    )
+
+
+def reading(run: Run, reads: tuple[TensorId, ...]) -> Run:
+    """The same run with other inputs."""
+    return Run(
+        op=run.op,
+        reads=reads,
+        writes=run.writes,
+        mutates=run.mutates,
+        seconds=run.seconds,
+        workspace=run.workspace,
+        again=run.again,
+        name=run.name,
+        stream=run.stream,
+    )
+
+
 Mark = tuple[OpId, int]  # after the n-th run of an op; (op, 0) is the original run
 
 
 def plain_runs(trace: Trace) -> list[Run]:
     """The ops of a trace as they are; made once, since every schedule begins with them."""
-    known: dict[str, Any] = trace.__dict__
-    if "_plain_runs" not in known:
-        known["_plain_runs"] = [
-            Run(
-                op=o.id,
-                reads=o.reads,
-                writes=o.writes,
-                mutates=o.mutates,
-                seconds=o.seconds,
-                workspace=o.workspace,
-                name=o.site.op,
-            )
-            for o in trace.ops
-        ]
-    found: list[Run] = known["_plain_runs"]
-    return found
+    return once_per_trace(trace, "_plain_runs", _plain_runs)
+
+
+def _plain_runs(trace: Trace) -> list[Run]:
+    return [
+        Run(
+            op=o.id, reads=o.reads, writes=o.writes, mutates=o.mutates, seconds=o.seconds, workspace=o.workspace, name=o.site.op
+        )
+        for o in trace.ops
+    ]
 
 
 @dataclass(kw_only=True)
@@ -159,6 +183,14 @@ class Schedule:
             if op in after:
                 yield from after[op]
 
+    def compute_seconds(self) -> Seconds:
+        """Of all runs on the device."""
+        plain = plain_runs(self.trace)
+        total = once_per_trace(self.trace, "_plain_seconds", lambda trace: sum(run.seconds for run in plain_runs(trace)))
+        total += sum(run.seconds - plain[op].seconds for op, run in self.runs.items())
+        added = (step for steps in self.after.values() for step in steps)
+        return total + sum(step.seconds for step in added if isinstance(step, Run) and step.stream == "compute")
+
     # changing it
 
     def insert(self, after: OpId, steps: Iterable[Step], *, first: bool = False) -> None:
@@ -169,7 +201,7 @@ class Schedule:
     def add(self, like: TensorInfo, **changes: object) -> TensorId:
         """A new tensor made after the pattern of another; its id."""
         new = len(self.added) + self.trace.next_id
-        self.added[new] = replace(like, id=new, **changes)  # type: ignore[arg-type]
+        self.added[new] = replace(like, id=new, **changes) if changes else _again(like, new)  # type: ignore[arg-type]
         self.holds[new] = []
         return new
 

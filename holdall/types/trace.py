@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from holdall.errors import unknown_name
 from holdall.types import _json
@@ -298,3 +298,15 @@ def digest_of(value: object) -> str:
 def signature_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
     """The identity of a model for a plan: (name, shape, dtype) of its parameters."""
     return digest_of([[name, list(shape), dtype] for name, shape, dtype in parameters])
+
+
+T = TypeVar("T")
+
+
+def once_per_trace(trace: Trace, name: str, make: Callable[[Trace], T]) -> T:
+    """What follows from a trace alone: made when it is first asked for. Nobody changes it."""
+    known = trace.__dict__
+    if name not in known:
+        known[name] = make(trace)
+    found: T = known[name]
+    return found

@@ -1,0 +1,92 @@
+"""What makes a search short must not change what it finds."""
+
+import random
+
+import pytest
+import torch
+
+import holdall
+from holdall import api
+from holdall.actions.place import Place
+from holdall.planners._search import Search
+from holdall.planners._states import Guesses
+from holdall.planners.auto import Auto, _Search
+from holdall.simulator import Lowering, simulate
+from holdall.testing.states import Layer
+from holdall.testing.worlds import machine
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+@pytest.fixture(scope="module", params=[None, "bf16"])
+def problem(request):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trace = holdall.trace(
+        model, torch.randn(64, 8), optimizer=optimizer, loss=lambda model, x: model(x), precision=request.param
+    )
+    return api.make_problem(trace, hardware=machine(overlap=True, read=1e8, write=1e8))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_guesses_find_the_most_that_fit(seed):
+    draw = random.Random(seed)
+    grown = [draw.randint(1, 50) for _ in range(draw.randint(1, 40))]
+    real = [sum(size * draw.uniform(0.5, 2.0) for size in grown[:n]) - draw.uniform(0, 400) for n in range(len(grown) + 1)]
+    real = [int(max(real[: n + 1])) for n in range(len(real))]  # never less for more units
+    asked = []
+    sizes = [sum(grown[:n]) for n in range(len(grown) + 1)]
+    found = Guesses().most_that_fit(lambda n: asked.append(n) or real[n], sizes)
+    assert found == max((n for n, excess in enumerate(real) if excess <= 0), default=None)
+    assert len(set(asked)) == len(asked)
+
+
+def test_no_bound_is_above_what_the_simulator_says(problem):
+    """Every candidate that a search tries, held against the bound that it would have been left out by."""
+    checked = []
+
+    class Watched(_Search):
+        def _is_in_vain(self, problem, around, extra):
+            place = next((a for a in around if isinstance(a, Place)), None)
+            checked.append(self.bounds.step(place, extra))
+            return False
+
+        def attempt(self, label, actions):
+            made = super().attempt(label, actions)
+            if made is not None and checked:
+                assert checked.pop() <= made.outcome.seconds
+                checked.append(0.0)
+            checked.clear()
+            return made
+
+    less = api.bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * 6 // 10)
+    Watched(less, through=None, ahead=True).run(less)
+
+
+@pytest.mark.parametrize("share", [80, 60, 40])
+def test_leaving_candidates_out_changes_no_plan(problem, share, monkeypatch):
+    less = api.bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * share // 100)
+    try:
+        short = Auto()(less)
+    except holdall.Infeasible:
+        pytest.skip("nothing fits")
+    monkeypatch.setattr(Search, "_is_in_vain", lambda *_: False)
+    assert Auto()(less).actions == short.actions
+
+
+def test_schedules_that_are_known_are_those_that_would_be_made(problem):
+    search = _Search(problem, through=None, ahead=True)
+    lowering = Lowering(problem)
+    for spread in search.placements.passing(search._least_of_all()):
+        for label in ("recompute", "recompute + offload", "recompute"):
+            actions = (*search.uniform(label), search.placements.at(spread))
+            assert simulate(problem, actions, lowering=lowering) == simulate(problem, actions, checked=True)
