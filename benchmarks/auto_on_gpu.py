@@ -38,11 +38,11 @@ from peers import ADAMW, SHAPES, build_ids, build_model
 
 import holdall
 from holdall.api import environment, make_problem
-from holdall.optim import _host
-from holdall.planners._finish import outcome_of
-from holdall.runtime.host_rates import host_rates
-from holdall.runtime.meter import device_context
+from holdall.machine.host_rates import host_rates
+from holdall.planning.finish import outcome_of
+from holdall.runtime.budget.meter import device_context
 from holdall.types import Hardware, Plan, Trace
+from holdall.updates import host_adam
 
 CONTEXT = 20 * 2**20  # bytes of kernels that the first steps still load
 MORE = (
@@ -219,7 +219,7 @@ def look(model, batch, options, folder: Path) -> None:
         f"{hardware.tiers[1].write / 1e9:.1f} x {hardware.duplex:.2f}, context {hardware.context / 2**20:.0f} MiB",
         flush=True,
     )
-    print(_host.backend(), flush=True)
+    print(host_adam.backend(), flush=True)
     began = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     head = int(options.head) if options.head.isdigit() else options.head

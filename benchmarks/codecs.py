@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdall.runtime.codecs import _triton, codec_for
+from holdall.codecs import _triton, codec_for
 
 CODECS = [*(("group", bits) for bits in (1, 2, 3, 4, 8)), ("int8", 8), ("fp8", 8), ("fp8_e5m2", 8), ("sign", 1)]
 

@@ -20,8 +20,8 @@ from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
 from holdall.api import environment
 from holdall.cost.roofline import cost_trace
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.types import Problem
 
 

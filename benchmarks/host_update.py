@@ -1,4 +1,4 @@
-"""The host's Adam step: Gparam/s and GB/s of torch's fused kernel and of both back ends of `holdall.optim._host`.
+"""The host's Adam step: Gparam/s and GB/s of torch's fused kernel and of both back ends of `holdall.updates.host_adam`.
 
 python benchmarks/host_update.py [--threads 1,4,8,12,16] [--worlds block,one,small] [--slices 1,2,4] [--out host_update.csv]
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdall.optim import _host
+from holdall.updates import host_adam
 
 Shapes = list[tuple[int, ...]]
 WORLDS: dict[str, Shapes] = {
@@ -42,8 +42,8 @@ def main() -> None:
     parser.add_argument("--out", default="host_update.csv")
     options = parser.parse_args()
     began = time.perf_counter()
-    print(f"{_host.backend()} (ready in {time.perf_counter() - began:.2f} s)")
-    native = _host._choose().step if _host.backend().startswith("native") else None
+    print(f"{host_adam.backend()} (ready in {time.perf_counter() - began:.2f} s)")
+    native = host_adam._choose().step if host_adam.backend().startswith("native") else None
     rows = []
     print(f"{'world':8}{'path':22}{'threads':>8}{'ms':>10}{'Gparam/s':>10}{'GB/s':>8}{'best ms':>10}")
     for name in options.worlds.split(","):
@@ -51,7 +51,7 @@ def main() -> None:
         for threads in map(int, options.threads.split(",")):
             paths: dict[str, tuple[Callable[[], None], int]] = {"torch fused, fp32": (world.plain(threads), FP32_BYTES)}
             for mi in options.slices.split(","):
-                paths[f"torch bf16, {mi} Mi"] = (world.ours(_host._step_torch, threads, int(mi) << 20), BF16_BYTES)
+                paths[f"torch bf16, {mi} Mi"] = (world.ours(host_adam._step_torch, threads, int(mi) << 20), BF16_BYTES)
             if native:
                 paths["native bf16"] = (world.ours(native, threads), BF16_BYTES)
                 paths["native, weights only"] = (world.ours(native, threads, peek=True), PEEK_BYTES)
@@ -66,7 +66,7 @@ def main() -> None:
                     flush=True,
                 )
     about = {"cpu": cpu_name(), "cores": cores, "torch": torch.__version__, "python": platform.python_version()}
-    about["backend"] = _host.backend()
+    about["backend"] = host_adam.backend()
     with open(options.out, "w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *about])
         writer.writeheader()
@@ -90,7 +90,7 @@ class World:
 
     def plain(self, threads: int) -> Callable[[], None]:
         def run() -> None:
-            with _host._torch_threads(threads):
+            with host_adam._torch_threads(threads):
                 torch._fused_adamw_(
                     self.params,
                     self.full_grads,
@@ -109,12 +109,14 @@ class World:
 
         return run
 
-    def ours(self, step: _host.Step, threads: int, length: int = _host.SLICE, *, beside: bool = False, peek: bool = False):
-        rule = _host.Rule(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, scale=0.5)
+    def ours(
+        self, step: host_adam.Step, threads: int, length: int = host_adam.SLICE, *, beside: bool = False, peek: bool = False
+    ):
+        rule = host_adam.Rule(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, scale=0.5)
 
         def run() -> None:
-            _host.SLICE = length
-            arrays = _host._gather(self.params, self.exp_avg, self.exp_avg_sq, self.steps, self.grads, self.grads)
+            host_adam.SLICE = length
+            arrays = host_adam._gather(self.params, self.exp_avg, self.exp_avg_sq, self.steps, self.grads, self.grads)
             if beside or peek:
                 arrays = [a._replace(new=n if beside else None, is_peek=peek) for a, n in zip(arrays, self.new, strict=True)]
             step(arrays, rule, threads)

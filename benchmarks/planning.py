@@ -22,7 +22,7 @@ import torch
 import holdall
 from holdall import models
 from holdall.api import environment
-from holdall.cost.presets import gpu
+from holdall.machine.presets import gpu
 
 
 def main() -> None:

@@ -49,13 +49,13 @@ import torch
 
 import holdall
 from holdall.api import make_problem, resolve_hardware
-from holdall.cli._choices import Choice, read_peers, read_planners
-from holdall.cli._peer_runs import reason, run_peer
-from holdall.cli._peers import Subject, Variant, all_variants
-from holdall.cli._planning import plain_outcome
-from holdall.cli._sweep import Target, read_targets, versions
-from holdall.cli._workload import OPTIMIZERS, Workload, describe_workload
-from holdall.planners._programs import by_programs
+from holdall.experiments.choices import Choice, read_peers, read_planners
+from holdall.experiments.peer_runs import reason, run_peer
+from holdall.experiments.peers import Subject, Variant, all_variants
+from holdall.experiments.request import plain_outcome
+from holdall.experiments.sweep import Target, read_targets, versions
+from holdall.experiments.workload import OPTIMIZERS, Workload, describe_workload
+from holdall.planning.to_programs import by_programs
 from holdall.registry import member_names
 from holdall.types import Hardware, Outcome, Plan, Trace
 

@@ -40,19 +40,19 @@ import holdall
 from holdall import models
 from holdall.actions.in_backward import used_up
 from holdall.api import environment
-from holdall.cli._ladder_plans import decide
-from holdall.cli._planning import needed_bytes
 from holdall.cost.roofline import cost_trace
+from holdall.experiments.ladder_plans import decide
+from holdall.experiments.request import needed_bytes
 from holdall.optim import in_backward
-from holdall.optim._adam8bit_fused import is_there
-from holdall.optim._pieces import piece_of
-from holdall.optim._quantise import ON_GPU
+from holdall.optim._math.adam8bit_fused import is_there
+from holdall.optim._math.quantise import ON_GPU
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
-from holdall.runtime.ledger import Ledger
-from holdall.runtime.logits import chunk_head, head_of, rows_for
+from holdall.runtime.budget.ledger import Ledger
+from holdall.runtime.head.lazy_logits import chunk_head, head_of, rows_for
 from holdall.types import Hardware, Plan, Problem, Trace
+from holdall.updates.stretches import piece_of
 
 
 @dataclass(frozen=True)

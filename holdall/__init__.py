@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from holdall.api import apply, fit, plan, trace
     from holdall.checkpoints import load_checkpoint, save_checkpoint
     from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, TraceMismatch, Unsupported
+    from holdall.machine.probe import probe
     from holdall.reporting import Report
     from holdall.runtime.harness import Harness
-    from holdall.runtime.probe import probe
     from holdall.types import Hardware, Outcome, Plan, Tier, Trace
 
 __version__ = "0.1.0"
@@ -45,7 +45,7 @@ _WHERE = {
     "holdall.errors": ("HoldallError", "Infeasible", "InvalidInput", "OverBudget", "TraceMismatch", "Unsupported"),
     "holdall.reporting": ("Report",),
     "holdall.runtime.harness": ("Harness",),
-    "holdall.runtime.probe": ("probe",),
+    "holdall.machine.probe": ("probe",),
     "holdall.types": ("Hardware", "Outcome", "Plan", "Tier", "Trace"),
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names}

@@ -14,21 +14,21 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, TraceMismatch, Unsupported, unknown_name
+from holdall.machine.presets import gpu
+from holdall.machine.probe import probed
 from holdall.registry import build_member, member_class, member_names
 from holdall.reporting import BlockRow, Report
 from holdall.reporting.progress import terminal_line
-from holdall.runtime.casting import Prepared, Recast
-from holdall.runtime.compiled import resolve_backend
+from holdall.runtime.budget.meter import device_context
 from holdall.runtime.harness import Harness, refuse_planned
-from holdall.runtime.lengths import Buckets
-from holdall.runtime.logits import chunk_head, head_of, rows_for
-from holdall.runtime.meter import device_context
-from holdall.runtime.probe import probed
-from holdall.runtime.repeat import Tighten
-from holdall.runtime.rivals import Correct
+from holdall.runtime.head.lazy_logits import chunk_head, head_of, rows_for
+from holdall.runtime.programs.compiled import resolve_backend
+from holdall.runtime.switching.buckets import Buckets
+from holdall.runtime.switching.recast import Prepared, Recast
+from holdall.runtime.switching.retry import Tighten
+from holdall.runtime.switching.trials import Correct
 from holdall.tracing import check_model, model_signature, target_device, trace_step
 from holdall.tracing.autocast import Autocast, resolve_autocast
 from holdall.tracing.calls import Given
@@ -113,7 +113,7 @@ def plan(
     and step; if not, parameters may be updated as their gradients come. `accumulate`: backwards per step. `options` go to the
     planner.
     """
-    from holdall.asking.remembering import remember_plan
+    from holdall.fitting.remembering import remember_plan
 
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
     problem = make_problem(
@@ -293,7 +293,7 @@ def fit(
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
     kept on disk for the next time (`holdall cache`).
     """
-    from holdall.asking.sizes import Sizes
+    from holdall.fitting.plan_book import Sizes
 
     refuse_planned(model)
     resolve_backend(compile)  # before anything slow
@@ -339,7 +339,7 @@ def fit(
 
 def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
     """Every block that can be is run by a program: those that are kept too, or compiled ones would stand beside eager ones."""
-    from holdall.planners._programs import by_programs
+    from holdall.planning.to_programs import by_programs
 
     return by_programs(make_problem(trace, **given), plan)
 

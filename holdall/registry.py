@@ -1,6 +1,6 @@
-"""The folders `actions`, `planners`, `tiers` and `optim` are the registries: a file there is a member, named as the file.
+"""The folders `actions`, `planners`, `tiers` and `optim` are the registries: a file or a package there is a member of that name.
 
-Members are imported when asked for, so that a missing solver breaks only its own planner. Files that begin with an underscore
+Members are imported when asked for, so that a missing solver breaks only its own planner. Names that begin with an underscore
 are helpers. Packages elsewhere add planners through the entry-point group `holdall.planners`.
 """
 
@@ -19,7 +19,8 @@ _ROOT = Path(__file__).parent
 
 def member_names(folder: str) -> tuple[str, ...]:
     """Names of the members of a folder, without importing them."""
-    names = {p.stem for p in (_ROOT / folder).glob("*.py") if not p.stem.startswith("_")}
+    found = [*(_ROOT / folder).glob("*.py"), *(p.parent for p in (_ROOT / folder).glob("*/__init__.py"))]
+    names = {p.stem for p in found if not p.stem.startswith("_")}
     names |= {entry.name for entry in entry_points(group=f"holdall.{folder}")}
     return tuple(sorted(names))
 
@@ -28,7 +29,7 @@ def load_member(folder: str, name: str) -> Any:
     """The module of a member (or what its entry point names)."""
     if name not in member_names(folder):
         raise unknown_name(folder.rstrip("s"), name, member_names(folder))
-    if (_ROOT / folder / f"{name}.py").exists():
+    if (_ROOT / folder / f"{name}.py").exists() or (_ROOT / folder / name / "__init__.py").exists():
         return importlib.import_module(f"holdall.{folder}.{name}")
     return next(entry.load() for entry in entry_points(group=f"holdall.{folder}") if entry.name == name)
 

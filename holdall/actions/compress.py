@@ -21,7 +21,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Block, Copy, Hardware, Kind, Problem, Run, Save, Schedule, Step, TensorInfo, Trace, Wait
 
 if TYPE_CHECKING:  # torch is loaded when something is coded, not when actions are listed
-    from holdall.runtime.codecs import Codec
+    from holdall.codecs import Codec
 
 SIGN = 0  # in the place of bits: only whether a value is above zero is needed
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -191,7 +191,7 @@ class Compress:
             raise InvalidInput(
                 f"`{self.block}`: {len(self.saves)} saves and {len(self.bits)} bits", hint="give bits for every save"
             )
-        from holdall.runtime.codecs import codec_for
+        from holdall.codecs import codec_for
 
         codecs = {b: codec_for("sign" if b == SIGN else self.codec, b) for b in self.bits}
         return {n: codecs[b] for n, b in zip(self.saves, self.bits, strict=True)}
@@ -203,7 +203,7 @@ class Compress:
             raise InvalidInput(f"`{self.block}` cannot have both {other} and compress", hint="choose one of them")
         if self.swap and harness.store is None:
             raise Unsupported("codes are to be swapped, and there is no tier to swap them to", hint="plan with swap=False")
-        from holdall.runtime.compressing import Compression, seed_of
+        from holdall.runtime.activations.compress import Compression, seed_of
 
         policy.compress = Compression(codecs=self._codecs(), seed=seed_of(self.block, self.seed))
         policy.park = self.swap
@@ -218,7 +218,7 @@ def codable(trace: Trace, block: Block, *, codec: str = "group", bits: int = 8) 
     first result (mean and deviation of a norm, log-sum-exp of attention), and reductions to one column; and masks, on a CPU
     floats that a random op fills.
     """
-    from holdall.runtime.codecs import codec_for
+    from holdall.codecs import codec_for
 
     one = codec_for(codec, bits)
     saved: dict[int, list[Save]] = {}
@@ -253,7 +253,7 @@ def key_of(block: str, n: int) -> str:
 
 def _is_worth(info: TensorInfo, codec: Codec) -> bool:
     item = _ITEM.get(info.dtype, 1)
-    from holdall.runtime.compressing import worth_coding
+    from holdall.runtime.activations.compress import worth_coding
 
     return worth_coding(info.dtype, _numel(info) * item, item, codec)
 
@@ -288,7 +288,7 @@ def _codec_run(
     verb: str, reads: tuple[int, ...], writes: tuple[int, ...], info: TensorInfo, codec: Codec, hardware: Hardware
 ) -> Run:
     numel = _numel(info)
-    from holdall.runtime.codecs import Group
+    from holdall.codecs import Group
 
     passes = _PASSES[verb] if hardware.device != "cuda" else 1 if isinstance(codec, Group) else _GPU_PASSES
     room = codec.workspace(numel, hardware.device)[verb == "decode"]

@@ -98,7 +98,7 @@ class _Late:
         self._nbytes = 0  # of the gradients held back, in the host's ordinary memory
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        from holdall.optim._part import snapshot
+        from holdall.updates.parts import snapshot
 
         engine = self._harness.engine
         self._steps += 1
@@ -134,7 +134,7 @@ class _Late:
 
     def _take(self, engine: Any, unit: Any) -> tuple[Any, list[int], list[torch.Tensor]]:
         """Take the gradients of a unit as the loop has left them; for the engine there are none."""
-        from holdall.runtime.gradients import Gradient
+        from holdall.runtime.states.offloaded_grad import Gradient
 
         held = engine.held[unit.name]
         which, grads = [], []

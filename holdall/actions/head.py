@@ -19,7 +19,7 @@ class Head:
     rows: int  # how many at a time
 
     name: ClassVar[str] = "head"
-    exact: ClassVar[bool] = False  # the tolerance is in runtime/chunked_loss.py
+    exact: ClassVar[bool] = False  # the tolerance is in runtime/head/chunked_loss.py
     rank: ClassVar[int] = 5
 
     @staticmethod
@@ -38,7 +38,7 @@ class Head:
         return schedule
 
     def install(self, harness: Any) -> None:
-        from holdall.runtime.logits import chunk_head  # planning needs no torch
+        from holdall.runtime.head.lazy_logits import chunk_head  # planning needs no torch
 
         try:
             head = harness.model.get_submodule(self.module)

@@ -65,7 +65,7 @@ class InBackward:
         return _Rewrite(schedule.copy(), problem, steps, self.late, holds=self.max_norm is not None).apply()
 
     def install(self, harness: Any) -> None:
-        from holdall.optim._in_backward import InBackward as Updates
+        from holdall.optim._in_backward.in_backward import InBackward as Updates
 
         late = {block for block, policy in harness._policies.items() if policy.runner is not None}
         if late != set(self.late):

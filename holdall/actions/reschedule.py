@@ -77,7 +77,7 @@ class Reschedule:
             raise InvalidInput(f"the program of `{self.block}` is not one: {wrong}", hint="plan again")
 
     def install(self, harness: Any) -> None:
-        from holdall.runtime.programs import Runner
+        from holdall.runtime.programs.runner import Runner
 
         runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note(), harness.compiler, wanted=self.wanted)
         harness.policy(self.block).runner = runner

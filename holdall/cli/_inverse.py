@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdall.asking import Curve, Largest, Probe, Smallest, largest, needed, pareto, smallest_budget
-from holdall.asking._pareto_page import done, pareto_page
+from holdall.analysis import Curve, Largest, Probe, Smallest, largest, needed, pareto, smallest_budget
+from holdall.analysis.pareto_page import done, pareto_page
 from holdall.cli._console import add_row, cell, grid, in_color, say, show, show_json
-from holdall.cli._planning import Prepared, Request, prepare
-from holdall.cli._workload import describe_workload
 from holdall.cli.plan import plan_json
 from holdall.errors import Infeasible, InvalidInput, unknown_name
+from holdall.experiments.request import Prepared, Request, prepare
+from holdall.experiments.workload import describe_workload
 from holdall.models import build, describe, model_names
 from holdall.reporting.text import plan_text
 from holdall.types import Plan, Progress

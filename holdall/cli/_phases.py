@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from holdall.asking import PhasePeak, deciding, phases, tied_bytes, trace_evaluation
+from holdall.analysis import PhasePeak, deciding, phases, tied_bytes, trace_evaluation
 from holdall.cli._console import add_row, cell, grid, say, show
-from holdall.cli._planning import Prepared, Request
-from holdall.cli._workload import Workload, _quiet, describe_workload
 from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput
+from holdall.experiments.request import Prepared, Request
+from holdall.experiments.workload import Workload, _quiet, describe_workload
 from holdall.reporting.text import tier_label
 from holdall.types import Plan, Problem, Progress, Trace
 from holdall.units import format_bytes

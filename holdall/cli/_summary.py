@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdall.cli._planning import plain_outcome
-from holdall.cli._workload import Workload
 from holdall.cost.closed_form import Shape, activation_bytes, parameters, selective_bytes, state_bytes
+from holdall.experiments.request import plain_outcome
+from holdall.experiments.workload import Workload
 from holdall.models import DTYPES
 from holdall.reporting.text import KIND_LABELS
 from holdall.types import Kind, Outcome, Trace

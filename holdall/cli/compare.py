@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from holdall.cli._sweep import Comparison, PeerRow, Row
+    from holdall.experiments.sweep import Comparison, PeerRow, Row
     from holdall.types import Outcome
 
 
@@ -74,11 +74,11 @@ def compare(
       holdall compare tiny-gpt2 --batch 4 --seq 128 --planners auto,chen \\
           --budgets 100%,50% --measure --peers checkpoint --csv rows.csv
     """
-    from holdall.cli._choices import read_peers, read_planners
-    from holdall.cli._planning import find_machine
-    from holdall.cli._sweep import prepare_sweep, run_sweep
-    from holdall.cli._sweep_files import check_drawable, draw, write_csv
-    from holdall.cli._workload import check_runnable, describe_workload
+    from holdall.experiments.choices import read_peers, read_planners
+    from holdall.experiments.request import find_machine
+    from holdall.experiments.sweep import prepare_sweep, run_sweep
+    from holdall.experiments.sweep_files import check_drawable, draw, write_csv
+    from holdall.experiments.workload import check_runnable, describe_workload
 
     choices = read_planners(planners) or read_planners("auto")
     others = read_peers(peers)
@@ -121,7 +121,7 @@ def compare(
 
 
 def _show(found: Comparison) -> None:
-    from holdall.cli._sweep import outcome_of
+    from holdall.experiments.sweep import outcome_of
 
     sweep = found.sweep
     say(f"{sweep.workload}, on {sweep.machine.name}")

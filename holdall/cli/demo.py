@@ -16,7 +16,7 @@ from holdall.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdall.cli._demo_runs import Row
+    from holdall.experiments.demo_runs import Row
 
 
 def demo(
@@ -42,9 +42,9 @@ def demo(
 
     Example: holdall demo --steps 4 --device cpu
     """
-    from holdall.cli._demo_runs import SIZES, Demo
-    from holdall.cli._planning import split
-    from holdall.cli._workload import check_runnable, pick_device
+    from holdall.experiments.demo_runs import SIZES, Demo
+    from holdall.experiments.request import split
+    from holdall.experiments.workload import check_runnable, pick_device
 
     on = check_runnable(pick_device(device))
     allowed = split(allow) or (["recompute"] if on == "cpu" else None)

@@ -16,8 +16,8 @@ def doctor(*, json: given.Json = False) -> None:
 
     Example: holdall doctor
     """
-    from holdall.cli._findings import examine
-    from holdall.cli._limits import limits
+    from holdall.machine.findings import examine
+    from holdall.machine.limits import limits
 
     found = [*examine(), *limits()]
     if json:

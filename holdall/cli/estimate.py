@@ -30,8 +30,8 @@ def estimate(
       holdall estimate llama-3.2-1b --batch 4 --seq 2048 --dtype bfloat16
       holdall estimate llama-3.2-1b --batch 4 --seq 2048 --dtype bfloat16 --short
     """
-    from holdall.cli._planning import plain_outcome
-    from holdall.cli._workload import describe_workload
+    from holdall.experiments.request import plain_outcome
+    from holdall.experiments.workload import describe_workload
     from holdall.reporting.text import KIND_LABELS
 
     workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, autocast=autocast)

@@ -19,7 +19,7 @@ from holdall.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdall.asking import Alternative
+    from holdall.analysis import Alternative
     from holdall.types import Hardware, Plan, Problem, Progress, Trace
 
 _MOST = 14  # lines of alternatives
@@ -59,8 +59,8 @@ def explain(
       holdall explain llama.plan.json
       holdall explain gpt2 --batch 8 --seq 1024 --gpu rtx-4090 --budget 8GiB
     """
-    from holdall.asking import alternatives
-    from holdall.cli._planning import Request, prepare
+    from holdall.analysis import alternatives
+    from holdall.experiments.request import Request, prepare
     from holdall.types import Plan
 
     problem = None
@@ -103,7 +103,7 @@ def explain(
 
 def _problem_of_files(plan: Plan, path: Path, gpu: str | None, hardware: Path | None, progress: Progress) -> Problem:
     """What a plan file was made for, from the trace and the machine."""
-    from holdall.cli._planning import check_device, find_machine
+    from holdall.experiments.request import check_device, find_machine
     from holdall.types import Trace
 
     read = Trace.load(path)

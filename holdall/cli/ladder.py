@@ -16,7 +16,7 @@ from holdall.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdall.cli._ladder_runs import Ladder, Step
+    from holdall.experiments.ladder_runs import Ladder, Step
 
 _UNCOUNTED = "--"
 _TOO_SLOW = 4.0  # times the time in float32
@@ -60,12 +60,12 @@ def ladder(
     Example:
       holdall ladder tiny-llama --budget 3MiB --all --csv ladder.csv
     """
-    from holdall.cli._ladder_rungs import slowness_of_bf16
-    from holdall.cli._ladder_runs import Ladder
-    from holdall.cli._planning import find_machine
-    from holdall.cli._sweep_files import write_csv
-    from holdall.cli._workload import _quiet, check_runnable, describe_workload
     from holdall.errors import Unsupported
+    from holdall.experiments.ladder_rungs import slowness_of_bf16
+    from holdall.experiments.ladder_runs import Ladder
+    from holdall.experiments.request import find_machine
+    from holdall.experiments.sweep_files import write_csv
+    from holdall.experiments.workload import _quiet, check_runnable, describe_workload
 
     workload = describe_workload(model, batch=batch, seq=seq, dtype="float32", optimizer="adamw")
     if workload.source.task != "causal-lm":

@@ -14,7 +14,7 @@ from holdall.cli._progress import progress_bar
 from holdall.errors import Infeasible, InvalidInput
 
 if TYPE_CHECKING:
-    from holdall.cli._planning import Prepared, Request
+    from holdall.experiments.request import Prepared, Request
     from holdall.types import Plan
 
 
@@ -96,7 +96,7 @@ def plan(
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --smallest-budget --keep-speed 0.9
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --pareto --html gpt2.html
     """
-    from holdall.cli._planning import Request, prepare
+    from holdall.experiments.request import Request, prepare
 
     request = Request(
         model=model,
@@ -196,7 +196,7 @@ def _largest(request: Request, kind: str, step: int | None, out: Path | None, *,
 
 def _smallest(request: Request, keep_speed: float | None, out: Path | None, *, json: bool) -> None:
     from holdall.cli._inverse import ask_smallest, show_smallest
-    from holdall.cli._planning import prepare
+    from holdall.experiments.request import prepare
 
     with progress_bar() as progress:
         prepared = prepare(request, progress)
@@ -207,7 +207,7 @@ def _smallest(request: Request, keep_speed: float | None, out: Path | None, *, j
 
 def _pareto(request: Request, points: int, html: Path | None, *, json: bool) -> None:
     from holdall.cli._inverse import ask_pareto, show_pareto, write_page
-    from holdall.cli._planning import prepare
+    from holdall.experiments.request import prepare
 
     with progress_bar() as progress:
         prepared = prepare(request, progress)

@@ -29,7 +29,7 @@ def probe(
 
     Example: holdall probe --quick --out laptop.json
     """
-    from holdall.runtime.probe import probe as measure
+    from holdall.machine.probe import probe as measure
     from holdall.types import _json
     from holdall.types.hardware import FORMAT
 

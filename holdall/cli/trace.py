@@ -36,7 +36,7 @@ def trace(
     Example: holdall trace gpt2 --batch 8 --seq 1024 --device cuda --out gpt2.trace.json
     """
     from holdall.cli._summary import summarise
-    from holdall.cli._workload import describe_workload, pick_device
+    from holdall.experiments.workload import describe_workload, pick_device
 
     workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, autocast=autocast)
     traced = workload.trace(pick_device(device))

@@ -67,8 +67,8 @@ def train(
 
     Example: holdall train tiny-llama --data notes.txt --out run --seq 128 --budget 20MiB
     """
-    from holdall.cli._planning import read_budget
-    from holdall.cli._workload import DTYPE_ALIASES
+    from holdall.experiments.request import read_budget
+    from holdall.experiments.workload import DTYPE_ALIASES
     from holdall.training import TrainOptions
     from holdall.training.loop import run_training
 

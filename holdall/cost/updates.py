@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdall.types import Hardware, Trace, Unit
 from holdall.types.trace import Seconds
 
-_FAST = ("Adam", "AdamW")  # which `optim/_host.py` does in one walk over memory, where parameters are float32
+_FAST = ("Adam", "AdamW")  # which `updates/host_adam.py` does in one walk over memory, where parameters are float32
 _FAST_BYTES = 28  # a parameter, with a gradient and weights of 16 bits
 _OP_BY_OP = 2.1  # as long a byte where torch's own ops do it: 45 GB/s; walks had 118 with caches' help, a fifth less without
 

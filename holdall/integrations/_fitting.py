@@ -21,13 +21,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall import api
-from holdall.asking.sizes import Sizes
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, MissingExtra
+from holdall.fitting.plan_book import Sizes
 from holdall.reporting import Report
-from holdall.runtime.casting import Prepared, Recast
-from holdall.runtime.compiled import resolve_backend
 from holdall.runtime.harness import Harness
+from holdall.runtime.programs.compiled import resolve_backend
+from holdall.runtime.switching.recast import Prepared, Recast
 from holdall.tracing.autocast import resolve_autocast
 from holdall.tracing.step import Loss, call_model, default_loss
 from holdall.types import Hardware, Phase, Plan, Trace

@@ -17,7 +17,7 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     if name == "in_backward":  # looked for only where it is asked for: the list of members is read without torch
-        from holdall.optim._in_backward import in_backward
+        from holdall.optim._in_backward.in_backward import in_backward
 
         return in_backward
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,8 +18,8 @@ import torch
 from torch.optim._adafactor import adafactor as torch_adafactor
 
 from holdall.errors import InvalidInput, unknown_name
-from holdall.optim._factored import factored_direction, factored_elements, is_factored, make_factors
-from holdall.optim._per_parameter import Group, PerParameter, State, clip_rms_, compute_dtype, rms
+from holdall.optim._math.factored import factored_direction, factored_elements, is_factored, make_factors
+from holdall.optim._math.per_parameter import Group, PerParameter, State, clip_rms_, compute_dtype, rms
 
 _EPS1 = 1e-30  # the paper's
 _COUNTER = 4  # bytes of `step`, a tensor as in torch

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from holdall.optim._consuming import ConsumingOptimizer
-from holdall.optim._factored import factored_direction, factored_elements
-from holdall.optim._per_parameter import Group, State, clip_rms_, compute_dtype, rms
+from holdall.optim._in_backward.consuming import ConsumingOptimizer
+from holdall.optim._math.factored import factored_direction, factored_elements
+from holdall.optim._math.per_parameter import Group, State, clip_rms_, compute_dtype, rms
 
 
 class AdaLomo(ConsumingOptimizer):

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdall.errors import InvalidInput
-from holdall.optim import _adam8bit_fused
-from holdall.optim._moments import is_coded, moment_bytes
-from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype
-from holdall.optim._pieces import piece_of
-from holdall.optim._quantise import BLOCK, ON_GPU, decode, encode, table_on
+from holdall.optim._math import adam8bit_fused
+from holdall.optim._math.moments import is_coded, moment_bytes
+from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype
+from holdall.optim._math.quantise import BLOCK, ON_GPU, decode, encode, table_on
+from holdall.updates.stretches import piece_of
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether they have signs
 
@@ -73,10 +73,10 @@ class Adam8bit(PerParameter):
             state["step"] = 0
             _make_moments(p, state, coded=is_coded(p.numel(), group["bits"]), dtype=dtype)
         state["step"] += 1
-        if "exp_avg_scale" in state and _adam8bit_fused.works_on(p, grad):
+        if "exp_avg_scale" in state and adam8bit_fused.works_on(p, grad):
             (beta1, beta2), lr = group["betas"], float(group["lr"])
             numbers = [lr, beta1, beta2, group["eps"], group["weight_decay"], float(state["step"])]
-            _adam8bit_fused.adamw(p.detach(), grad, state, numbers)
+            adam8bit_fused.adamw(p.detach(), grad, state, numbers)
             return
         values = p.detach().contiguous()  # the values themselves where they lie in order
         flat, grads = values.view(-1), grad.reshape(-1)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from holdall.errors import InvalidInput
-from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype
+from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype
 
 # "element"; "row": a block an output; "column": the same for weights stored as (inputs, outputs); "tensor"; n: of n rows,
 # as heads are; ((rows, n), ...): stretches of rows, each in blocks of n; None: rows of matrices, elements of vectors

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from holdall.errors import unknown_name
-from holdall.optim._moments import MOMENTS, adam_direction, corrected, moment_bytes
-from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
-from holdall.optim._projection import check_matrices, down, gaussian, is_left, matrix_groups, next_seed
+from holdall.optim._math.moments import MOMENTS, adam_direction, corrected, moment_bytes
+from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
+from holdall.optim._math.projection import check_matrices, down, gaussian, is_left, matrix_groups, next_seed
 
 _GROWTH = 1.01  # a scaled gradient's norm is at most this many times the one before
 _TINY = 1e-8

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.errors import InvalidInput
-from holdall.optim._factored import average_factors, divide_by_root, factored_elements, is_factored, make_factors
-from holdall.optim._per_parameter import Group, PerParameter, State, clip_rms_, compute_dtype
+from holdall.optim._math.factored import average_factors, divide_by_root, factored_elements, is_factored, make_factors
+from holdall.optim._math.per_parameter import Group, PerParameter, State, clip_rms_, compute_dtype
 
 
 class CAME(PerParameter):

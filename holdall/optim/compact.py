@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from holdall.errors import InvalidInput, unknown_name
-from holdall.optim._moments import MOMENTS, adam_direction, corrected, moment_bytes
-from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
-from holdall.optim._projection import down, gaussian, matrix_groups, next_seed
-from holdall.optim._sketched_linear import Key, SketchedGradient, sketching
+from holdall.layers.sketched_linear import Key, SketchedGradient, sketching
+from holdall.optim._math.moments import MOMENTS, adam_direction, corrected, moment_bytes
+from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
+from holdall.optim._math.projection import down, gaussian, matrix_groups, next_seed
 
 _PROJECTIONS = ("gaussian", "orthogonal")
 

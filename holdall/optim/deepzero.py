@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdall.errors import InvalidInput
-from holdall.optim._per_parameter import Group, PerParameter, compute_dtype
-from holdall.optim._rng import generator
-from holdall.optim._zeroth_order import ChainLoss, base_loss, coordinate_slopes, grasp_keeps, share
+from holdall.optim._math.per_parameter import Group, PerParameter, compute_dtype
+from holdall.optim._math.rng import generator
+from holdall.optim._math.zeroth_order import ChainLoss, base_loss, coordinate_slopes, grasp_keeps, share
 
 __all__ = ["ChainLoss", "DeepZero"]
 

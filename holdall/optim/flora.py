@@ -27,10 +27,10 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.errors import InvalidInput
-from holdall.optim._factored import factored_direction, factored_elements
-from holdall.optim._moments import moment_bytes, read_moment, write_moment
-from holdall.optim._per_parameter import Group, PerParameter, State, clip_rms_, compute_dtype, number_seeds, rms, seed_of
-from holdall.optim._projection import down, gaussian, is_left, next_seed, up
+from holdall.optim._math.factored import factored_direction, factored_elements
+from holdall.optim._math.moments import moment_bytes, read_moment, write_moment
+from holdall.optim._math.per_parameter import Group, PerParameter, State, clip_rms_, compute_dtype, number_seeds, rms, seed_of
+from holdall.optim._math.projection import down, gaussian, is_left, next_seed, up
 
 _SLENDER = 4  # a matrix with one side more than this many times the other is taken for an embedding
 

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from holdall.errors import InvalidInput, unknown_name
-from holdall.optim._moments import MOMENTS, adam_direction, corrected, moment_bytes, read_moment, write_moment
-from holdall.optim._per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
-from holdall.optim._projection import check_matrices, down, is_left, matrix_groups, up
-from holdall.optim._subspace import leading, leading_left, projector_bytes, read_projector, write_projector
+from holdall.optim._math.moments import MOMENTS, adam_direction, corrected, moment_bytes, read_moment, write_moment
+from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
+from holdall.optim._math.projection import check_matrices, down, is_left, matrix_groups, up
+from holdall.optim._math.subspace import leading, leading_left, projector_bytes, read_projector, write_projector
 
 _TYPES = ("std", "reverse_std", "left", "right", "full")
 _BASES = ("svd", "iteration")

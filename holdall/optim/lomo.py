@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from holdall.optim._consuming import ConsumingOptimizer, pieces
-from holdall.optim._per_parameter import Group, compute_dtype
+from holdall.optim._in_backward.consuming import ConsumingOptimizer, pieces
+from holdall.optim._math.per_parameter import Group, compute_dtype
 
 
 class Lomo(ConsumingOptimizer):

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdall.errors import InvalidInput
-from holdall.optim._per_parameter import Group, PerParameter, compute_dtype
-from holdall.optim._perturbed import Perturbed
-from holdall.optim._rng import generator, mix, rewound
+from holdall.optim._math.per_parameter import Group, PerParameter, compute_dtype
+from holdall.optim._math.perturbed import Perturbed
+from holdall.optim._math.rng import generator, mix, rewound
 
 PIECE = 1 << 20  # elements drawn at a time; part of what a seed means
 

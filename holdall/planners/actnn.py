@@ -11,7 +11,7 @@ L4            as L3, and the codes are swapped to the next tier
 L5            as L4; defragmentation is the allocator's business: plans for a GPU assume expandable segments
 
 The paper learns sensitivities while it trains; a plan is made before. They are measured once, as GACT does (arXiv 2206.11357;
-`measure_sensitivity` of `holdall.actions._sensitivity`), and given as an option; without them every element counts the same.
+`measure_sensitivity` of `holdall.testing.sensitivity`), and given as an option; without them every element counts the same.
 Bits are chosen per tensor, not per sample. Not exact, and so only with `compress` among the allowed actions.
 """
 
@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from holdall.actions.compress import Compress, asks_for_sign, codable, key_of, numel_of
 from holdall.errors import Infeasible, InvalidInput, unknown_name
-from holdall.planners._finish import finish
+from holdall.planning.finish import finish
 from holdall.types import Block, Plan, Problem, Trace
 
 MOST, LEAST = 8, 1  # bits of a code

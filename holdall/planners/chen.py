@@ -18,8 +18,8 @@ from typing import ClassVar
 
 from holdall.actions.recompute import Inner, Recompute
 from holdall.errors import InvalidInput, unknown_name
-from holdall.planners._finish import finish
-from holdall.planners._segments import cut, runs
+from holdall.planning.finish import finish
+from holdall.planning.segments import cut, runs
 from holdall.types import Block, Phase, Plan, Problem, Trace
 from holdall.units import format_bytes
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdall.actions.evict import Evict
-from holdall.planners._online import least_for, plan_online
+from holdall.planning.online import least_for, plan_online
 from holdall.types import Plan, Problem
 
 SMALL = 10 * 1024  # bytes: what the paper keeps in an area of its own

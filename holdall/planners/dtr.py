@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from holdall.actions.evict import Evict
-from holdall.planners._online import plan_online, scores_among
+from holdall.planning.online import plan_online, scores_among
 from holdall.types import Plan, Problem
 
 SCORES = ("dtr", "dtr_eq", "local", "lru", "size", "msps", "random")

@@ -3,7 +3,7 @@
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198). In a layer whose
 attention is written out, the scores, the softmax, its dropout mask and result grow with the square of the sequence and
 cost few FLOPs: autograd lets go of them alone, and they are made again from q, k and v, which stay. The core of attention is
-found in the trace (`_attention.py`), not by name.
+found in the trace (`attention.py`), not by name.
 
 Where attention is one fused kernel nothing quadratic is held. The same reasoning, most bytes for the fewest FLOPs, then leads
 to what costs no product at all: norms, activation functions, dropout, sums. Results of products and of attention stay.
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdall.actions.recompute import Recompute, keepable
-from holdall.planners._attention import Attention, attentions
-from holdall.planners._finish import finish
-from holdall.planners._opgraph import keeping
-from holdall.planners._segments import runs
+from holdall.planning.attention import Attention, attentions
+from holdall.planning.finish import finish
+from holdall.planning.op_graph import keeping
+from holdall.planning.segments import runs
 from holdall.types import Action, Block, Op, Plan, Problem, Trace
 from holdall.units import format_bytes
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdall.actions.recompute import Recompute, keepable
-from holdall.planners._attention import attentions, with_attention
-from holdall.planners._finish import finish
-from holdall.planners._opgraph import keeping
-from holdall.planners._segments import runs
+from holdall.planning.attention import attentions, with_attention
+from holdall.planning.finish import finish
+from holdall.planning.op_graph import keeping
+from holdall.planning.segments import runs
 from holdall.types import Action, Block, Op, Plan, Problem, Trace
 from holdall.units import format_bytes
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdall.planners._finish import finish
+from holdall.planning.finish import finish
 from holdall.types import Plan, Problem
 
 

@@ -5,8 +5,8 @@ Zhao et al., "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-ma
 backward; identical blocks are solved once. Along the chain, every block takes one line of its menu, or is dropped with its
 neighbours and run again whole, nested to any depth, as in `rotor`.
 
-Beside Checkmate's programs, menus have those that keep the best sets of results by minimum cuts (`_cut.py`): these run nothing
-more than twice and take no time to find. `menus="cut"` has these alone, and needs no solver.
+Beside Checkmate's programs, menus have those that keep the best sets of results by minimum cuts (`min_cut.py`): these run
+nothing more than twice and take no time to find. `menus="cut"` has these alone, and needs no solver.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 
 from holdall.actions.reschedule import obstacle
 from holdall.errors import unknown_name
-from holdall.planners import _checkmate
-from holdall.planners._finish import finish, with_traced
-from holdall.planners._menu import Choice, kind_of, program_for, try_labels
-from holdall.planners._opgraph import OpGraph, op_graph, programs
-from holdall.planners._rotor import NEVER, Dropped, Item, Row, Stage, Table, Taken, _from, _shifted
-from holdall.planners._segments import runs
+from holdall.planners.checkmate import ilp
 from holdall.planners.rotor import Tried, actions_of, chain_of, enough, in_slots, row_numbers
+from holdall.planners.rotor.table import NEVER, Dropped, Item, Row, Stage, Table, Taken, _from, _shifted
+from holdall.planning.finish import finish, with_traced
+from holdall.planning.menus import Choice, kind_of, program_for, try_labels
+from holdall.planning.op_graph import OpGraph, op_graph, programs
+from holdall.planning.segments import runs
 from holdall.types import Action, Block, Plan, Problem, Trace
 from holdall.units import format_seconds
 
@@ -98,9 +98,7 @@ class Rockmate:
         """The program that holds at most this share of the block's bytes between forward and backward."""
         roomy = 2 * sum(graph.dag.size) + max(graph.dag.extra)
         saved = int(graph.kept * share)
-        answer = _checkmate.round_lp(
-            graph.dag, roomy, tries=20, time_limit=self.time_limit, loss=graph.middle, saved_budget=saved
-        )
+        answer = ilp.round_lp(graph.dag, roomy, tries=20, time_limit=self.time_limit, loss=graph.middle, saved_budget=saved)
         return graph.action(answer.program).backward if answer.program is not None else None
 
 

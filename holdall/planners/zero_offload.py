@@ -16,9 +16,9 @@ from holdall.actions.delay import Delay
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planners._finish import finish
-from holdall.planners._segments import runs
 from holdall.planners.chen import held_bytes
+from holdall.planning.finish import finish
+from holdall.planning.segments import runs
 from holdall.types import Action, Plan, Problem, Trace
 from holdall.units import format_bytes
 

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from holdall.errors import InvalidInput
-from holdall.optim._part import Part, snapshot
 from holdall.precision.recipes import Recipe, recipe_for
 from holdall.precision.rounding import round_stochastically
+from holdall.updates.parts import Part, snapshot
 
 
 def prepare(

@@ -21,32 +21,32 @@ from torch.utils._pytree import tree_iter
 
 from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
-from holdall.optim._planned import PLANNED
-from holdall.runtime.backwards import watch_backward
-from holdall.runtime.before import RandomNumbers
-from holdall.runtime.casting import Casting, Prepared, Recast
-from holdall.runtime.choosing import Choosing
-from holdall.runtime.compiled import Compiler
-from holdall.runtime.copying import copy_plainly
-from holdall.runtime.counting import find_there, make_gauge, make_meter
-from holdall.runtime.engine import Engine
-from holdall.runtime.leaving import leave_with
-from holdall.runtime.ledger import Ledger
-from holdall.runtime.lending import Lender
-from holdall.runtime.lengths import Buckets
-from holdall.runtime.methods import put_method
+from holdall.runtime.activations.offload import Bank
+from holdall.runtime.activations.policy import Blocks, Policy, at_backward
+from holdall.runtime.assembly import find_there, make_gauge, make_meter
+from holdall.runtime.budget.ledger import Ledger
+from holdall.runtime.budget.oom_report import Recorder
+from holdall.runtime.budget.results import Results, expect
+from holdall.runtime.cleanup import leave_with
 from holdall.runtime.notes import Notes
-from holdall.runtime.parking import Bank
-from holdall.runtime.parts import Parts
-from holdall.runtime.placing import Placing, device_of
-from holdall.runtime.policy import Blocks, Policy, at_backward
-from holdall.runtime.recorder import Recorder
-from holdall.runtime.repeat import Repeat, Tighten
-from holdall.runtime.results import Results, expect
-from holdall.runtime.rivals import Correct, Rivals
-from holdall.runtime.watch import Watch, refuse_compiled
+from holdall.runtime.patching import put_method
+from holdall.runtime.programs.compiled import Compiler
+from holdall.runtime.states.engine import Engine
+from holdall.runtime.states.model_copies import copy_plainly
+from holdall.runtime.states.placement import Placing, device_of
+from holdall.runtime.states.weight_cache import Lender
+from holdall.runtime.switching.backward_hook import watch_backward
+from holdall.runtime.switching.buckets import Buckets
+from holdall.runtime.switching.drift import Watch, refuse_compiled
+from holdall.runtime.switching.recast import Casting, Prepared, Recast
+from holdall.runtime.switching.retry import Repeat, Tighten
+from holdall.runtime.switching.selector import Choosing
+from holdall.runtime.switching.snapshot import RandomNumbers
+from holdall.runtime.switching.submodule_calls import Parts
+from holdall.runtime.switching.trials import Correct, Rivals
 from holdall.types import Outcome, Plan, Progress
 from holdall.types.plan import silent
+from holdall.updates.planned import PLANNED
 
 __all__ = ["Harness", "Placing"]
 

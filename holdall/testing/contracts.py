@@ -16,8 +16,8 @@ import torch
 
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, OverBudget
-from holdall.planners._finish import finish, over_budget
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish, over_budget
 from holdall.runtime.harness import Harness
 from holdall.simulator import check, close, lower, simulate
 from holdall.simulator.lower import blocks_of, excludes

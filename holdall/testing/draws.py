@@ -21,10 +21,10 @@ from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute, obstacle
 from holdall.api import resolve_budget, resolve_hardware
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
-from holdall.runtime.logits import chunk_head, head_of
+from holdall.runtime.head.lazy_logits import chunk_head, head_of
 from holdall.testing.contracts import problem_for
 from holdall.testing.readers import READERS
 from holdall.testing.states import differences

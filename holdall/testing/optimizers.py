@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.errors import HoldallError, InvalidInput
-from holdall.optim._part import Part, snapshot
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
+from holdall.updates.parts import Part, snapshot
 
 Shapes = Sequence[tuple[int, ...]]
 

@@ -17,9 +17,9 @@ from holdall.tracing.calls import Given
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
 from holdall.tracing.mixing import MixedDtypes
-from holdall.tracing.process import besides_of
+from holdall.tracing.process_memory import besides_of
 from holdall.tracing.step import How, Loss, Recorded, default_loss
-from holdall.tracing.values import UnknownValue
+from holdall.tracing.values.known import UnknownValue
 from holdall.types import Trace
 from holdall.types.trace import signature_of
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from holdall.optim._part import clone_optimizer
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
-from holdall.tracing.trials import Trials
+from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.units import Updating, find_units, group_parameters
-from holdall.tracing.values import KnownValues
+from holdall.tracing.values.known import KnownValues
 from holdall.types import Kind
+from holdall.updates.parts import clone_optimizer
 
 
 def record_real_step(

@@ -11,18 +11,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from holdall.optim._part import clone_optimizer
-from holdall.optim._pieces import made_for
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.recurrent import RecurrentOps
 from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
-from holdall.tracing.trials import Trials
+from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.units import Updating, find_units, group_parameters
-from holdall.tracing.values import KnownValues, UnknownValue
+from holdall.tracing.values.known import KnownValues, UnknownValue
+from holdall.tracing.values.recurrent import RecurrentOps
 from holdall.types import Kind
+from holdall.updates.parts import clone_optimizer
+from holdall.updates.stretches import made_for
 
 
 def record_fake_step(
@@ -196,7 +196,7 @@ def _named_inputs(batch: Any) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _no_tracing_branch() -> Iterator[None]:
-    """Let Hugging Face models take the branch of a real run: values they ask for are known (see `values.py`)."""
+    """Let Hugging Face models take the branch of a real run: values they ask for are known (see `known.py`)."""
     try:
         from transformers.utils import import_utils
     except ImportError:

@@ -22,8 +22,8 @@ from holdall.ops import backward_nodes, count_flops, is_random, mutated_argument
 from holdall.tracing.autocast import autocast_now
 from holdall.tracing.calls import Given
 from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
-from holdall.tracing.trials import Trials, is_bound
-from holdall.tracing.values import KnownValues
+from holdall.tracing.timing.op_timing import Trials, is_bound
+from holdall.tracing.values.known import KnownValues
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
 
 _SCALAR = 8  # bytes of a loss

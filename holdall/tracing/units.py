@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdall.optim._part import Part, clone_optimizer, snapshot
-from holdall.tracing.host_trials import seconds_per_element
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.trials import Trials, load_solvers
-from holdall.tracing.values import KnownValues
+from holdall.tracing.timing.host_timing import seconds_per_element
+from holdall.tracing.timing.op_timing import Trials, load_solvers
+from holdall.tracing.values.known import KnownValues
 from holdall.types import Block, Kind, Op, Phase, TensorInfo, Unit
+from holdall.updates.parts import Part, clone_optimizer, snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from holdall import models
 from holdall.actions.in_backward import used_up
 from holdall.actions.place import Place
 from holdall.api import make_problem
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.simulator import simulate
 
 

@@ -11,10 +11,10 @@ import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
+from holdall.runtime.activations.recompute import Made, Result, Segment
 from holdall.runtime.harness import Harness
-from holdall.runtime.replaying import Made, Result, Segment
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import family, machine
 from holdall.tiers.far import Far

@@ -28,8 +28,8 @@ from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, effects, region
 from holdall.cli import app
 from holdall.compatibility import CLOSE, FEATURES, NAMES, REFUSED, pairs, verdict
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import machine
 from holdall.types.program import lazily

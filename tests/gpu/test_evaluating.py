@@ -18,11 +18,11 @@ import holdall
 from holdall.actions.place import Place, streamable
 from holdall.api import resolve_hardware
 from holdall.cost.roofline import cost_trace
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
-from holdall.runtime.lending import _HOLES, Gauge, Lender
-from holdall.runtime.meter import device_context
-from holdall.runtime.units import Unit
+from holdall.planning.finish import finish
+from holdall.runtime.budget.meter import device_context
+from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.weight_cache import _HOLES, Gauge, Lender
 from holdall.types import Problem
 from holdall.units import MiB
 

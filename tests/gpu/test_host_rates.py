@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from holdall.runtime.host_rates import host_rates
+from holdall.machine.host_rates import host_rates
 from holdall.units import GiB
 
 if not torch.cuda.is_available():

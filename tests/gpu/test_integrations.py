@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from holdall.runtime.meter import device_context
+from holdall.runtime.budget.meter import device_context
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGER = {  # so that tensors are large beside what libraries keep

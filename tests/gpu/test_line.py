@@ -10,8 +10,8 @@ import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Recompute
 from holdall.cost.roofline import cost_trace
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.testing.contracts import fingerprint, train
 from holdall.types import Problem
 from holdall.units import MiB

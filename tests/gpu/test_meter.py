@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from holdall.runtime.meter import CudaMeter, device_context
+from holdall.runtime.budget.meter import CudaMeter, device_context
 from holdall.units import MiB
 
 if not torch.cuda.is_available():

@@ -21,8 +21,8 @@ from holdall.api import resolve_hardware
 from holdall.cost.roofline import cost_trace
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.types import Problem
 
 STEPS = 6

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import holdall
-from holdall.actions._sensitivity import coded, measure_sensitivity
 from holdall.actions.compress import SIGN, Compress, codable, key_of, numel_of
+from holdall.codecs import Group
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.actnn import Actnn, allocate_bits
-from holdall.runtime.codecs import Group
 from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import problem_for, traced, train
+from holdall.testing.sensitivity import coded, measure_sensitivity
 from holdall.testing.worlds import machine
 from holdall.tiers.far import Far
 from holdall.tracing.step import default_loss

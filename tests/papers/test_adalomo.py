@@ -12,7 +12,7 @@ from holdall.errors import InvalidInput
 from holdall.optim.adafactor import Adafactor
 from holdall.optim.adalomo import AdaLomo
 from holdall.optim.lomo import Lomo
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
 
 
 def make():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from holdall.errors import InvalidInput
-from holdall.optim._quantise import BLOCK, decode, dynamic_table, encode, table_on
+from holdall.optim._math.quantise import BLOCK, decode, dynamic_table, encode, table_on
 from holdall.optim.adam8bit import Adam8bit, _read, _write
 
 
@@ -81,7 +81,7 @@ def test_a_stretch_at_a_time_gives_the_bits_of_the_whole(monkeypatch):
     start, grads = torch.randn(70, 100), torch.randn(4, 70, 100)
     results = []
     for piece in (1 << 20, 1024):
-        monkeypatch.setattr("holdall.optim._pieces.ON_HOST", piece)
+        monkeypatch.setattr("holdall.updates.stretches.ON_HOST", piece)
         p = nn.Parameter(start.clone())
         optimizer = Adam8bit([p], lr=1e-2)
         run(p, optimizer, grads)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdall.optim import apollo
-from holdall.optim._projection import gaussian, next_seed
+from holdall.optim._math.projection import gaussian, next_seed
 from holdall.optim.apollo import Apollo
 from holdall.testing.optimizers import allocated, refusal
 

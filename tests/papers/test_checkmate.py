@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planners import _highs
-from holdall.planners._checkmate import Mip, least, relax, round_lp, solve
-from holdall.planners._dag import Dag, fits, replay, shortest, uniform
-from holdall.planners._stages import Limits, complete, everything, greedy, in_stages, ruled
+from holdall.planners.checkmate.ilp import Mip, least, relax, round_lp, solve
+from holdall.planning import highs
+from holdall.planning.dag import Dag, fits, replay, shortest, uniform
+from holdall.planning.stages import Limits, complete, everything, greedy, in_stages, ruled
 
 pytest.importorskip("scipy")
 
@@ -69,7 +69,7 @@ def training(layers, seed=0):
 
 def papers_program(dag, budget, *, relaxed):
     """The objective of the paper's own formulation, variable by variable: R, S, Free with its large constants, U."""
-    n, model = len(dag), _highs.Model()
+    n, model = len(dag), highs.Model()
 
     def column(**kind):
         return int(model.add_columns(1, **kind)[0])
@@ -96,7 +96,7 @@ def papers_program(dag, budget, *, relaxed):
         for k in range(t):
             gone = [(free[t, i, k], dag.size[i]) for i in (*dag.deps[k], k)]
             row((u[t, k + 1], 1), (u[t, k], -1), (r[t, k + 1], -dag.size[k + 1]), *gone, lower=0, upper=0)
-    return _highs.solve(model, relaxed=relaxed).objective
+    return highs.solve(model, relaxed=relaxed).objective
 
 
 def cheapest_in_stages(dag, budget, **rule):
@@ -217,7 +217,7 @@ def test_the_solvers_bytes_are_the_replays():
         mip = Mip(dag, Limits(budget=best.seen.peak))
         for column, value in zip(*mip.start(best), strict=True):  # S as it is, the rest by the solver
             mip.model.add_rows([(np.array([column]), 1.0)], lower=value, upper=value)
-        found = _highs.solve(mip.model)
+        found = highs.solve(mip.model)
         assert found.x is not None, "the program is not in the solver's form"
         assert found.objective * mip.cost_unit == pytest.approx(best.seen.seconds)
         runs = [(t, i) for t in range(len(dag)) for i in range(t + 1) if best.runs[t] >> i & 1]
@@ -314,8 +314,8 @@ def test_highspy_stands_in_for_scipy():
     code = """
         import sys
         sys.modules["scipy.optimize"] = None  # as if it were not installed
-        from holdall.planners._checkmate import relax, solve
-        from holdall.planners._dag import uniform
+        from holdall.planners.checkmate.ilp import relax, solve
+        from holdall.planning.dag import uniform
         assert [solve(uniform(6), b).cost for b in (2, 3, 4, 5)] == [float("inf"), 18, 14, 13]
         assert abs(relax(uniform(6), 3).bound - 18) < 1e-6
         assert "highspy" in sys.modules

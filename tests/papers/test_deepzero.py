@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.optim._zeroth_order import random_gradient, share
+from holdall.optim._math.zeroth_order import random_gradient, share
 from holdall.optim.deepzero import ChainLoss, DeepZero
 
 

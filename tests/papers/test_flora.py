@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdall.optim._projection import down, gaussian, is_left, next_seed, up
+from holdall.optim._math.projection import down, gaussian, is_left, next_seed, up
 from holdall.optim.flora import Flora
 from holdall.testing.optimizers import allocated, refusal
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from holdall.errors import InvalidInput
-from holdall.optim import _quantise, _subspace, galore
-from holdall.optim._moments import LEAST
+from holdall.optim import galore
+from holdall.optim._math import quantise, subspace
+from holdall.optim._math.moments import LEAST
 from holdall.optim.galore import GaLore
 from holdall.testing.optimizers import allocated, refusal
 
@@ -209,9 +210,9 @@ def test_iteration_finds_the_space_that_svd_finds():
     random = torch.Generator().manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, 30, generator=random))[0] for n in (40, 60))
     matrix = u @ torch.diag(0.7 ** torch.arange(30.0)) @ v.T
-    exact, _ = _subspace.leading(matrix, 6)
-    cold = _subspace.leading_left(matrix, 6, begin=None, seed=1)
-    warm = _subspace.leading_left(matrix + 0.001 * torch.randn(40, 60, generator=random), 6, begin=cold, seed=1)
+    exact, _ = subspace.leading(matrix, 6)
+    cold = subspace.leading_left(matrix, 6, begin=None, seed=1)
+    warm = subspace.leading_left(matrix + 0.001 * torch.randn(40, 60, generator=random), 6, begin=cold, seed=1)
     for found in (cold, warm):
         assert torch.allclose(found @ found.T, torch.eye(6), atol=1e-5)
         assert torch.linalg.svdvals(found @ exact.T).min() > 0.99
@@ -219,7 +220,7 @@ def test_iteration_finds_the_space_that_svd_finds():
 
 
 def test_a_slice_of_the_svd_does_not_keep_the_rest_alive():
-    left, right = _subspace.leading(torch.randn(20, 30), 3)
+    left, right = subspace.leading(torch.randn(20, 30), 3)
     assert left.untyped_storage().nbytes() == 4 * 3 * 20
     assert right.untyped_storage().nbytes() == 4 * 3 * 30
 
@@ -229,7 +230,7 @@ def test_a_slice_of_the_svd_does_not_keep_the_rest_alive():
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_table_has_256_rising_levels(signed):
-    table = _quantise.dynamic_table(signed=signed)
+    table = quantise.dynamic_table(signed=signed)
     assert len(set(table)) == 256 and list(table) == sorted(table)
     assert table[-1] == 1.0 and 0.0 in table
     assert (min(table) < -0.99) == signed
@@ -239,12 +240,12 @@ def test_the_table_has_256_rising_levels(signed):
 
 def test_normal_numbers_come_back_within_three_percent():
     x = torch.randn(64 * 256, generator=torch.Generator().manual_seed(0))
-    codes, scales = _quantise.encode(x, signed=True)
-    back = _quantise.decode(codes, scales, signed=True)
+    codes, scales = quantise.encode(x, signed=True)
+    back = quantise.decode(codes, scales, signed=True)
     assert codes.nbytes + scales.nbytes == x.numel() * (1 + 4 / 256)
     assert (back - x).norm() / x.norm() < 0.03
-    codes, scales = _quantise.encode(x.square(), signed=False)
-    assert (_quantise.decode(codes, scales, signed=False) - x.square()).norm() / x.square().norm() < 0.03
+    codes, scales = quantise.encode(x.square(), signed=False)
+    assert (quantise.decode(codes, scales, signed=False) - x.square()).norm() / x.square().norm() < 0.03
 
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 1000])
@@ -253,15 +254,15 @@ def test_a_constant_survives_a_thousand_rounds(numel):
     for signed in (True, False):
         value = x
         for _ in range(1000 if numel == 256 else 10):
-            value = _quantise.decode(*_quantise.encode(value, signed=signed), signed=signed)
+            value = quantise.decode(*quantise.encode(value, signed=signed), signed=signed)
         assert torch.equal(value, x)
 
 
 def test_codes_are_the_nearest_levels():
     """Against the plain search over all 256."""
     x = torch.randn(512, generator=torch.Generator().manual_seed(0))
-    codes, scales = _quantise.encode(x, signed=True)
-    table = torch.tensor(_quantise.dynamic_table(signed=True))
+    codes, scales = quantise.encode(x, signed=True)
+    table = torch.tensor(quantise.dynamic_table(signed=True))
     unit = x.view(2, 256) / x.view(2, 256).abs().amax(1, keepdim=True)
     error = (table[codes.long()].view(2, 256) - unit).abs()
     best = (table[None, None] - unit[..., None]).abs().amin(-1)
@@ -272,9 +273,9 @@ def test_codes_are_the_nearest_levels():
 def test_a_second_moment_never_rounds_to_nothing():
     """Else the next step would be the first moment over epsilon."""
     x = torch.tensor([1.0, 1e-12, 0.0] + [0.5] * 253)
-    back = _quantise.decode(*_quantise.encode(x, signed=False), signed=False)
+    back = quantise.decode(*quantise.encode(x, signed=False), signed=False)
     assert back[1] > 0 and back[2] == 0
-    assert torch.equal(_quantise.decode(*_quantise.encode(torch.zeros(300), signed=False), signed=False), torch.zeros(300))
+    assert torch.equal(quantise.decode(*quantise.encode(torch.zeros(300), signed=False), signed=False), torch.zeros(300))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -283,9 +284,9 @@ def test_a_second_moment_never_rounds_to_nothing():
 def test_even_levels_err_by_half_a_level(bits, numel, shift):
     """Also where a block has one sign, as a first singular vector often does."""
     x = torch.rand(numel, generator=torch.Generator().manual_seed(0)) - 0.5 + shift
-    codes, scales, zeros = _quantise.encode_levels(x, bits=bits)
-    back = _quantise.decode_levels(codes, scales, zeros, bits=bits, numel=numel)
-    assert codes.nbytes + scales.nbytes + zeros.nbytes == _quantise.level_bytes(numel, bits)
+    codes, scales, zeros = quantise.encode_levels(x, bits=bits)
+    back = quantise.decode_levels(codes, scales, zeros, bits=bits, numel=numel)
+    assert codes.nbytes + scales.nbytes + zeros.nbytes == quantise.level_bytes(numel, bits)
     level = (abs(shift) + 1.0) / (2**bits - 1)
     assert (back - x).abs().max() <= 1.01 * level  # half for the value, half for the rounded zero
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdall
-from holdall.planners._attention import attentions
 from holdall.planners.korthikanti import Korthikanti
+from holdall.planning.attention import attentions
 from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import machine

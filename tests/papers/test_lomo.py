@@ -12,7 +12,7 @@ import holdall
 from holdall.errors import InvalidInput, Unsupported
 from holdall.optim import in_backward
 from holdall.optim.lomo import Lomo
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
 from holdall.testing.contracts import train as train_family
 from holdall.testing.worlds import SharedTwice, family, machine
 
@@ -259,7 +259,7 @@ def test_fp16_with_a_fixed_scale_skips_what_overflows():
 
 
 def test_bf16_parameters_are_updated_in_32_bits_a_stretch_at_a_time(monkeypatch):
-    monkeypatch.setattr("holdall.optim._consuming.PIECE", 8)
+    monkeypatch.setattr("holdall.optim._in_backward.consuming.PIECE", 8)
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(5, 6).bfloat16())
     grad, before = torch.randn(5, 6).bfloat16(), p.detach().clone()

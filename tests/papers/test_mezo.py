@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from holdall.errors import InvalidInput
-from holdall.optim._rng import mix
+from holdall.optim._math.rng import mix
 from holdall.optim.mezo import Mezo, Probe, _pieces, _shift
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
 
 
 class Tiny(nn.Module):

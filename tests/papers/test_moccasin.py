@@ -14,10 +14,10 @@ from math import inf
 import pytest
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planners import _checkmate
-from holdall.planners._dag import Dag, fits, replay, shortest, uniform
-from holdall.planners._moccasin import solve
-from holdall.planners._stages import Limits, greedy
+from holdall.planners.checkmate import ilp
+from holdall.planners.moccasin.cp import solve
+from holdall.planning.dag import Dag, fits, replay, shortest, uniform
+from holdall.planning.stages import Limits, greedy
 
 pytest.importorskip("ortools")
 
@@ -80,10 +80,10 @@ def test_with_enough_copies_it_is_checkmates_program():
         loss = rng.randrange(1, 5)
         rule = {} if seed % 2 else {"loss": loss, "saved_budget": rng.randint(dag.size[loss], sum(dag.size) // 2)}
         budget = rng.choice(budgets(dag))
-        found, other = solve(dag, budget, copies=6, **rule), _checkmate.solve(dag, budget, **rule)
+        found, other = solve(dag, budget, copies=6, **rule), ilp.solve(dag, budget, **rule)
         assert (found.cost, found.status) == (other.cost, other.status), seed
         assert found.cost >= max(
-            shortest(dag, budget, **rule).cost, min(found.cost, _checkmate.relax(dag, budget, **rule).bound - 1e-6)
+            shortest(dag, budget, **rule).cost, min(found.cost, ilp.relax(dag, budget, **rule).bound - 1e-6)
         )
         if found.program:
             solvable += 1

@@ -17,12 +17,12 @@ from torch import nn
 import holdall
 from holdall.actions.recompute import Recompute
 from holdall.errors import InvalidInput
-from holdall.planners._finish import finish
-from holdall.planners._menu import make_menus
-from holdall.planners._pofo import Link, Segment, solve
-from holdall.planners._rotor import Stage, Table
 from holdall.planners.chen import Chen
 from holdall.planners.pofo import Pofo, actions_of, costs_of_chain, costs_of_trace
+from holdall.planners.pofo.program import Link, Segment, solve
+from holdall.planners.rotor.table import Stage, Table
+from holdall.planning.finish import finish
+from holdall.planning.menus import make_menus
 from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.simulator.curve import memory_curve

@@ -15,9 +15,9 @@ from torch import nn
 import holdall
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput
-from holdall.planners._finish import finish, with_traced
-from holdall.planners._protrain import Chunk, Found, Profile, Setting, Span, Stage, map_blocks, modes, search
 from holdall.planners.protrain import ProTrain, actions_of, profile_of
+from holdall.planners.protrain.model import Chunk, Found, Profile, Setting, Span, Stage, map_blocks, modes, search
+from holdall.planning.finish import finish, with_traced
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED
 from holdall.testing.worlds import chain, family, machine

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from holdall.errors import Unsupported
-from holdall.rezero import ReZero, ReZeroEncoderLayer, gate_groups, gated_linear, rezero_
+from holdall.layers.rezero import ReZero, ReZeroEncoderLayer, gate_groups, gated_linear, rezero_
 
 WIDTH, HEADS, INNER = 16, 4, 32
 

@@ -12,9 +12,9 @@ import torch
 
 import holdall
 from holdall.cost.roofline import cost_trace
-from holdall.planners._menu import kind_of
-from holdall.planners._rotor import Stage, Table
 from holdall.planners.rockmate import MenuTable, Option, Rockmate
+from holdall.planners.rotor.table import Stage, Table
+from holdall.planning.menus import kind_of
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import machine

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import holdall
-from holdall.planners._rotor import NEVER, Dropped, Stage, Table
-from holdall.planners._segments import runs
 from holdall.planners.rotor import Rotor, actions_of, chain_of, forwards, in_slots
+from holdall.planners.rotor.table import NEVER, Dropped, Stage, Table
+from holdall.planning.segments import runs
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import chain, machine

@@ -8,8 +8,8 @@ import torch
 import holdall
 from holdall import api
 from holdall.errors import HoldallError
-from holdall.planners._finish import over_budget
 from holdall.planners.chen import _VARIANTS
+from holdall.planning.finish import over_budget
 from holdall.simulator import simulate
 from holdall.testing.worlds import family, machine
 

@@ -10,7 +10,7 @@ from torch import nn
 import holdall
 from holdall.api import make_problem
 from holdall.errors import Infeasible, InvalidInput
-from holdall.planners._programs import by_programs
+from holdall.planning.to_programs import by_programs
 from holdall.testing.worlds import family, machine
 from holdall.tracing.autocast import outside_autocast
 

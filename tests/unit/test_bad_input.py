@@ -9,8 +9,8 @@ import torch
 
 import holdall
 from holdall.actions.recompute import Recompute
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import chain, family, machine
 from holdall.types import Hardware, Plan, Trace

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import holdall
 from holdall import api
-from holdall.asking import remembering
-from holdall.asking.sizes import Sizes
 from holdall.caching import Cache, cache_folder, key_of, open_cache
 from holdall.cli import app
-from holdall.runtime import probe as probing
+from holdall.fitting import remembering
+from holdall.fitting.plan_book import Sizes
+from holdall.machine import probe as probing
 from holdall.testing.worlds import machine
 from holdall.tracing.identity import identity_of
 
@@ -26,7 +26,7 @@ from holdall.tracing.identity import identity_of
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDALL_CACHE", str(tmp_path))
     monkeypatch.setattr(remembering, "SLOW", 0.0)
-    monkeypatch.setattr("holdall.asking.sizes.SLOW", 0.0)
+    monkeypatch.setattr("holdall.fitting.plan_book.SLOW", 0.0)
     return tmp_path
 
 

@@ -8,11 +8,11 @@ from torch import nn
 
 import holdall
 from holdall.actions.reschedule import obstacle, region
-from holdall.asking.captured import correct_blocks
 from holdall.errors import Unsupported
-from holdall.planners import _search
-from holdall.planners._programs import by_programs
-from holdall.runtime.capture import capture
+from holdall.fitting.captured import correct_blocks
+from holdall.planners.auto import search
+from holdall.planning.to_programs import by_programs
+from holdall.runtime.programs.capture import capture
 
 WIDTH, ROWS = 32, 512
 
@@ -178,7 +178,7 @@ class Undecided(nn.Module):
 
 
 def test_a_block_that_is_another_is_planned_without_a_program(monkeypatch):
-    from holdall.asking import captured
+    from holdall.fitting import captured
 
     def other(*args, **kwargs):
         Undecided.is_captured = True
@@ -238,14 +238,14 @@ def test_a_result_that_is_changed_in_place_does_not_hide_where_backward_begins()
 
 def test_a_candidate_that_cannot_be_carried_out_is_dropped(monkeypatch):
     """With the reason among those of the plan; the search goes on."""
-    simulate = _search.simulate
+    simulate = search.simulate
 
     def refuse(problem, actions, **kwargs):
         if any(a.name == "place" for a in actions):
             raise Unsupported("the weights of `x` cannot come and go", hint="leave them")
         return simulate(problem, actions, **kwargs)
 
-    monkeypatch.setattr(_search, "simulate", refuse)
+    monkeypatch.setattr(search, "simulate", refuse)
     model, optimizer = setting(Gated)
     traced = holdall.trace(model, sample(), optimizer=optimizer)
     peak = holdall.plan(traced, planner="nop").predicted.peak["cpu"]
@@ -255,19 +255,19 @@ def test_a_candidate_that_cannot_be_carried_out_is_dropped(monkeypatch):
 
 
 def test_a_menu_leaves_out_what_cannot_be_carried_out(monkeypatch):
-    from holdall.planners import _menu
+    from holdall.planning import menus
 
-    measure = _menu.memory_curve
+    measure = menus.memory_curve
 
     def refuse(problem, actions):
         if any(a.name == "offload" for a in actions):
             raise Unsupported("nothing may leave", hint="keep it")
         return measure(problem, actions)
 
-    monkeypatch.setattr(_menu, "memory_curve", refuse)
+    monkeypatch.setattr(menus, "memory_curve", refuse)
     model, optimizer = setting(Gated)
     traced = holdall.trace(model, sample(), optimizer=optimizer)
-    menus = _menu.try_choices(holdall.api.make_problem(traced))
+    menus = menus.try_choices(holdall.api.make_problem(traced))
     labels = {c.label for choices in menus.found.values() for c in choices}
     assert "recompute" in labels and not any("offload" in label for label in labels)
 

@@ -22,8 +22,8 @@ import holdall
 from holdall import checkpoints
 from holdall.checkpoints import folders, plain, tensors
 from holdall.errors import HoldallError, InvalidInput, Unsupported
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.registry import member_class
 from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for

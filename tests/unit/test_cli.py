@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import holdall
 from holdall.cli import VERBS, _verbs, app
-from holdall.cli._sweep import read_targets
-from holdall.cost.presets import gpu
 from holdall.errors import InvalidInput, MissingExtra, OverBudget
+from holdall.experiments.sweep import read_targets
+from holdall.machine.presets import gpu
 from holdall.types import Hardware, Kind, Outcome, Plan, Trace
 from holdall.units import MiB
 
@@ -128,7 +128,7 @@ def test_a_vision_model_needs_no_length():
 
 
 def test_a_batch_that_the_model_rejects_is_one_clear_line(monkeypatch):
-    from holdall.cli._workload import Workload
+    from holdall.experiments.workload import Workload
 
     monkeypatch.setattr(Workload, "sample", lambda self: {"input_ids": torch.zeros(1, 2000, dtype=torch.long)})
     fact, hint = refused("estimate", *TINY)
@@ -389,7 +389,7 @@ def test_doctor_says_what_to_change(monkeypatch):
 
 
 def test_doctor_gives_the_command_for_a_missing_extra(monkeypatch):
-    import holdall.cli._findings as findings
+    import holdall.machine.findings as findings
 
     monkeypatch.setitem(findings.EXTRAS, "viz", ("no-such-package",))
     found = {f["what"]: f for f in json.loads(holdall_says("doctor", "--json").stdout)}
@@ -401,7 +401,7 @@ def test_doctor_gives_the_command_for_a_missing_extra(monkeypatch):
 
 @pytest.fixture
 def small_demo(monkeypatch):
-    import holdall.cli._demo_runs as runs
+    import holdall.experiments.demo_runs as runs
 
     monkeypatch.setitem(runs.SIZES, "cpu", runs.Size(rows=2, length=32, width=32, blocks=4))
     return runs

@@ -10,12 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from holdall.cli import _sweep, app
-from holdall.cli._choices import read_peers, read_planners
-from holdall.cli._peer_runs import allocated_on_top, reason, run_peer
-from holdall.cli._peers import Compile, Selective, Subject, all_variants
-from holdall.cli._workload import Workload
+from holdall.cli import app
 from holdall.errors import InvalidInput
+from holdall.experiments import sweep
+from holdall.experiments.choices import read_peers, read_planners
+from holdall.experiments.peer_runs import allocated_on_top, reason, run_peer
+from holdall.experiments.peers import Compile, Selective, Subject, all_variants
+from holdall.experiments.workload import Workload
 from holdall.types import Hardware, Tier
 
 SMALL = {
@@ -187,14 +188,14 @@ def test_compare_puts_peers_beside_planners(small, tmp_path):
 
 
 def test_what_fails_is_a_row_with_its_reason(small, monkeypatch):
-    real = _sweep.plan
+    real = sweep.plan
 
     def broken(trace, **given):
         if given["planner"] == "rotor":
             raise RuntimeError("a bug of a planner\nwith more lines")
         return real(trace, **given)
 
-    monkeypatch.setattr(_sweep, "plan", broken)
+    monkeypatch.setattr(sweep, "plan", broken)
     monkeypatch.setitem(sys.modules, "rockmate", None)
     words = [*small, "--budgets", "100%", "--planners", "rotor", "--measure", "--peers"]
     result = says(*words, "rockmate,compile:ratios=[1]:backend=nonesuch")

@@ -19,16 +19,16 @@ from holdall.actions.offload import Offload
 from holdall.actions.place import Place
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.cost.roofline import cost_trace
-from holdall.planners._finish import finish
-from holdall.planners._programs import by_programs
 from holdall.planners.auto import Auto
 from holdall.planners.nop import Nop
-from holdall.runtime import compiled
-from holdall.runtime.capture import capture, tensors_of
-from holdall.runtime.compiled import Compiler
-from holdall.runtime.halves import Half
+from holdall.planning.finish import finish
+from holdall.planning.to_programs import by_programs
 from holdall.runtime.harness import Harness
-from holdall.runtime.programs import Program
+from holdall.runtime.programs import compiled
+from holdall.runtime.programs.capture import capture, tensors_of
+from holdall.runtime.programs.compiled import Compiler
+from holdall.runtime.programs.fx_function import Half
+from holdall.runtime.programs.runner import Program
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import family, machine
 from holdall.tiers.far import Far
@@ -453,7 +453,7 @@ def half_of(run, notes):
     """Of one function that takes storage 0, which nobody wants afterwards, and gives storage 1."""
     layout = compiled.Layout.of(torch.empty(2, 3))
     function = compiled.Function(run, [layout], notes.append)
-    return Half(function=function, takes=(compiled.Ref(0),), gives=(1,), lets_go=(0,))
+    return Half(function=function, takes=(compile.Ref(0),), gives=(1,), lets_go=(0,))
 
 
 def look(ref, values):

@@ -12,14 +12,14 @@ import holdall
 from holdall.actions.compress import SIGN, Compress, codable
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Recompute
+from holdall.codecs import Group, Sign, codec_for
+from holdall.codecs._base import fields_of
 from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
-from holdall.runtime.codecs import Group, Sign, codec_for
-from holdall.runtime.codecs._base import fields_of
+from holdall.planning.finish import finish
+from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.harness import Harness
-from holdall.runtime.ledger import Ledger
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import family, machine

@@ -8,9 +8,9 @@ import torch
 import holdall
 from holdall import api
 from holdall.actions.place import Place
-from holdall.planners._search import Search
-from holdall.planners._states import Guesses
 from holdall.planners.auto import Auto, _Search
+from holdall.planners.auto.placements import Guesses
+from holdall.planners.auto.search import Search
 from holdall.simulator import Lowering, simulate
 from holdall.testing.states import Layer
 from holdall.testing.worlds import machine

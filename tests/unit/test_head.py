@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from holdall.actions.head import Head
 from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
-from holdall.runtime import chunked_loss
-from holdall.runtime.chunked_loss import Asked, chunked_cross_entropy
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
-from holdall.runtime.logits import LazyLogits, chunk_head, head_of, rows_for
+from holdall.runtime.head import chunked_loss
+from holdall.runtime.head.chunked_loss import Asked, chunked_cross_entropy
+from holdall.runtime.head.lazy_logits import LazyLogits, chunk_head, head_of, rows_for
 from holdall.simulator import lower
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import chain, machine

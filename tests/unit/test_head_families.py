@@ -1,6 +1,6 @@
 """`fit` with the vocabulary head in rows, on the heads and losses that Hugging Face models have: what plain training computes.
 
-The loss in rows is summed in another order than the whole one (`holdall/runtime/chunked_loss.py` states by how much), so losses
+The loss in rows is summed in another order than the whole one (`runtime/head/chunked_loss.py` states by how much), so losses
 and weights are compared within a tolerance; logits that somebody reads are compared by their bits.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 import holdall
 from holdall import api
-from holdall.runtime.logits import LazyLogits
+from holdall.runtime.head.lazy_logits import LazyLogits
 from holdall.testing.worlds import machine
 
 hf = pytest.importorskip("transformers")

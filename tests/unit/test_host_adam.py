@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from holdall.optim import _host, _host_library, _host_native, _host_step
+from holdall.updates import host_adam, host_library, host_native, host_step
 
 SHAPES = [(), (1,), (3,), (16,), (17, 5), (64, 63), (1,), (129, 257), (0,)]
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -22,17 +22,17 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="counts threads in
 def backend(request, monkeypatch):
     """Each test runs with either back end in place of the chosen one."""
     if request.param == "torch":
-        monkeypatch.setattr(_host, "_chosen", _host._by_torch("asked for"))
-    elif not _host.backend().startswith("native"):
-        pytest.skip(_host.backend())
+        monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
+    elif not host_adam.backend().startswith("native"):
+        pytest.skip(host_adam.backend())
     return request.param
 
 
 @pytest.fixture
 def nothing_chosen(monkeypatch, tmp_path):
     """As in a new process of a new user; compiled without haste, for that is quicker."""
-    monkeypatch.setattr(_host_library, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in _host_library.FLAGS))
-    monkeypatch.setattr(_host, "_chosen", None)
+    monkeypatch.setattr(host_library, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in host_library.FLAGS))
+    monkeypatch.setattr(host_adam, "_chosen", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -48,7 +48,7 @@ class World:
     def update(self, *, threads=2, decoupled=True, **options):
         hyper = HYPER | {k: options.pop(k) for k in HYPER if k in options}
         lists = (self.params, self.exp_avg, self.exp_avg_sq, self.steps, self.grads)
-        _host.update(*lists, decoupled=decoupled, threads=threads, **hyper, **options)
+        host_adam.update(*lists, decoupled=decoupled, threads=threads, **hyper, **options)
 
     def state(self):
         return [*self.params, *self.exp_avg, *self.exp_avg_sq, *self.steps]
@@ -58,7 +58,7 @@ def assert_same(ours, theirs):
     """The same bits, or a few last ones apart where the native back end says of itself that it is not exact."""
     for x, y in zip(ours, theirs, strict=True):
         assert x.dtype == y.dtype
-        if _host.is_exact():
+        if host_adam.is_exact():
             assert torch.equal(x.isnan(), y.isnan())
             assert torch.equal(x.nan_to_num(), y.nan_to_num())
         else:
@@ -160,26 +160,26 @@ def test_every_low_precision_gradient_is_read_as_torch_reads_it(backend, dtype):
 
 
 def test_both_back_ends_agree_after_many_steps():
-    if not _host.is_exact() or not _host.backend().startswith("native"):
-        pytest.skip(_host.backend())
+    if not host_adam.is_exact() or not host_adam.backend().startswith("native"):
+        pytest.skip(host_adam.backend())
     ours, theirs = (World([(4096 + 7,)], torch.bfloat16) for _ in range(2))
-    for step, world in ((_host._choose().step, ours), (_host_step.step_by_torch, theirs)):
+    for step, world in ((host_adam._choose().step, ours), (host_step.step_by_torch, theirs)):
         dice = torch.Generator().manual_seed(1)
         for i in range(100):
-            rule = _host_step.Rule(1e-3 / (i + 1), 0.9, 0.999, 1e-8, 0.01 * (i % 3), bool(i % 2), bool(i % 5), 1 / (1 + i % 4))
+            rule = host_step.Rule(1e-3 / (i + 1), 0.9, 0.999, 1e-8, 0.01 * (i % 3), bool(i % 2), bool(i % 5), 1 / (1 + i % 4))
             world.grads[0].copy_(torch.randn(4103, generator=dice))
             world.steps[0] += 1
-            step(_host._gather(world.params, world.exp_avg, world.exp_avg_sq, world.steps, world.grads, None), rule, 2)
+            step(host_adam._gather(world.params, world.exp_avg, world.exp_avg_sq, world.steps, world.grads, None), rule, 2)
     assert_same(ours.state(), theirs.state())
 
 
 @pytest.mark.parametrize("length", [48, 1024])
 def test_slices_give_the_bits_of_the_whole(monkeypatch, length):
-    monkeypatch.setattr(_host, "_chosen", _host._by_torch("asked for"))
+    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
     shapes = [(5,), (16,), (2003,), (3, 701)]
     whole, sliced = World(shapes, torch.bfloat16), World(shapes, torch.bfloat16)
     whole.update(scale=0.5)
-    monkeypatch.setattr(_host_step, "SLICE", length)
+    monkeypatch.setattr(host_step, "SLICE", length)
     sliced.update(scale=0.5)
     assert all(map(torch.equal, whole.state(), sliced.state()))
 
@@ -239,7 +239,7 @@ def test_torch_runs_with_the_threads_asked_for_and_keeps_its_own(monkeypatch):
     seen = []
     fused = torch._fused_adamw_
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *a, **k: (seen.append(torch.get_num_threads()), fused(*a, **k)))
-    monkeypatch.setattr(_host, "_chosen", _host._by_torch("asked for"))
+    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
     settings = []
 
     def work():
@@ -258,8 +258,8 @@ def test_torch_runs_with_the_threads_asked_for_and_keeps_its_own(monkeypatch):
 
 @on_linux
 def test_native_runs_in_the_threads_asked_for_and_leaves_none():
-    if not _host.backend().startswith("native"):
-        pytest.skip(_host.backend())
+    if not host_adam.backend().startswith("native"):
+        pytest.skip(host_adam.backend())
     world = World([(2_000_000,)], torch.bfloat16)
     seen, stop, ready = set(), threading.Event(), threading.Event()
 
@@ -284,68 +284,70 @@ def test_native_runs_in_the_threads_asked_for_and_leaves_none():
 
 
 def test_without_a_compiler_torch_does_the_work(nothing_chosen, monkeypatch):
-    monkeypatch.setattr(_host.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: None)
     ours, theirs = World(), World()
     ours.update()
-    assert _host.backend() == "torch: no C++ compiler is on the path (of c++, g++, clang++)"
-    assert _host.is_exact()
-    _host_step.step_by_torch(
-        _host._gather(theirs.params, theirs.exp_avg, theirs.exp_avg_sq, [s.add_(1) for s in theirs.steps], theirs.grads, None),
-        _host_step.Rule(1e-2, 0.9, 0.95, 1e-8, 0.1, True, False, 1.0),
+    assert host_adam.backend() == "torch: no C++ compiler is on the path (of c++, g++, clang++)"
+    assert host_adam.is_exact()
+    host_step.step_by_torch(
+        host_adam._gather(
+            theirs.params, theirs.exp_avg, theirs.exp_avg_sq, [s.add_(1) for s in theirs.steps], theirs.grads, None
+        ),
+        host_step.Rule(1e-2, 0.9, 0.95, 1e-8, 0.1, True, False, 1.0),
         1,
     )
     assert_same(ours.state(), theirs.state())
 
 
 def test_a_compiler_that_fails_is_named_and_torch_does_the_work(nothing_chosen, monkeypatch):
-    monkeypatch.setattr(_host.shutil, "which", lambda _name: "/bin/false")
-    assert _host.backend().startswith("torch: the native one does not load: /bin/false says")
+    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "/bin/false")
+    assert host_adam.backend().startswith("torch: the native one does not load: /bin/false says")
 
 
 def test_a_native_step_that_is_wrong_is_not_taken(nothing_chosen, monkeypatch):
-    monkeypatch.setattr(_host.shutil, "which", lambda _name: "c++")
-    monkeypatch.setattr(_host_library, "build", lambda _compiler, _fusion: "nowhere")
-    monkeypatch.setattr(_host_native, "bind", lambda _library, _rounding: lambda _arrays, _rule, _threads: None)
-    assert _host.backend().startswith("torch: the native one is")
+    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "c++")
+    monkeypatch.setattr(host_library, "build", lambda _compiler, _fusion: "nowhere")
+    monkeypatch.setattr(host_native, "bind", lambda _library, _rounding: lambda _arrays, _rule, _threads: None)
+    assert host_adam.backend().startswith("torch: the native one is")
 
 
 def test_a_native_step_that_is_nearly_right_says_how_far_it_is(nothing_chosen, monkeypatch):
     def nearly(arrays, rule, threads):
-        _host_step.step_by_torch(arrays, rule, threads)
+        host_step.step_by_torch(arrays, rule, threads)
         for a in arrays:
             a.param[0] = torch.nextafter(a.param[0], torch.tensor(9.0))
 
-    monkeypatch.setattr(_host.shutil, "which", lambda _name: "c++")
-    monkeypatch.setattr(_host_library, "build", lambda _compiler, _fusion: "nowhere")
-    monkeypatch.setattr(_host_native, "bind", lambda _library, _rounding: nearly)
-    assert "at most 1 ulps" in _host.backend()
-    assert not _host.is_exact()
+    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "c++")
+    monkeypatch.setattr(host_library, "build", lambda _compiler, _fusion: "nowhere")
+    monkeypatch.setattr(host_native, "bind", lambda _library, _rounding: nearly)
+    assert "at most 1 ulps" in host_adam.backend()
+    assert not host_adam.is_exact()
     exact, theirs, near = (World([(5,), (64,)]) for _ in range(3))
     exact.update(exact=True)  # which torch does then
     near.update()
-    monkeypatch.setattr(_host, "_chosen", _host._by_torch("asked for"))
+    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
     theirs.update()
     assert all(map(torch.equal, exact.state(), theirs.state()))
     assert not all(map(torch.equal, near.state(), theirs.state()))
 
 
 def test_it_is_compiled_once_for_all_processes(nothing_chosen, monkeypatch, tmp_path):
-    if not _host.backend().startswith("native"):
-        pytest.skip(_host.backend())
+    if not host_adam.backend().startswith("native"):
+        pytest.skip(host_adam.backend())
     libraries = list((tmp_path / "holdall").iterdir())
     assert 1 <= len(libraries) <= 2 and {library.suffix for library in libraries} == {".so"}
-    monkeypatch.setattr(_host, "_chosen", None)
+    monkeypatch.setattr(host_adam, "_chosen", None)
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("compiled again"))
-    _host.warm(2)
-    assert _host.backend().startswith("native")
+    host_adam.warm(2)
+    assert host_adam.backend().startswith("native")
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(nothing_chosen, monkeypatch, tmp_path):
-    if not any(map(_host.shutil.which, _host.COMPILERS)):
+    if not any(map(host_adam.shutil.which, host_adam.COMPILERS)):
         pytest.skip("no C++ compiler")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert _host.backend().startswith("native")
+    assert host_adam.backend().startswith("native")
 
 
 @pytest.mark.parametrize(

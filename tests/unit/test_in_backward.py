@@ -23,8 +23,8 @@ from holdall.optim.apollo import Apollo
 from holdall.optim.came import CAME
 from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
 from holdall.testing.contracts import fingerprint, problem_for, train
 from holdall.testing.worlds import Tied, _Layer, family, machine

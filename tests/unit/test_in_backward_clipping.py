@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import holdall
 from holdall.errors import InvalidInput, Unsupported
 from holdall.optim import in_backward
-from holdall.optim._clipping import norm_of, total_norm
+from holdall.optim._in_backward.clipping import norm_of, total_norm
 from holdall.optim.adafactor import Adafactor
 from holdall.optim.adalomo import AdaLomo
 from holdall.optim.adam8bit import Adam8bit
@@ -23,7 +23,7 @@ from holdall.optim.came import CAME
 from holdall.optim.flora import Flora
 from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
 from holdall.testing.worlds import SharedTwice, family, machine
 
 LIMIT = 0.3

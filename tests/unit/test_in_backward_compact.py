@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from holdall.errors import Unsupported
 from holdall.optim import in_backward
 from holdall.optim.compact import Compact
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
 
 
 class Net(nn.Module):

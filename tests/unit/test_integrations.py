@@ -13,7 +13,7 @@ import holdall
 from holdall import api
 from holdall.errors import Infeasible, InvalidInput, MissingExtra, Unsupported
 from holdall.integrations._fitting import Fitting, Wish, loss_of_any_output
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
 from holdall.testing.worlds import machine
 
 transformers = pytest.importorskip("transformers")

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import holdall
-from holdall.optim import _clipping, in_backward
-from holdall.optim._interception import Interception
-from holdall.runtime import backwards
+from holdall.optim import in_backward
+from holdall.optim._in_backward.in_backward import clipping
+from holdall.runtime.switching import backward_hook
 from holdall.testing.worlds import machine
+from holdall.updates.interception import Interception
 
 METHOD, FUNCTION = torch.Tensor.backward, torch.autograd.backward
 
@@ -53,8 +54,8 @@ class Optimizer:
         return iter(self.twice)
 
     def watch(self):
-        _clipping.watch_backward(self)
-        return lambda: _clipping.unwatch_backward(self)
+        clipping.watch_backward(self)
+        return lambda: clipping.unwatch_backward(self)
 
 
 class Harness:
@@ -70,7 +71,7 @@ class Harness:
         original(tensors, grad_tensors, **options)
 
     def watch(self):
-        return backwards.watch_backward(self)
+        return backward_hook.watch_backward(self)
 
 
 def loss_of(weight):
@@ -130,7 +131,7 @@ def test_who_is_collected_watches_no_more(kind):
     gc.collect()
     loss_of(leaf()).backward()
     assert heard == []
-    (backwards if kind is Harness else _clipping).unwatch_backward()
+    (backward_hook if kind is Harness else clipping).unwatch_backward()
     assert is_restored()
 
 

@@ -11,12 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from holdall.actions.in_backward import moments, used_up
-from holdall.cli import _ladder_rungs, app
-from holdall.cli._ladder_plans import decide
-from holdall.cli._ladder_rungs import RUNGS, climb
+from holdall.cli import app
 from holdall.cost.roofline import cost_trace
-from holdall.planners._finish import finish
+from holdall.experiments import ladder_rungs
+from holdall.experiments.ladder_plans import decide
+from holdall.experiments.ladder_rungs import RUNGS, climb
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.testing.contracts import problem_for, traced
 from holdall.testing.worlds import family, machine
 from holdall.tracing import trace_step
@@ -34,7 +35,7 @@ def world(tmp_path, monkeypatch):
     config.to_json_file(tmp_path / "config.json")
     machine().save(tmp_path / "machine.json")
     names = ("plain", "recompute", "in backward")
-    monkeypatch.setattr(_ladder_rungs, "RUNGS", tuple(r for r in RUNGS if r.name in names))
+    monkeypatch.setattr(ladder_rungs, "RUNGS", tuple(r for r in RUNGS if r.name in names))
     sizes = ["--batch", "4", "--seq", "32", "--steps", "2", "--no-bf16"]
     return ["ladder", str(tmp_path / "config.json"), *sizes, "--hardware", str(tmp_path / "machine.json")]
 

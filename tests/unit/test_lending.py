@@ -10,10 +10,10 @@ import torch
 
 import holdall
 from holdall.actions.place import Place, streamable
-from holdall.asking import phases, trace_evaluation
+from holdall.analysis import phases, trace_evaluation
 from holdall.cost.roofline import cost_trace
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import machine
 

@@ -8,7 +8,7 @@ import torch
 
 import holdall
 from holdall.errors import Infeasible, InvalidInput, OverBudget, Unsupported
-from holdall.runtime.lengths import find_axes, resize, round_up
+from holdall.runtime.switching.buckets import find_axes, resize, round_up
 from holdall.testing.worlds import family, machine
 
 LONG = 5  # times the sample's length

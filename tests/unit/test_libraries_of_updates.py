@@ -7,7 +7,7 @@ import torch
 
 import holdall
 from holdall.actions.place import Place
-from holdall.cost.presets import gpu
+from holdall.machine.presets import gpu
 from holdall.optim.galore import GaLore
 from holdall.simulator import simulate
 from holdall.types import Problem

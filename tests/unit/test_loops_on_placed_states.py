@@ -10,8 +10,8 @@ import torch
 
 import holdall
 from holdall.errors import Unsupported
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import Layer, differences, place_of

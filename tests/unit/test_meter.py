@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from holdall.runtime import meter
-from holdall.runtime.meter import CudaMeter
+from holdall.runtime.budget import meter
+from holdall.runtime.budget.meter import CudaMeter
 
 GIB = 2**30
 SPARE = meter._SPARE / GIB  # for the last page, and for what comes later

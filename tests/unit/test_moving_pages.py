@@ -11,9 +11,9 @@ import torch
 import holdall
 from holdall.actions.place import Place
 from holdall.api import make_problem
-from holdall.cost.presets import gpu
+from holdall.machine.presets import gpu
 from holdall.planners import auto
-from holdall.planners._search import Candidate
+from holdall.planners.auto.search import Candidate
 from holdall.simulator.pages import Exhausted, Pages, churn
 from holdall.units import PAGE, MiB
 

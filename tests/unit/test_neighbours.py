@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holdall.runtime import neighbours
-from holdall.runtime.meter import device_context
+from holdall.runtime.budget import gpu_processes
+from holdall.runtime.budget.meter import device_context
 
 GPU = torch.device("cuda", 0)
 
@@ -60,7 +60,7 @@ def test_alone_all_that_the_device_sees_counts(driver):
 @pytest.mark.parametrize("taken", [{1: 3000, 2: 700}, {os.getpid(): None, 1: 3000}, {}])
 def test_where_processes_cannot_be_told_apart_all_counts(driver, taken):
     driver.taken.update(taken)
-    assert neighbours.own_bytes(GPU) is None
+    assert gpu_processes.own_bytes(GPU) is None
     assert device_context(GPU) == 3500
 
 
@@ -69,7 +69,7 @@ def test_a_driver_that_refuses_to_say_is_no_error(driver):
         raise driver.library.NVMLError(uuid)
 
     driver.library.nvmlDeviceGetHandleByUUID = refuse
-    assert neighbours.own_bytes(GPU) is None
+    assert gpu_processes.own_bytes(GPU) is None
 
 
 def test_without_the_library_all_counts(driver, monkeypatch):

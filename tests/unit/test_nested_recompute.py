@@ -13,9 +13,9 @@ import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Inner, Recompute, keepable, nested, obstacle
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planners._finish import finish
-from holdall.planners._segments import runs
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
+from holdall.planning.segments import runs
 from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train

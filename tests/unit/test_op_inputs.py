@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from holdall.tracing.mixture import Part, choose, interleave, slowdown
-from holdall.tracing.op_inputs import describe, make_inputs
+from holdall.tracing.timing.op_inputs import describe, make_inputs
+from holdall.tracing.timing.step_mixture import Part, choose, interleave, slowdown
 
 aten = torch.ops.aten
 

@@ -15,8 +15,8 @@ from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.apollo import Apollo
 from holdall.optim.flora import Flora
 from holdall.optim.galore import GaLore
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import family, machine

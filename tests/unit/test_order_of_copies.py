@@ -8,8 +8,8 @@ import torch
 import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
 from holdall.simulator.lower import lower
 from holdall.testing.contracts import problem_for

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import holdall
-from holdall.asking._pareto_page import pareto_page
-from holdall.asking.pareto import Curve, Point
+from holdall.analysis.pareto import Curve, Point
+from holdall.analysis.pareto_page import pareto_page
 from holdall.reporting import BlockRow, Report, render_html
 from holdall.reporting._page import marked, shortened
 from holdall.testing.worlds import family

@@ -6,8 +6,8 @@ import inspect
 import pytest
 import torch
 
-from holdall.optim import _part
-from holdall.optim._part import Part, clone_optimizer, is_separable, snapshot
+from holdall.updates import parts
+from holdall.updates.parts import Part, clone_optimizer, is_separable, snapshot
 
 RULES = {
     "Adadelta": {},
@@ -92,7 +92,7 @@ def assert_same(values, states, params, optimizer):
 
 
 def test_every_elementwise_rule_is_tried():
-    assert {rule_class(rule) for rule in RULES} == _part.ELEMENTWISE
+    assert {rule_class(rule) for rule in RULES} == parts.ELEMENTWISE
 
 
 @pytest.mark.parametrize(("rule", "form"), CASES)
@@ -186,7 +186,7 @@ def test_positions_are_told_apart_by_group():
 @pytest.mark.parametrize(("rule", "form"), CASES)
 def test_narrow_gradients_by_the_stretch_give_what_wide_ones_give(rule, form, sliced, monkeypatch):
     """PIECE of 64: one parameter is cut in four, others come in batches; counters advance once."""
-    monkeypatch.setattr(_part, "PIECE", 64)
+    monkeypatch.setattr(parts, "PIECE", 64)
     params, mine = make_params(), make_params()
     whole, owner = make_optimizer(rule, form, params), make_optimizer(rule, form, mine)
     part, states = Part(owner, mine), states_of(owner, mine)
@@ -202,7 +202,7 @@ def test_narrow_gradients_by_the_stretch_give_what_wide_ones_give(rule, form, sl
 
 
 def test_a_parameter_that_is_laid_out_in_another_order_can_be_sliced(monkeypatch):
-    monkeypatch.setattr(_part, "PIECE", 64)
+    monkeypatch.setattr(parts, "PIECE", 64)
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(5, 40).t())]
     mine = [torch.nn.Parameter(params[0].detach().clone())]
@@ -217,13 +217,13 @@ def test_a_parameter_that_is_laid_out_in_another_order_can_be_sliced(monkeypatch
 
 
 def test_slicing_bounds_the_wide_gradients(monkeypatch):
-    monkeypatch.setattr(_part, "PIECE", 64)
+    monkeypatch.setattr(parts, "PIECE", 64)
     mine = make_params()
     owner = make_optimizer("AdamW", "default", mine)
     part, values, states = Part(owner, mine), [p.detach() for p in mine], [{} for _ in mine]
     seen = []
-    widen = _part._widen
-    monkeypatch.setattr(_part, "_widen", lambda g, v, s: seen.append(sum(t.numel() for t in g)) or widen(g, v, s))
+    widen = parts._widen
+    monkeypatch.setattr(parts, "_widen", lambda g, v, s: seen.append(sum(t.numel() for t in g)) or widen(g, v, s))
     part.update(values, gradients(0, torch.bfloat16), states, snapshot(owner), range(len(mine)), sliced=True)
     assert max(seen) <= 64
     assert sum(seen) == sum(p.numel() for p in mine)
@@ -231,7 +231,7 @@ def test_slicing_bounds_the_wide_gradients(monkeypatch):
 
 @pytest.mark.parametrize("rule", ["Adafactor"])
 def test_rules_that_are_not_elementwise_are_never_sliced(rule, monkeypatch):
-    monkeypatch.setattr(_part, "PIECE", 16)
+    monkeypatch.setattr(parts, "PIECE", 16)
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(8, 6)) for _ in range(2)]
     mine = copy.deepcopy(params)

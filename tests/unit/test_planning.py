@@ -11,10 +11,10 @@ import torch
 
 import holdall
 from holdall.errors import Infeasible
-from holdall.planners._chain import best_choices
-from holdall.planners._hidden import hidden_offloads
-from holdall.planners._menu import _labels, actions_for, make_menus, try_choices
 from holdall.planners.auto import Auto
+from holdall.planners.auto.hidden_offload import hidden_offloads
+from holdall.planning.chain_dp import best_choices
+from holdall.planning.menus import _labels, actions_for, make_menus, try_choices
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED, traced
 from holdall.testing.worlds import chain, family, machine

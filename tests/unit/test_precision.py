@@ -10,7 +10,7 @@ from torch import nn
 from holdall import precision
 from holdall.errors import InvalidInput, MissingExtra
 from holdall.precision.recipes import Recipe
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
 
 NAMES = list(precision.RECIPES)
 

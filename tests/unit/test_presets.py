@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdall.cost.presets import DUPLEX, gpu, gpu_names, link_rate
 from holdall.errors import InvalidInput
+from holdall.machine.presets import DUPLEX, gpu, gpu_names, link_rate
 from holdall.types import Hardware
 from holdall.units import GiB
 

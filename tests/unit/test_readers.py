@@ -9,11 +9,11 @@ import torch
 
 import holdall
 from holdall.actions.place import Place, streamable
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
-from holdall.runtime.slots import Slots
-from holdall.runtime.stepping import Stepping
+from holdall.runtime.states.optimizer_step import Stepping
+from holdall.runtime.states.weight_slots import Slots
 from holdall.simulator.lower import lower
 from holdall.testing import draws
 from holdall.testing.chaos import chaos

@@ -9,8 +9,8 @@ import torch
 
 import holdall
 from holdall.errors import OverBudget
-from holdall.runtime import counting
-from holdall.runtime.recorder import Recorder
+from holdall.runtime import assembly
+from holdall.runtime.budget.oom_report import Recorder
 from holdall.testing.worlds import family, machine
 
 
@@ -146,7 +146,7 @@ class Limit:
 @pytest.fixture
 def limited(monkeypatch):
     """Makes a small model with a plan, whose harness sets a limit."""
-    monkeypatch.setattr(counting, "CpuMeter", Limit)
+    monkeypatch.setattr(assembly, "CpuMeter", Limit)
     monkeypatch.setattr(Limit, "on", 0)
 
     def make():

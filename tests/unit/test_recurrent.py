@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import holdall
 from holdall.actions.recompute import obstacle
 from holdall.testing.families.recurrent import Packed, Words
-from holdall.tracing.packing import pack, pad
 from holdall.tracing.recorder import Recorder
-from holdall.tracing.recurrent import RecurrentOps
-from holdall.tracing.trials import Trials
-from holdall.tracing.values import KnownValues
+from holdall.tracing.timing.op_timing import Trials
+from holdall.tracing.values.known import KnownValues
+from holdall.tracing.values.packing import pack, pad
+from holdall.tracing.values.recurrent import RecurrentOps
 from holdall.types import Phase
 
 FORWARD, BACKWARD = "aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default"

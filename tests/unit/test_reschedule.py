@@ -13,8 +13,8 @@ from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.cost.roofline import cost_trace
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for, run_both, traced, train
 from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, machine

@@ -9,10 +9,10 @@ import torch
 import holdall
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
-from holdall.asking.sizes import Sizes
-from holdall.planners._finish import finish
+from holdall.fitting.plan_book import Sizes
 from holdall.planners.nop import Nop
-from holdall.runtime.rivals import LOOK, WARM, Rivals
+from holdall.planning.finish import finish
+from holdall.runtime.switching.trials import LOOK, WARM, Rivals
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import family, machine
 from holdall.types import Outcome, Plan

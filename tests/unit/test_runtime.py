@@ -11,10 +11,10 @@ import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Recompute, keepable, obstacle
 from holdall.errors import Unsupported
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
+from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.harness import Harness
-from holdall.runtime.ledger import Ledger
 from holdall.simulator import simulate
 from holdall.testing.contracts import fingerprint, problem_for, run_both, traced, train
 from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, machine

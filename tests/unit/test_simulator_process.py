@@ -7,10 +7,10 @@ import torch
 
 import holdall
 from holdall.actions.place import Place
-from holdall.asking.sizes import Sizes
-from holdall.cost.presets import gpu
+from holdall.fitting.plan_book import Sizes
+from holdall.machine.presets import gpu
 from holdall.simulator import simulate
-from holdall.tracing.process import own_bytes
+from holdall.tracing.process_memory import own_bytes
 from holdall.types import Problem
 from holdall.units import MiB
 

@@ -15,10 +15,10 @@ import torch
 import holdall
 from holdall.actions.place import Place, streamable
 from holdall.errors import Infeasible, OverBudget, Unsupported
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
-from holdall.runtime.updating import Updater
+from holdall.runtime.states.updates import Updater
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import Layer, differences, place_of
 from holdall.testing.worlds import family, machine

@@ -17,8 +17,8 @@ import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute, obstacle
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import differences

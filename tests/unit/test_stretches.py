@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import holdall
-from holdall.optim import _per_parameter, _pieces
+from holdall.optim._math import per_parameter
 from holdall.optim.apollo import Apollo
 from holdall.optim.compact import Compact
 from holdall.optim.galore import GaLore
-from holdall.runtime.ledger import Ledger
+from holdall.runtime.budget.ledger import Ledger
+from holdall.updates import stretches
 
 KINDS = {"galore": GaLore, "apollo": Apollo, "compact": Compact}
 ROWS, WIDTH = 48, 64
@@ -30,7 +31,7 @@ def trained(kind, dtype, steps=3):
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_bits_and_states_are_those_of_one_walk(kind, dtype, monkeypatch):
     whole, one = trained(kind, dtype)
-    monkeypatch.setattr(_pieces, "ON_HOST", 1024)  # 3 of them
+    monkeypatch.setattr(stretches, "ON_HOST", 1024)  # 3 of them
     parts, several = trained(kind, dtype)
     assert torch.equal(whole, parts)
     mine, other = one.state[whole], several.state[parts]
@@ -56,7 +57,7 @@ def test_what_is_made_on_the_way_is_as_large_as_a_stretch(monkeypatch):
             return counted.peak - before
 
     whole = above()
-    monkeypatch.setattr(_pieces, "ON_HOST", 512)
+    monkeypatch.setattr(stretches, "ON_HOST", 512)
     assert whole >= 3 * 4 * ROWS * WIDTH
     assert above() <= 5 * 4 * 512
 
@@ -70,7 +71,7 @@ def test_states_go_from_one_way_to_the_other(kind, monkeypatch):
     grad = torch.randn(ROWS, WIDTH).bfloat16()
     whole.grad, parts.grad = grad, grad.clone()
     one.step()
-    monkeypatch.setattr(_pieces, "ON_HOST", 1024)
+    monkeypatch.setattr(stretches, "ON_HOST", 1024)
     other.step()
     assert torch.equal(whole, parts)
 
@@ -84,14 +85,14 @@ def test_a_plan_counts_what_stretches_move_and_not_the_whole_each_time(monkeypat
         return sum(u.moved for u in trace.units)
 
     whole = moved()
-    monkeypatch.setattr(_pieces, "ON_HOST", 64)  # 48 of them
+    monkeypatch.setattr(stretches, "ON_HOST", 64)  # 48 of them
     assert moved() <= 1.5 * whole
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_a_step_traced_for_a_gpu_elsewhere_has_a_gpus_stretches(monkeypatch):
-    monkeypatch.setattr(_pieces, "ON_HOST", 512)
-    monkeypatch.setattr(_per_parameter, "_ON_GPU", 2048)
+    monkeypatch.setattr(stretches, "ON_HOST", 512)
+    monkeypatch.setattr(per_parameter, "_ON_GPU", 2048)
 
     def workspace(device):
         table = torch.nn.Embedding(ROWS, WIDTH, dtype=torch.bfloat16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdall.runtime.threads import _EACH, Threads, host_threads
+from holdall.runtime.states.host_threads import _EACH, Threads, host_threads
 
 
 @pytest.mark.parametrize(("rates", "chosen"), [({12: 4.2, 15: 4.9}, 15), ({12: 4.2, 15: 4.25}, 12), ({12: 4.2, 15: 3.0}, 12)])

@@ -11,13 +11,13 @@ import holdall
 from holdall import models
 from holdall.actions.offload import Offload
 from holdall.actions.place import Place
-from holdall.cost.presets import gpu
 from holdall.cost.roofline import cost_trace
 from holdall.cost.updates import host_seconds
+from holdall.machine.presets import gpu
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, train

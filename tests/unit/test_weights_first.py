@@ -16,17 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import holdall
 from holdall.actions.place import Place, streamable
 from holdall.cost.roofline import cost_trace
-from holdall.optim import _host
-from holdall.optim._host_step import step_by_torch
-from holdall.planners._finish import finish
 from holdall.planners.nop import Nop
-from holdall.runtime.beside import Beside
+from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
+from holdall.runtime.states.update_out_of_place import Beside
 from holdall.simulator.lower import lower
 from holdall.testing.contracts import machine, problem_for
 from holdall.testing.states import Layer, differences
 from holdall.tiers.far import Far
 from holdall.types import Run
+from holdall.updates import host_adam
+from holdall.updates.host_step import step_by_torch
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
 LAYERS = 3
@@ -159,9 +159,9 @@ def test_where_the_fast_kernel_has_other_bits_torch_makes_the_updates_in_the_sam
         for a in arrays:
             (a.out if a.is_peek else a.new[0] if a.new else a.param).mul_(2)
 
-    monkeypatch.setattr(_host, "_chosen", _host._by_torch("asked for"))
+    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
     reference, _ = loop("step", False)
-    monkeypatch.setattr(_host, "_chosen", _host._Backend("native", "not the bits of torch", False, wrong))
+    monkeypatch.setattr(host_adam, "_chosen", host_adam._Backend("native", "not the bits of torch", False, wrong))
     ours, harness = loop("spill", True)
     assert differences(ours, reference) == []
     assert rests[1] if norm < 1 else all(harness.were_ahead[2:])

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdall.runtime.budget.meter import device_context
 from holdall.runtime.eviction.evictor import Evictor
 from holdall.runtime.eviction.handle import Handle
 from holdall.runtime.eviction.outlook import Outlook
 from holdall.runtime.eviction.pool import Pool
 from holdall.runtime.eviction.storages import Rates
-from holdall.runtime.meter import device_context
 from holdall.units import format_seconds
 
 log = logging.getLogger("holdall")

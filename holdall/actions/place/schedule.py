@@ -1,0 +1,330 @@
+"""The schedule side of `place`: what the engine of the runtime will do, step by step and in its order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from holdall.actions.place.updates import Placed, Updates, waited
+from holdall.errors import Unsupported
+from holdall.types import Block, Copy, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
+from holdall.types.trace import OpId, TensorId, once_per_trace
+from holdall.units import ALIGN
+
+if TYPE_CHECKING:
+    from holdall.actions.place import Place
+
+
+def users(trace: Trace) -> dict[str, list[Block]]:
+    """Unit -> the block calls whose forward uses its weights."""
+    return once_per_trace(trace, "_users", _users)
+
+
+def _users(trace: Trace) -> dict[str, list[Block]]:
+    owner = {x: u.name for u in trace.units for x in u.weights}
+    found: dict[str, dict[int, Block]] = {u.name: {} for u in trace.units}
+    for block in trace.blocks:
+        for op in trace.ops[block.first : block.last + 1]:
+            for x in (*op.reads, *op.mutates):
+                if x in owner:
+                    found[owner[x]][block.id] = block
+    return {name: list(blocks.values()) for name, blocks in found.items()}
+
+
+def streamable(trace: Trace) -> set[str]:
+    """Units whose weights may come and go: one call of the block that they are in uses them, and nothing outside of it does.
+
+    In backward they are there from the beginning of the block's until all their gradients are.
+    """
+    return set(once_per_trace(trace, "_streamable", _streamable))
+
+
+def _streamable(trace: Trace) -> set[str]:
+    owner = {x: u.name for u in trace.units for x in u.weights}
+    used = {name: blocks[0] for name, blocks in users(trace).items() if len(blocks) == 1 and _is_in(name, blocks[0].module)}
+    grads = {u.name: u.grads if len(u.grads) == len(u.weights) else () for u in trace.units}
+    made = {name: [k for g in grads[name] for k in trace.uses(g) if _is_backward(trace.ops[k])] for name in used}
+    gone = {name: trace.node_ends.get(max(at), max(at)) for name, at in made.items() if at}
+    for op in trace.ops:
+        for x in op.reads:
+            name = owner.get(x, "")
+            block = used.get(name)
+            if block is None:
+                continue
+            if op.site.phase is Phase.FORWARD and not block.first <= op.id <= block.last:
+                del used[name]  # a chunked head computes with its weight in the loss
+            elif _is_backward(op) and not _from(block.backward, len(trace.ops)) < op.id <= gone.get(name, op.id):
+                del used[name]  # somebody else saved it
+    return set(used)
+
+
+def _is_in(unit: str, module: str) -> bool:
+    """Whether a unit's module is this one or inside of it. Else it is read by others than its module, before their call."""
+    return not module or unit == module or unit.startswith(f"{module}.")
+
+
+def _is_backward(op: Op) -> bool:
+    return op.site.phase is Phase.BACKWARD
+
+
+def _from(begins: int | None, never: int) -> int:
+    return never if begins is None else begins
+
+
+def read_by_hand(trace: Trace) -> set[str]:
+    """Units with weights that the loop reads outside of every module's forward, where it calls parts of the model by
+    themselves: nobody can bring them before."""
+    return once_per_trace(trace, "_read_by_hand", _read_by_hand)
+
+
+def _read_by_hand(trace: Trace) -> set[str]:
+    if not trace.about.get("parts"):
+        return set()
+    bare = [op for op in trace.ops if op.site.phase is Phase.FORWARD and not op.site.module]
+    read = {x for op in bare for x in (*op.reads, *op.mutates)}
+    return {u.name for u in trace.units if read.intersection(u.weights)}
+
+
+def _empty_steps(trace: Trace) -> dict[OpId, Run]:
+    """The optimizer's ops as runs that do nothing."""
+    steps = (op for op in trace.ops if op.site.phase is Phase.STEP)
+    return {op.id: Run(op=op.id, reads=(), writes=(), name=op.site.op) for op in steps}
+
+
+def rewrite_placed(schedule: Schedule, problem: Problem, place: Place) -> Schedule:
+    return _Rewrite(schedule, problem, place).apply()
+
+
+class _Rewrite(Updates):
+    def apply(self) -> Schedule:
+        self._remove_step()
+        self._locate()
+        for placed in self.units:
+            self._settle(placed)
+        self._move_into_chunks()
+        for placed in self.units:
+            if placed.streamed:
+                self._stream(placed)
+        before: TensorId = -1
+        for placed in sorted((p for p in self.units if p.ready >= 0), key=lambda p: p.ready):
+            before = self._gradient(placed, before)
+        if before >= 0:
+            self.schedule.insert(self.end, [Wait(tensors=(before,))])
+        self.make_updates()
+        self.schedule.placed = sum(len(unit.grads) for unit in self.trace.units)
+        return self.schedule
+
+    # what is where
+
+    def _remove_step(self) -> None:
+        """The optimizer's own step finds nothing to do."""
+        self.schedule.runs.update(once_per_trace(self.trace, "_empty_steps", _empty_steps))
+
+    def _locate(self) -> None:
+        used = users(self.trace)
+        can = streamable(self.trace)
+        by_hand = read_by_hand(self.trace)
+        for unit, (_, weights, update) in zip(self.trace.units, self.place.units, strict=True):
+            blocks = used[unit.name]
+            streamed = weights == "streamed"
+            if unit.name in by_hand and (streamed or update != "device" or self.is_narrow):
+                raise Unsupported(
+                    f"`{unit.name or 'the model'}` has a parameter that the loop reads outside of every forward",
+                    hint="let the loop call the model, which then calls its parts",
+                )
+            if streamed and len(blocks) != 1:
+                raise Unsupported(
+                    f"the weights of `{unit.name}` cannot come and go: {len(blocks)} blocks use them",
+                    hint="leave them resident",
+                )
+            if streamed and unit.name not in can:
+                raise Unsupported(
+                    f"the weights of `{unit.name}` cannot come and go: others than their own block read them",
+                    hint="leave them resident",
+                )
+            cast = streamed and update == "device" and self.is_narrow and 0 < len(unit.grads) == len(unit.weights)
+            is_mixed = not self.is_narrow and len(unit.grads) < len(unit.weights)  # what is fetched would not lie together
+            if streamed and unit.numel and not cast and (update == "device" or (update == "through" and is_mixed)):
+                raise Unsupported(
+                    f"`{unit.name}` cannot be streamed and updated {update}",
+                    hint="update it on the host" + ("" if is_mixed else ", or through the device"),
+                )
+            made = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
+            last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it is over
+            first = blocks[0] if blocks else None
+            at = self._first_read(unit)
+            self.units.append(Placed(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast))
+
+    def _first_read(self, unit: Unit) -> OpId:
+        """The op before which its weights must be there; those of a block are waited for where the block begins."""
+        reads = [k for x in unit.weights for k in self.trace.uses(x) if self.trace.ops[k].site.phase is Phase.FORWARD]
+        if not reads:
+            return -1
+        first = min(reads)
+        return min([first, *(b.first for b in self.trace.blocks if b.first <= first <= b.last)])
+
+    def _settle(self, placed: Placed) -> None:
+        """Sizes and tiers of what is there all the time."""
+        unit, schedule = placed.unit, self.schedule
+        swapped = self.is_narrow or placed.streamed or placed.update != "device"
+        if swapped:  # one flat piece, each tensor at a boundary
+            for x in unit.weights:
+                info = schedule.info(x)
+                schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
+        if placed.cast and placed.block is not None:
+            for x in unit.weights:
+                schedule.added[x] = replace(schedule.info(x), born=placed.block.first)
+                schedule.holds[x] = []
+        if placed.cast or (placed.update == "device" and not placed.streamed):
+            if self.problem.accumulate > 1:
+                self._accumulated(unit, "")
+            return
+        if self.problem.accumulate > 1 and placed.update != "device":
+            self._accumulated(unit, self.far)
+        for x in unit.states:
+            schedule.start[x] = self.far
+            info = schedule.info(x)
+            if placed.update == "through" and info.shape:  # in one chunk, each at a boundary; counters stay where they are
+                schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
+        like = self.trace.tensors[unit.weights[0]]
+        grads = sum(-(-self.trace.tensors[g].nbytes // ALIGN) * ALIGN for g in unit.grads)
+        weights = sum(schedule.info(x).nbytes for x in unit.weights)
+        homes: tuple[TensorId, ...] = ()
+        if placed.streamed:  # what is fetched lies in the farther tier for good
+            for x in unit.weights:
+                schedule.start[x] = self.far
+                schedule.holds[x] = []
+            homes = () if self.is_narrow else unit.weights
+        elif not self.is_narrow:
+            homes = (schedule.add(like, name=f"{unit.name}: homes", nbytes=weights),)
+            self._there(homes[0])
+        if grads and placed.update != "device":
+            if placed.streamed and self.is_narrow and self.place.share and grads == weights:
+                buffer = unit.weights
+            else:
+                buffer = (schedule.add(like, name=f"{unit.name}: gradients", kind=Kind.GRAD, nbytes=grads),)
+                self._there(buffer[0])
+            self.units[unit.id] = replace(placed, buffer=buffer, homes=homes)
+            if self.is_ahead(placed):
+                values = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in unit.states)
+                self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))
+
+    def _accumulated(self, unit: Unit, tier: str) -> None:
+        """Gradients of earlier backwards of the step, as wide as the parameters; there all the time, to be on the safe side."""
+        size = sum(self.trace.tensors[g].nbytes for g in unit.grads) * (2 if self.is_narrow else 1)
+        if size:
+            like = self.trace.tensors[unit.weights[0]]
+            sums = self.schedule.add(like, name=f"{unit.name}: gradients so far", kind=Kind.GRAD, nbytes=size)
+            self.schedule.holds[sums] = [(len(self.trace.ops), 0)]
+            if tier:
+                self.schedule.start[sums] = tier
+
+    def _move_into_chunks(self) -> None:
+        """Parameters that pass through the device lie beside their states there, once there are states. As one unit after the
+        other moves, the old place of its parameters is still taken."""
+        passing = [p.unit for p in reversed(self.units) if p.update == "through" and p.unit.numel]  # as gradients come
+        homes = [sum(self.schedule.info(x).nbytes for x in u.weights) * (2 if self.is_narrow else 1) for u in passing]
+        states = [sum(self.schedule.info(x).nbytes for x in u.states) for u in passing]
+        chunks = [s if self.is_narrow else s + h for s, h in zip(states, homes, strict=True)]  # narrow: parameters are states
+        moving = [sum(chunks[: k + 1]) + sum(homes[k:]) for k in range(len(passing))]
+        more = max(moving, default=0) - sum(chunks)
+        if more > 0:
+            like = self.trace.tensors[passing[0].weights[0]]
+            self._there(self.schedule.add(like, name="parameters on their way beside their states", nbytes=more))
+
+    def _there(self, tensor: TensorId) -> None:
+        self.schedule.start[tensor] = self.far
+
+    # weights that come and go
+
+    def _stream(self, placed: Placed) -> None:
+        unit, block = placed.unit, placed.block
+        assert block is not None
+        again = self.schedule.replays.get(block.id)
+        if again is not None and block.backward is not None and again < block.backward:
+            raise Unsupported(
+                f"the weights of `{unit.name}` cannot come and go: it is run again with others, before its own backward",
+                hint="recompute it by itself, or leave its weights resident",
+            )
+        if placed.cast:
+            self._cast(placed, block)
+            return
+        fetch = Copy(tensors=unit.weights, src=self.far, dst=self.home, name=unit.name)
+        wait = Wait(tensors=unit.weights)
+        blocks = self.trace.blocks
+        streaming = sorted(p.block.id for p in self.units if p.streamed and not p.cast and p.block is not None)
+        at = streaming.index(block.id)
+        from_block = blocks[streaming[at - 1]] if at else blocks[0]
+        self.before(from_block.first if self.place.overlap else block.first, [fetch])
+        self.before(block.first, [wait])
+        self.schedule.hold_more(unit.weights, (block.last, 0))
+        if block.backward is None:
+            return
+        later = [b for b in blocks[block.id + 1 :] if b.backward is not None]
+        after = blocks[streaming[at + 1]] if at + 1 < len(streaming) else (later[-1] if later else block)
+        begins = after.backward if after.backward is not None and self.place.overlap else block.backward
+        if begins < block.backward:
+            self.schedule.insert(begins, [fetch], first=True)  # before what is run again there
+            self.schedule.insert(block.backward, [wait], first=True)
+        else:
+            self.schedule.insert(block.backward, [fetch, wait], first=True)
+        whole = placed.ready >= 0 and len(unit.grads) == len(unit.weights)  # frozen ones may be needed for what comes before
+        gone = placed.ready if whole else self._next_backward(block)
+        self.schedule.hold_more(unit.weights, (gone, 0))
+
+    def _cast(self, placed: Placed, block: Block) -> None:
+        """Weights from the parameters beside them, right before each use."""
+        unit = placed.unit
+        moved = 3 * sum(self.schedule.info(x).nbytes for x in unit.weights)  # twice as wide where they come from
+        seconds = moved / self.hardware.bandwidth + self.hardware.overhead
+        run = Run(op=-1, reads=(), writes=unit.weights, seconds=seconds, name=f"weights of {unit.name}")
+        self.before(block.first, [run])
+        self.schedule.hold_more(unit.weights, (block.last, 0))
+        if block.backward is not None:
+            self.schedule.insert(block.backward, [run], first=True)
+            self.schedule.hold_more(unit.weights, (placed.ready, 0))
+
+    def _next_backward(self, block: Block) -> OpId:
+        """Where the backward of the block before this one begins: weights without gradients stay until then."""
+        earlier = [b.backward for b in self.trace.blocks[: block.id] if b.backward is not None]
+        return earlier[-1] if earlier else self.end
+
+    # gradients
+
+    def _gradient(self, placed: Placed, before: TensorId) -> TensorId:
+        """Complete: they stay, or are gathered and leave. Returns what is on its way."""
+        unit, schedule = placed.unit, self.schedule
+        if placed.update == "device":
+            if self.is_narrow:
+                schedule.insert(placed.ready, [self._norms(unit)])
+            return before
+        for g in unit.grads:
+            schedule.holds[g] = [(placed.ready, 0)]
+        size = sum(schedule.info(x).nbytes for x in placed.buffer)
+        flat = schedule.add(self.trace.tensors[unit.grads[0]], name=f"{unit.name}: leaving", nbytes=size, born=placed.ready)
+        seconds = 2 * size / self.hardware.bandwidth + self.hardware.overhead
+        steps: list[Step] = [Wait(tensors=(before,))] if before >= 0 else []
+        if self.place.when != "backward":
+            steps.insert(0, self._norms(unit))
+        steps.append(Run(op=-1, reads=unit.grads, writes=(flat,), seconds=seconds, name=f"gather gradients of {unit.name}"))
+        steps.append(Copy(tensors=(flat,), src=self.home, dst=self.far, lands=False, uses=placed.buffer, name=unit.name))
+        if self.place.when == "backward":
+            made = self.elsewhere(placed)
+            steps += made if placed.update == "host" else [*made, waited(made)]
+        elif self.is_ahead(placed) and not self.problem.clipped:
+            steps.append(self.host_steps(placed)[0])
+        if not self.place.overlap:
+            steps.append(Wait(tensors=(flat,)))
+        schedule.insert(placed.ready, steps)
+        return flat if self.place.overlap else -1
+
+    def _norms(self, unit: Unit) -> Run:
+        """One number per gradient, for whoever clips."""
+        size = 4 * len(unit.grads)
+        if self.hardware.device == "cuda":
+            size = -(-size // 512) * 512
+        norms = self.schedule.add(self.trace.tensors[unit.grads[0]], name=f"{unit.name}: norms", kind=Kind.TEMP, nbytes=size)
+        self.schedule.holds[norms] = [(self.end, 0)]
+        moved = sum(self.trace.tensors[g].nbytes for g in unit.grads)
+        seconds = moved / self.hardware.bandwidth + 2 * self.hardware.overhead
+        return Run(op=-1, reads=unit.grads, writes=(norms,), seconds=seconds, name=f"norms of {unit.name}")

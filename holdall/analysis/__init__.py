@@ -1,0 +1,31 @@
+"""Questions before a run, answered by planning: what every phase takes, the largest that fits, the least that is enough.
+
+Each answer rests on real plans at the values that it names, so that what it says can be repeated with `holdall.plan`.
+"""
+
+from holdall.analysis.alternatives import Alternative, alternatives
+from holdall.analysis.evaluation import evaluation_of, trace_evaluation
+from holdall.analysis.largest import Largest, Probe, largest
+from holdall.analysis.pareto import Curve, Point, pareto
+from holdall.analysis.phases import PhasePeak, deciding, phases, tied_bytes
+from holdall.analysis.smallest import Smallest, needed, smallest_budget
+
+__all__ = [
+    "Alternative",
+    "Curve",
+    "Largest",
+    "PhasePeak",
+    "Point",
+    "Probe",
+    "Smallest",
+    "alternatives",
+    "deciding",
+    "evaluation_of",
+    "largest",
+    "needed",
+    "pareto",
+    "phases",
+    "smallest_budget",
+    "tied_bytes",
+    "trace_evaluation",
+]

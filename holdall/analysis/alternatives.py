@@ -1,0 +1,94 @@
+"""What it would cost to free memory otherwise: every choice on the menu of every kind of block, in milliseconds per GiB."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdall.actions.place import Place
+from holdall.actions.reschedule import region
+from holdall.cost.link import copy_seconds
+from holdall.planning.menus import Choice, Menus, kind_of, try_choices
+from holdall.simulator import simulate
+from holdall.types import Block, Problem
+from holdall.units import GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    what: str  # recompute, offload, ...
+    where: str  # class name of the blocks, or what else it is done to
+    count: int  # blocks that can
+    freed: int  # bytes, all of them together
+    seconds: float  # recomputation, or the step's growth where it was simulated whole
+    copying: float  # seconds on the link, out and back, that computation may hide
+
+    @property
+    def per_gib(self) -> float:
+        """Seconds per GiB if every copy is hidden."""
+        return self.seconds * GiB / self.freed
+
+    @property
+    def per_gib_unhidden(self) -> float:
+        """Seconds per GiB if none is."""
+        return (self.seconds + self.copying) * GiB / self.freed
+
+
+def alternatives(problem: Problem) -> tuple[Alternative, ...]:
+    """The cheapest first. `problem` has a trace with seconds. Bytes and seconds are against keeping everything."""
+    menus = try_choices(problem)
+    found = [_of_blocks(problem, menus, kind, c) for kind, choices in menus.found.items() for c in _distinct(choices)]
+    found += _of_states(problem)
+    return tuple(sorted(found, key=lambda a: (a.per_gib_unhidden, a.what)))
+
+
+def _distinct(choices: Sequence[Choice]) -> list[Choice]:
+    """Without "now", which is the same copies waited for at another time, and without what comes to the same."""
+    found: dict[tuple[int, float, int], Choice] = {}
+    for c in choices:
+        if c.freed > 0 and not c.label.endswith("now"):
+            found.setdefault((c.freed, c.seconds, c.out), c)
+    return list(found.values())
+
+
+def _of_blocks(problem: Problem, menus: Menus, kind: int, choice: Choice) -> Alternative:
+    blocks = [b for b in menus.chain if kind_of(b) == kind]
+    far, copying = problem.hardware.far, 0.0
+    if choice.out and far is not None:
+        copying = copy_seconds(choice.out, far, problem.hardware, "out") + copy_seconds(
+            choice.back, far, problem.hardware, "in"
+        )
+    return Alternative(
+        what=_in_words(problem, blocks[0], choice.label),
+        where=blocks[0].kind or blocks[0].module,
+        count=len(blocks),
+        freed=choice.freed * len(blocks),
+        seconds=choice.seconds * len(blocks),
+        copying=copying * len(blocks),
+    )
+
+
+def _in_words(problem: Problem, block: Block, label: str) -> str:
+    name, _, rest = label.partition(":")
+    if name == "compress":
+        return f"compress to {rest} bits (not exact)"
+    if name != "program":
+        return name
+    count = region(problem.trace, block)[1]
+    again = sum(int(n) < count for n in rest.split(","))
+    return f"recompute {again} of {count} ops"
+
+
+def _of_states(problem: Problem) -> list[Alternative]:
+    """States and updates on the host, simulated whole."""
+    if "place" not in problem.allow or problem.hardware.far is None or not problem.trace.units:
+        return []
+    when = "spill" if problem.hardware.overlap else "step"
+    plain = simulate(problem, [Place.all(problem.trace)] if problem.trace.about.get("precision") else [])
+    placed = simulate(problem, [Place.all(problem.trace, update="host", when=when)])
+    freed = plain.peak[problem.home] - placed.peak[problem.home]
+    if freed <= 0:
+        return []
+    slower = max(0.0, placed.seconds - plain.seconds)
+    count = len(problem.trace.units)
+    return [Alternative(what="states on the host", where="units", count=count, freed=freed, seconds=slower, copying=0.0)]

@@ -1,0 +1,137 @@
+"""The runs of `holdall ladder`: one real training per rung, on the bundled text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from typing import Any
+
+import torch
+
+from holdall.api import environment, resolve_budget, trace
+from holdall.cli._errors import first_line
+from holdall.cost.roofline import cost_trace
+from holdall.errors import HoldallError
+from holdall.experiments.ladder_plans import decide
+from holdall.experiments.ladder_rungs import Rung, Settings, climb
+from holdall.experiments.real_steps import Run, run_steps
+from holdall.models import ModelSource, build
+from holdall.training.data import Sequences, load_sequences, make_encoder
+from holdall.types import Hardware, Plan, Problem, Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A rung that was climbed, or why it could not be."""
+
+    rung: Rung
+    settings: Settings
+    plan: Plan | None = None
+    run: Run | None = None
+    identical: bool | None = None  # losses and weights, to those of the rung before; None: nothing to compare with
+    fits: bool = False
+    problem: str = ""
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes of the accelerator at the most, measured."""
+        report = self.run.report if self.run else None
+        return report.measured.peak[report.home] if report and report.measured else None
+
+    @property
+    def keeps_its_word(self) -> bool:
+        """What is said to be exact is the rung before, bit for bit."""
+        return self.identical is not False or self.rung.numerics != "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    source: ModelSource
+    machine: Hardware
+    batch: int
+    seq: int
+    steps: int
+    budget: Any  # None: half of what plain training takes
+    narrow: bool = True  # with the rungs in bf16
+    progress: Progress
+
+    def climb(self, *, everything: bool = True) -> Iterator[Step]:
+        """The rungs as they end; unless `everything` is asked for, up to the first that fits."""
+        rungs = list(climb(narrow=self.narrow))
+        text = self._text()
+        limit = resolve_budget(self.budget, self.machine)[self.machine.home.name] if self.budget is not None else None
+        before: Run | None = None
+        for n, (rung, settings) in enumerate(rungs):
+            self.progress(rung.name, n, len(rungs), "")
+            try:
+                made = self._plan(settings, text, limit)
+                run = self._run(settings, text, made)
+            except HoldallError as error:
+                yield Step(rung=rung, settings=settings, problem=error.fact)
+                continue
+            except torch.OutOfMemoryError as error:
+                yield Step(rung=rung, settings=settings, problem=f"ran out of memory: {first_line(error)}")
+                continue
+            step = Step(rung=rung, settings=settings, plan=made, run=run, identical=run.equals(before) if before else None)
+            if limit is None:
+                limit = (step.peak or 0) // 2
+            step = Step(**{**vars(step), "fits": step.peak is not None and step.peak <= limit})
+            before = run
+            yield step
+            if step.fits and not everything:
+                return
+
+    def _text(self) -> Sequences:
+        with as_file(files("holdall") / "data" / "corpus.txt") as path:
+            encoder = make_encoder(self.source.folder)
+            return load_sequences(path, encoder, seq=self.seq, vocabulary=self.source.config.vocab_size)
+
+    def _plan(self, settings: Settings, text: Sequences, limit: int | None) -> Plan:
+        model = build(self.source, device="meta", dtype=settings.dtype)
+        optimizer = settings.build_optimizer(model)
+        batch = text.batch(0, self.batch)
+        head = settings.head if isinstance(settings.head, str) else max(1, self.batch * self.seq // settings.head)
+        traced = trace(model, batch, optimizer=optimizer, device=self.machine.device, precision=settings.precision, head=head)
+        home = self.machine.home
+        posed = Problem(
+            trace=cost_trace(traced, self.machine),
+            hardware=self.machine,
+            budget={home.name: home.capacity if limit is None else limit},
+            allow=frozenset(settings.allow),
+            clips=not settings.in_backward,
+        )
+        return decide(posed, settings.planner, settings.options, in_backward=settings.in_backward)
+
+    def _run(self, settings: Settings, text: Sequences, made: Plan) -> Run:
+        device = self.machine.device
+        model = build(self.source, device=device, dtype=settings.dtype)
+        optimizer = settings.build_optimizer(model)
+        batches = (text.batch(n * self.batch, self.batch, device) for n in range(self.steps))
+        return run_steps(model, optimizer, batches, plan=made)
+
+    def record(self, step: Step) -> dict[str, Any]:
+        """A rung as a line of a file, with everything that is needed to read it alone."""
+        run, made = step.run, step.plan
+        home = self.machine.home.name
+        return {
+            "rung": step.rung.name,
+            "numerics": step.rung.numerics,
+            "what": step.rung.says,
+            "peak_bytes": step.peak,
+            "predicted_peak_bytes": made.predicted.peak[home] if made else None,
+            "tokens_per_second": round(self.batch * self.seq / run.seconds, 1) if run else None,
+            "first_loss": run.losses[0] if run else None,
+            "final_loss": run.losses[-1] if run else None,
+            "identical_to_the_rung_before": step.identical,
+            "fits": step.fits,
+            "actions": " ".join(f"{name}:{count}" for name, count in sorted(made.count().items())) if made else "",
+            "problem": step.problem,
+            "model": self.source.name,
+            "batch": self.batch,
+            "seq": self.seq,
+            "steps": self.steps,
+            "seed": 0,
+            "hardware": self.machine.name,
+            **environment(),
+        }

@@ -1,0 +1,214 @@
+"""From what was typed to a plan: which machine, which trace, which options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdall.api import Budget, plan, resolve_budget
+from holdall.cli._errors import first_line
+from holdall.cost.roofline import cost_trace
+from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
+from holdall.experiments.workload import Workload, describe_workload
+from holdall.machine.presets import gpu, gpu_names
+from holdall.machine.probe import probed
+from holdall.planning.finish import allocator_of
+from holdall.registry import build_member, member_class
+from holdall.simulator import simulate
+from holdall.types import Hardware, Kind, Outcome, Plan, Problem, Progress, Tier, Trace
+from holdall.units import TiB
+
+_STAYS = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER, Kind.INPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of `plan`, as typed. Either a model or a trace is given."""
+
+    model: str | None
+    batch: int
+    seq: int
+    dtype: str
+    optimizer: str
+    budget: str
+    planner: str
+    allow: str | None
+    options: Sequence[str]
+    gpu: str | None
+    hardware: Path | None
+    trace: Path | None = None
+    autocast: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Everything that a planner is given."""
+
+    planner: str
+    options: dict[str, Any]
+    machine: Hardware
+    trace: Trace
+    budget: dict[str, int]
+    allow: list[str] | None
+
+    def plan(self, progress: Progress) -> Plan:
+        """Let the planner decide; raises `Infeasible` if nothing fits."""
+        return plan(
+            self.trace,
+            budget=self.budget,
+            planner=self.planner,
+            hardware=self.machine,
+            allow=self.allow,
+            progress=progress,
+            **self.options,
+        )
+
+
+def prepare(request: Request, progress: Progress) -> Prepared:
+    """Find the machine and the trace; what is cheap to refuse is refused before anything slow begins."""
+    options = read_options(request.planner, request.options)
+    read = Trace.load(request.trace) if request.trace else None
+    workload = _workload(request) if read is None else None
+    machine = find_machine(request.gpu, request.hardware, progress, device=_device_of(read))
+    budget = resolve_budget(read_budget(request.budget), machine)
+    if read is None:
+        assert workload is not None
+        progress(f"tracing {workload.source.name}", 0, 0, "")
+        read = workload.trace(machine.device)
+    check_device(read, machine)
+    return Prepared(
+        planner=request.planner,
+        options=options,
+        machine=machine,
+        trace=read,
+        budget=budget,
+        allow=split(request.allow),
+    )
+
+
+def _workload(request: Request) -> Workload:
+    if request.model is None:
+        raise InvalidInput("no model was named", hint="name one, as in `holdall plan gpt2`, or give a `--trace FILE`")
+    return describe_workload(
+        request.model,
+        batch=request.batch,
+        seq=request.seq,
+        dtype=request.dtype,
+        optimizer=request.optimizer,
+        autocast=request.autocast,
+    )
+
+
+def _device_of(trace: Trace | None) -> str:
+    return "auto" if trace is None else str(trace.about.get("device", "cpu"))
+
+
+def find_machine(name: str | None, path: Path | None, progress: Progress, *, device: str = "auto") -> Hardware:
+    """The GPU of that name, the machine of that file, or this machine, measured."""
+    if name is not None and path is not None:
+        raise InvalidInput("both --gpu and --hardware were given", hint="give one of them")
+    if name is not None:
+        return gpu(name)
+    if path is not None:
+        if not path.exists() and str(path) in gpu_names():
+            raise InvalidInput(f"`{path}` is a GPU and no file", hint=f"write `--gpu {path}`")
+        return Hardware.load(path)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(
+            "the trace is for a GPU, and this machine has none to measure",
+            hint="name the GPU to plan for, as in `--gpu rtx-4090`, or trace again with `--device cpu`",
+        )
+    return probed(device, progress=progress)
+
+
+def check_device(trace: Trace, machine: Hardware) -> None:
+    """A GPU runs other kernels than a CPU, so a trace of one says little about the other."""
+    traced = trace.about.get("device")
+    if traced != machine.device:
+        raise InvalidInput(
+            f"the trace is for {traced}, but {machine.name} computes on {machine.device}",
+            hint=f"trace again with `--device {machine.device}`",
+        )
+
+
+def read_budget(text: str) -> Budget:
+    """One size, or one per tier as in gpu=24GiB,cpu=64GiB."""
+    if "=" not in text:
+        return text
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {tier.strip(): size.strip() for tier, _, size in pairs}
+
+
+def read_options(planner: str, given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs for a planner; values are JSON where they can be read so, else text."""
+    known = [field.name for field in dataclasses.fields(planner_class(planner))]
+    if given and not known:
+        raise InvalidInput(f"planner {planner} has no options, but `--option {given[0]}` was given", hint="leave it out")
+    options: dict[str, Any] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise InvalidInput(f"`--option {pair}` has no value", hint="write it as `--option key=value`")
+        if key not in known:
+            raise unknown_name(f"option of {planner}", key, known)
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    try:
+        build_member("planners", planner, options, f"option of {planner}")
+    except InvalidInput as error:
+        about_files = error.hint.startswith("write")  # the same reader reads plan files
+        hint = "`holdall planners` lists options and their defaults" if about_files else error.hint
+        raise InvalidInput(error.fact, hint=hint) from error
+    return options
+
+
+def planner_class(name: str) -> type[Any]:
+    """The planner of that name; one that lacks a package says so."""
+    try:
+        return member_class("planners", name)
+    except HoldallError:
+        raise
+    except ImportError as error:
+        hint = "`holdall doctor` says what to install"
+        raise MissingExtra(f"planner {name} cannot be used here: {first_line(error)}", hint=hint) from error
+
+
+def split(text: str | None) -> list[str] | None:
+    """Names between commas; None stays None."""
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def plain_outcome(trace: Trace, machine: Hardware | None = None) -> Outcome:
+    """Plain training, whether it fits or not. Without a machine its bytes are right and its seconds mean nothing."""
+    machine = machine or _any_machine(str(trace.about.get("device", "cpu")))
+    problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget={})
+    return simulate(problem, [], full=True, allocator=allocator_of(problem))
+
+
+def _any_machine(device: str) -> Hardware:
+    """Bytes do not depend on speed, so where only they are asked for nothing is measured."""
+    tier = Tier(name="gpu" if device == "cuda" else "cpu", capacity=TiB, read=1e12, write=1e12)
+    return Hardware(name="any", device=device, tiers=(tier,), flops={"float32": 1e13}, bandwidth=1e12)
+
+
+def needed_bytes(outcome: Outcome) -> int:
+    """The least budget for an outcome: its peak, or what the allocator reserves for it where that is known."""
+    return max(next(iter(outcome.peak.values())), outcome.reserved or 0)
+
+
+def activation_part(outcome: Outcome) -> int:
+    """Bytes at the peak that are neither model, gradients, states nor inputs: what recompute and offload can act on."""
+    return next(iter(outcome.peak.values())) - sum(outcome.peak_kinds.get(kind, 0) for kind in _STAYS)
+
+
+def budget_leaving(plain: Outcome, fraction: float) -> int:
+    """The budget that leaves this fraction of the activation part of plain training."""
+    return needed_bytes(plain) - round((1 - fraction) * activation_part(plain))

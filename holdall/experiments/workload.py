@@ -1,0 +1,134 @@
+"""What is trained: a model by name, a batch for it, an optimizer. Meta tensors until a real run is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdall.api import trace
+from holdall.errors import InvalidInput, Unsupported, unknown_name
+from holdall.machine.probe import host_memory
+from holdall.models import DTYPES, ModelSource, build, describe, sample_batch
+from holdall.tracing.autocast import resolve_autocast
+from holdall.types import Trace
+from holdall.units import format_bytes
+
+OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
+MIXED = {"bf16-mixed": "bf16"}  # working copies of this width, float32 parameters
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    source: ModelSource
+    batch: int
+    seq: int
+    dtype: str
+    optimizer: str
+    precision: str | None = None  # the width to compute in, where it is not that of the weights
+    autocast: str | None = None  # the dtype that the loop's autocast casts to
+
+    def __str__(self) -> str:
+        tokens = "" if self.is_image else f" x {self.seq} tokens"
+        width = f"{self.precision}-mixed" if self.precision else self.dtype
+        width += f" under {self.autocast} autocast" if self.autocast else ""
+        return f"{self.source.name}, batch {self.batch}{tokens}, {width}, optimizer {self.optimizer}"
+
+    @property
+    def is_image(self) -> bool:
+        return self.source.task == "image-classification"
+
+    def build(self, device: str = "meta") -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        """The model, the same for the same kind of device every time, and its optimizer."""
+        model = build(self.source, device=device, dtype=self.dtype)
+        make = OPTIMIZERS[self.optimizer]
+        return model, make(model.parameters(), lr=1e-4) if make else None
+
+    def sample(self, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
+        """A batch of its sizes; images come in the dtype of the weights."""
+        made = sample_batch(self.source, batch=self.batch, seq=self.seq, device=device, seed=seed)
+        return {k: v.to(DTYPES[self.dtype]) if v.is_floating_point() else v for k, v in made.items()}
+
+    def trace(self, device: str) -> Trace:
+        """One step as on `device`; what the model says against the batch is answered in words of the command line."""
+        model, optimizer = self.build()
+        batch = self.sample()
+        try:
+            with _quiet():
+                cast = self.autocast or False
+                return trace(model, batch, optimizer=optimizer, device=device, precision=self.precision, autocast=cast)
+        except InvalidInput as error:
+            if error.__cause__ is None:  # said about the call, not by the model
+                raise
+            hint = f"this was {self}; try another --seq, --batch or --dtype, and --debug to see where"
+            raise InvalidInput(error.fact, hint=hint) from error
+
+
+def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str, autocast: str | None = None) -> Workload:
+    """A workload from what was typed; wrong names are refused before anything slow begins."""
+    precision = MIXED.get(dtype)
+    dtype = "float32" if precision else DTYPE_ALIASES.get(dtype, dtype)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, (*DTYPES, *MIXED))
+    if autocast is not None:
+        resolve_autocast(autocast, "cuda")
+    if optimizer not in OPTIMIZERS:
+        raise unknown_name("optimizer", optimizer, OPTIMIZERS)
+    _hush_transformers()
+    source = describe(model)
+    made = Workload(
+        source=source, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, precision=precision, autocast=autocast
+    )
+    _check_batch(made)
+    return made
+
+
+def _check_batch(workload: Workload) -> None:
+    """Models are traced without memory, but the sample batch is real: one that cannot be made is refused, not tried."""
+    one = replace(workload, batch=1, seq=1).sample()
+    size = sum(t.nbytes for t in one.values()) * workload.batch * (1 if workload.is_image else workload.seq)
+    if size > host_memory() // 4:
+        raise InvalidInput(
+            f"the batch itself takes {format_bytes(size)}, more than a quarter of this machine's memory",
+            hint="use a smaller --batch or --seq",
+        )
+    workload.sample()  # what else is wrong with its sizes is said here
+
+
+def pick_device(name: str) -> str:
+    """`auto` is a GPU if there is one; tracing itself refuses what it does not know."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def check_runnable(device: str) -> str:
+    """The device, if steps can really run on it."""
+    if device not in ("cpu", "cuda"):
+        raise unknown_name("device", device, ("auto", "cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("torch sees no GPU here", hint="use `--device cpu`")
+    return device
+
+
+def _hush_transformers() -> None:
+    """Its remarks about configs are about models that are used; here they are only measured."""
+    with suppress(ImportError):
+        from transformers.utils import logging as remarks
+
+        remarks.set_verbosity_error()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a traceback of its own for every op that refuses fake tensors; the error says the same in a line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

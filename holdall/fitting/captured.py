@@ -1,0 +1,81 @@
+"""Blocks that a plan runs op by op, captured before the first step: their ops must be those that were traced.
+
+The runtime captures a block when it first comes to it. A block that turned out to be another then would be recomputed whole,
+and the step would take more memory than was planned. So the plan is held against the captured ops while there is time to make
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from holdall.actions.reschedule import is_recurrent, made_outside, region
+from holdall.errors import HoldallError
+from holdall.planning.menus import kind_of
+from holdall.runtime.programs.capture import capture, tensors_of
+from holdall.tracing.calls import Given, Like
+from holdall.types import Block, Plan, Trace
+
+Names = tuple[str, ...]
+
+
+def correct_blocks(
+    trace: Trace, plan: Plan | None, model: torch.nn.Module, given: Mapping[str, Given], precision: torch.dtype | None
+) -> Trace | None:
+    """The trace as captures correct it, where the plan runs blocks op by op whose ops are others. None: they are the same.
+
+    Without a plan, all blocks are looked at.
+    """
+    actions = plan.actions if plan is not None else ()
+    planned = {action.block for action in actions if action.name == "reschedule" and action.block}  # type: ignore[attr-defined]
+    if plan is None:
+        planned = {block.name for block in trace.blocks}
+    kinds = {(kind_of(b), b.wanted) for b in trace.blocks if b.name in planned}
+    alike = [b for b in trace.blocks if (kind_of(b), b.wanted) in kinds and b.name in given and not b.apart]
+    captured: dict[object, Names | str] = {}
+    blocks = list(trace.blocks)
+    for block in (b for b in alike if not is_recurrent(trace, b)):
+        key = kind_of(block), block.wanted
+        if key not in captured:
+            captured[key] = _names(block, model.get_submodule(block.module), given[block.name], precision)
+        blocks[block.id] = _corrected(trace, block, captured[key])
+    return None if blocks == list(trace.blocks) else replace(trace, blocks=tuple(blocks))
+
+
+def _corrected(trace: Trace, block: Block, names: Names | str) -> Block:
+    if isinstance(names, str):
+        return replace(block, apart=names)
+    if names == tuple(op.site.op for op in region(trace, block)[0]):
+        return block
+    beside = made_outside(trace, block, names)
+    if beside is None:
+        return replace(block, apart="run by itself it takes other ops than in the step")
+    return replace(block, beside=(*block.beside, *beside))
+
+
+def _names(block: Block, module: torch.nn.Module, given: Given, precision: torch.dtype | None) -> Names | str:
+    """The ops of a block by name; or why they cannot be had."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((leaf.device for leaf in given.leaves if isinstance(leaf, Like)), None)
+    with mode:
+        args, kwargs = given.make()
+        state = {name: _stand_in(t, device, precision) for name, t in tensors_of(module)}
+    try:
+        with ExitStack() as stack:
+            for kind, enabled, dtype in given.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            graph = capture(module, module.forward, args, kwargs, wanted=block.wanted, state=state)
+    except HoldallError as error:
+        return error.fact
+    return tuple(graph.names())
+
+
+def _stand_in(t: torch.Tensor, device: torch.device | None, precision: torch.dtype | None) -> torch.Tensor:
+    narrow = precision is not None and isinstance(t, torch.nn.Parameter) and t.dtype == torch.float32
+    like = Like.of(t)._replace(device=device or t.device, dtype=precision if narrow and precision is not None else t.dtype)
+    return like.make()

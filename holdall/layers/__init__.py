@@ -1,0 +1,1 @@
+"""Layers that save memory by what they compute."""

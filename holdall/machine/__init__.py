@@ -1,0 +1,1 @@
+"""Measuring a machine, and naming machines that are not there."""

@@ -1,0 +1,392 @@
+"""Measure this machine: how fast it computes, how fast bytes move in it, how much it holds.
+
+A datasheet knows peaks; a plan needs what this machine reaches, with this PyTorch and its threads, at the sizes of models.
+Each figure comes from timing the op itself; the rates of the farther memory are those of the store that will do the copying.
+The probe takes a few seconds, allocates little, leaves the global random state alone, and remembers its answer, also on disk:
+`probed` asks there first.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdall.caching import key_of, open_cache
+from holdall.errors import HoldallError, Unsupported, unknown_name
+from holdall.machine.host_rates import host_rates
+from holdall.runtime.budget.meter import device_context
+from holdall.tiers import Store
+from holdall.types import Hardware, Progress, Rate, Tier, _json
+from holdall.types.plan import silent
+from holdall.units import KiB, MiB
+
+_MATMUL = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}  # n of n x n by n x n
+_ATTENTION = {"cpu": (64, 256, 512), "cuda": (256, 1024, 4096)}  # tokens
+_MEMORY = {  # bytes of one operand
+    "cpu": (16 * KiB, 256 * KiB, 4 * MiB, 24 * MiB, 64 * MiB),
+    "cuda": (256 * KiB, 4 * MiB, 64 * MiB, 256 * MiB),
+}
+_COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
+Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, the call that does them)
+_UPDATE_BYTES = 28  # that Adam reads and writes per parameter
+_FRESH = 7 * 86400  # seconds for which a measurement is taken to be true
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def probe(device: str = "auto", *, quick: bool = False, progress: Progress = silent) -> Hardware:
+    """This machine as a `Hardware`, measured once per process. `quick`: shorter, noisier timings."""
+    return _measure(_Request(_resolve(device), quick, torch.get_num_threads(), progress))
+
+
+def probed(device: str = "auto", *, progress: Progress = silent) -> Hardware:
+    """This machine as it was measured in the last days, by whichever process; else as it is measured now, quickly."""
+    kept = open_cache().get("probe", _place(_resolve(device)))
+    try:
+        if kept is not None and 0 <= time.time() - kept["when"] < _FRESH:
+            found: Hardware = _json.unpack(Hardware, kept["hardware"], "the cache")
+            return found
+    except (HoldallError, KeyError, TypeError):
+        pass
+    return probe(device, quick=True, progress=progress)
+
+
+def _place(device: str) -> str:
+    """Where the answer for a device is kept: by the device and by what of the host has a part in it."""
+    where = torch.device(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    host = _processor(), cores, torch.get_num_threads(), host_memory()
+    return key_of("probe", where.type, _name(where), _capacity(where), host, torch.__version__, torch.version.cuda)
+
+
+def _processor() -> str:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
+
+
+def host_memory(*, root: Path = Path("/")) -> int:
+    """Bytes of RAM this process may use: the machine's, or less where a control group says so."""
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What an answer depends on; it is remembered by this."""
+
+    device: str
+    quick: bool
+    threads: int
+    progress: Progress = field(compare=False)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Times calls on one device."""
+
+    device: torch.device
+    budget: float  # seconds to spend on one figure
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The time of one call in the best of several batches: what disturbs a machine only ever adds to it."""
+        self._batch(call, 1)  # libraries start, kernels are chosen
+        best = self._batch(call, 1)
+        begun = time.perf_counter()
+        while (left := begun + self.budget - time.perf_counter()) > best:
+            size = round(min(left, self.budget / 12) / best)  # long enough for the clock and for a device's queue
+            best = min(best, self._batch(call, max(1, size)))
+        return best
+
+    def _batch(self, call: Callable[[], object], size: int) -> float:
+        self.synchronize()
+        begun = time.perf_counter()
+        for _ in range(size):
+            call()
+        self.synchronize()
+        return (time.perf_counter() - begun) / size
+
+
+@cache
+def _measure(request: _Request) -> Hardware:
+    clock = _Clock(torch.device(request.device), 0.04 if request.quick else 0.14)
+    kind = clock.device.type
+    workloads = _workloads(clock.device)
+    total = len(workloads) + 2
+    table: list[Rate] = []
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        request.progress("measuring the start of an op", 0, total, "")
+        overhead = _overhead(clock)
+        for done, (family, dtype, tries) in enumerate(workloads, 1):
+            request.progress(f"measuring {family} {dtype}".rstrip(), done, total, "")
+            table += _climb(family, dtype, tries, clock, overhead)
+        request.progress("measuring copies", total - 1, total, "")
+        store = _store(clock.device)
+        try:
+            far, duplex = _measure_store(store, clock)
+        finally:
+            store.close()
+    resident = context = 0
+    host = host_rates(clock.device)
+    if kind == "cuda":
+        resident = _resident(clock.device)
+        torch.cuda.empty_cache()
+        context = device_context(clock.device)
+    request.progress("measured", total, total, "")
+    large = max(p.work for p in table if p.family == "memory")
+    bandwidth = (
+        next(p.rate for p in table if p.family == "memory" and p.work == large)
+        if kind == "cuda"
+        else max(p.rate for p in table if p.family == "memory" and p.work >= MiB)
+    )
+    home = Tier(name="gpu" if kind == "cuda" else "cpu", capacity=_capacity(clock.device), read=bandwidth, write=bandwidth)
+    measured = Hardware(
+        name=_name(clock.device),
+        device=kind,
+        tiers=(home, far),
+        flops={d: max(p.rate for p in table if (p.family, p.dtype) == ("matmul", d)) for d in _dtypes_of(table)},
+        bandwidth=bandwidth,
+        overhead=overhead,
+        duplex=duplex,
+        overlap=kind == "cuda",
+        efficiency=1.0,  # the figures above were reached, not promised
+        table=tuple(table),
+        updates=host.updates or bandwidth / _UPDATE_BYTES,
+        updates_beside=host.updates_beside,
+        read_beside=host.read_beside,
+        context=context,
+        resident=resident,
+        source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
+        about={"threads": request.threads, "python": platform.python_version(), "notes": list(store.notes)},
+    )
+    open_cache().put("probe", _place(request.device), {"when": time.time(), "hardware": _json.pack(measured)})
+    return measured
+
+
+def _resident(device: torch.device) -> int:
+    """Bytes that products leave allocated for good: one workspace for the thread of the forward, one for the backward's."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        return 0
+    clear()
+    before = torch.cuda.memory_allocated(device)
+    with torch.enable_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+            torch.nn.functional.linear(x, x, x[0]).sum().backward()
+            del x
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+def _resolve(device: str) -> str:
+    kind = device.split(":", maxsplit=1)[0]
+    if device == "auto":
+        kind = device = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind not in ("cpu", "cuda"):
+        raise unknown_name("device", device, ("auto", "cpu", "cuda"))
+    if kind == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise Unsupported("`device` is cuda, but PyTorch sees no CUDA device", hint="use device='cpu', or a described machine")
+    index = torch.device(device).index
+    return f"cuda:{torch.cuda.current_device() if index is None else index}"
+
+
+# arithmetic and bytes
+
+
+def _workloads(device: torch.device) -> list[tuple[str, str, Iterator[Workload]]]:
+    """(family, dtype, calls of growing work), made as they are asked for."""
+    dtypes = [d for d in _DTYPES if device.type == "cpu" or d != torch.bfloat16 or torch.cuda.is_bf16_supported()]
+    found = [("matmul", _name_of(d), _products(device, d)) for d in dtypes]
+    attended = dtypes[:1] if device.type == "cpu" else dtypes
+    found += [("attention", _name_of(d), _attentions(device, d)) for d in attended]
+    found += [("conv", "float32", _convolutions(device)), ("memory", "", _additions(device))]
+    return found
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
+    for n in _MATMUL[device.type]:
+        if 3 * n * n * dtype.itemsize < _room(device):
+            yield 2.0 * n**3, partial(torch.matmul, _random(device, dtype, n, n), _random(device, dtype, n, n))
+
+
+def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
+    batch, heads, width = (1, 4, 64) if device.type == "cpu" else (4, 16, 128)
+    for tokens in _ATTENTION[device.type]:
+        q, k, v = (_random(device, dtype, batch, heads, tokens, width) for _ in range(3))
+        yield 4.0 * batch * heads * tokens**2 * width, partial(F.scaled_dot_product_attention, q, k, v)
+
+
+def _convolutions(device: torch.device) -> Iterator[Workload]:
+    batch, width = (2, 64) if device.type == "cpu" else (32, 256)
+    weight = _random(device, torch.float32, width, width, 3, 3)
+    for side in (8, 32):
+        x = _random(device, torch.float32, batch, width, side, side)
+        yield 2.0 * batch * side**2 * width**2 * 9, partial(F.conv2d, x, weight, padding=1)
+
+
+def _additions(device: torch.device) -> Iterator[Workload]:
+    """Each with a new result, as training has it: the cost of fresh pages belongs to it."""
+    for nbytes in _MEMORY[device.type]:
+        if 3 * nbytes < _room(device):
+            x = torch.full((nbytes // 4,), 0.5, device=device, dtype=torch.float32)
+            yield 3.0 * nbytes, partial(torch.add, x, x.clone())
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Not constant, because a GPU computes faster on constants; not from the user's generator."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    return torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def _climb(family: str, dtype: str, tries: Iterator[Workload], clock: _Clock, overhead: float) -> Iterator[Rate]:
+    """Points of growing work, until the next would take too long."""
+    for work, call in tries:
+        seconds = clock.seconds(call)
+        hidden = clock.device.type == "cuda"  # behind the call before
+        rate = work / (seconds - (0.0 if hidden else min(overhead, seconds / 2)))  # a call's start is charged apart
+        yield Rate(family=family, dtype=dtype, work=work, rate=rate)
+        if seconds > clock.budget / 4:
+            return
+
+
+class _Count(TorchDispatchMode):
+    """Ops that make or change something; views are left out, as traces leave them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += not getattr(func, "is_view", False)
+        return func(*args, **(kwargs or {}))
+
+
+def _overhead(clock: _Clock) -> float:
+    """Seconds to start one op: a training step on almost no data, over its number of ops; autograd and views are in it."""
+    x, w = (torch.full((8, 8), 0.1, device=clock.device, dtype=torch.float32) for _ in range(2))
+    w.requires_grad_()
+
+    def step() -> None:
+        with torch.enable_grad():
+            y = x
+            for _ in range(16):
+                y = y + torch.relu(F.linear(y, w)) * 0.5  # ops that stay on one thread at this size
+            torch.autograd.grad(y.sum(), w)
+
+    with _Count() as count:
+        step()
+    return float(clock.seconds(step) / count.ops)
+
+
+# the farther memory
+
+
+def _store(device: torch.device) -> Store:
+    if device.type == "cuda":
+        from holdall.tiers.cpu import Cpu
+
+        return Cpu(device=device)
+    from holdall.tiers.far import Far
+
+    return Far()
+
+
+def _measure_store(store: Store, clock: _Clock) -> tuple[Tier, float]:
+    """The store's rates each way, and what is left of them when both ways are busy."""
+    nbytes = min(_COPY[clock.device.type], _room(clock.device))
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=clock.device).untyped_storage()
+    little = torch.zeros(1 * KiB, dtype=torch.uint8, device=clock.device).untyped_storage()
+    kept = store.put(source)
+
+    def put(what: torch.UntypedStorage = source) -> None:
+        ticket = store.put(what)
+        store.wait(ticket)
+        store.free(ticket)
+
+    def get() -> None:
+        store.get(kept, clock.device)
+        store.wait_in(kept)
+
+    def both() -> None:
+        ticket = store.put(source)
+        store.get(kept, clock.device)
+        store.wait(ticket)
+        store.wait_in(kept)
+        store.free(ticket)
+
+    latency = clock.seconds(lambda: put(little))
+    write = nbytes / (clock.seconds(put) - latency)
+    read = nbytes / (clock.seconds(get) - latency)
+    tier = Tier(name=store.name, capacity=host_memory(), read=read, write=write, latency=latency)
+    if clock.device.type != "cuda":
+        return tier, 1.0  # one processor copies both ways, in turn
+    return tier, min(1.0, nbytes / clock.seconds(both) / min(read, write))
+
+
+# the machine
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _capacity(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_memory()
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that a measurement may take: an eighth of what is free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 8
+    return min(host_memory(), int(psutil.virtual_memory().available)) // 8
+
+
+def _dtypes_of(table: list[Rate]) -> list[str]:
+    return sorted({p.dtype for p in table if p.family == "matmul"})
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """Limits of this process's control groups and of all above them, of both versions of the interface."""
+    mounted = root / "sys" / "fs" / "cgroup"
+    try:
+        lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = ["0::/", "1:memory:/"]  # the files at the top still count
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            places = [(mounted, "memory.max"), (mounted / "unified", "memory.max")]
+        elif "memory" in controllers.split(","):
+            places = [(mounted / "memory", "memory.limit_in_bytes")]
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not visible; the folders above it then are.
+        group = PurePosixPath(os.path.normpath(path.lstrip("/") or "."))
+        for folder in (group, *group.parents):
+            for mount, file in places:
+                with suppress(OSError, ValueError):  # not there, or "max"
+                    yield int((mount / folder / file).read_text(encoding="utf-8"))

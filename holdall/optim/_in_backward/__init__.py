@@ -1,0 +1,1 @@
+"""Updates made while backward goes on."""

@@ -1,0 +1,348 @@
+"""Auto: the best mix of everything under the budget: activations kept, recomputed or offloaded per block, weights resident or
+streamed, states and updates on the device, on the host, or passing through.
+
+For a placement of the model states (`placements.py`, ProTrain's question of how much is persistent) a dynamic program over the
+chain of blocks (pofo's shape) says what to do with the activations in the memory that is left; placements from the roomiest
+that fits downwards are compared. Whatever is chosen has been simulated whole, and a plan that is slower than a simple fallback
+that fits is not returned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+from holdall.actions.place import Place
+from holdall.errors import Infeasible, Unsupported
+from holdall.planners.auto.placements import NEVER, Guesses, Placements, Spread
+from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
+from holdall.planning.finish import finish, over_budget
+from holdall.planning.updates_in_backward import plan_with_updates
+from holdall.simulator import simulate
+from holdall.types import Action, Outcome, Phase, Plan, Problem
+from holdall.units import format_bytes, format_seconds
+
+_SHOWS = 0.88  # of the time without passing units; with them, clipped steps took up to 14 % longer than was said on an H200
+_ROOM = (0.97, 0.94)  # of the memory, where a plan that takes all of it keeps the allocator busy
+_BUSY = 0.005  # of a step, for the allocator, that is worth looking further
+_SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
+_TRIED_TWICE = 5  # candidates that are simulated without clipping too
+_LEAST = ("recompute + offload", "recompute")  # for activations that take the least; what likely takes less comes first
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Numbers of units that can be updated on the device."""
+
+    fewest: int
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    through: bool | None = None  # units may be updated on their way through the device; None: where that is said to show
+    ahead: bool = True  # updates on the host may begin before it is known whether gradients are clipped
+
+    name: ClassVar[str] = "auto"
+    paper: ClassVar[str] = "ours; after pofo (NeurIPS 2021), ProTrain (arXiv 2406.08334) and Chen et al. (arXiv 1604.06174)"
+    weighs_budget: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem) -> Plan:
+        began = time.perf_counter()
+        search = _Search(problem, through=self.through, ahead=self.ahead)
+        plain = search.require("keep everything", ())
+        less = usable(problem)
+        if not over_budget(less, plain.outcome):
+            return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
+        other = self._with_updates_in_backward(problem)
+        search.run(less)
+        if search.fastest(less) is not None:
+            best = search.leave_room(less, search.fastest_either_way(less))
+            why = [*_why(problem, plain, best, search.found), *_why_cramped(search.allocated(best)), *search.why_dropped()]
+            made = finish(self, problem, best.actions, why=why, began=began)
+            return made if other is None or made.predicted.seconds <= other.predicted.seconds else other
+        if other is not None:
+            return other
+        search.segments(search.tightest())
+        least = min(search.found, key=lambda c: _lacking(problem, c))
+        why = [*_why(problem, plain, least, search.found), *search.why_dropped()]
+        return finish(self, problem, least.actions, why=why, began=began)
+
+    def _with_updates_in_backward(self, problem: Problem) -> Plan | None:
+        """The best mix of activations where gradients are used up as they come: by consent, since nothing else sees them."""
+        is_asked = "in_backward" in problem.allow and not problem.clips and problem.accumulate == 1
+        copies = problem.trace.about.get("precision") is not None  # whose updates `place` makes in backward
+        if not is_asked or copies or not any(op.site.phase is Phase.STEP for op in problem.trace.ops):
+            return None
+        try:
+            made = plan_with_updates(self, replace(problem, allow=problem.allow - {"in_backward", "place"}))
+        except (Infeasible, Unsupported):
+            return None
+        return None if over_budget(problem, made.predicted) else made
+
+
+class _Search(Search):
+    """Placements of model states, and what activations do around each."""
+
+    def __init__(self, problem: Problem, *, through: bool | None, ahead: bool) -> None:
+        super().__init__(problem)
+        self.through = through
+        self.placements = Placements(problem)
+        is_narrow = problem.trace.about.get("precision") is not None
+        self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
+        self._sizes = {u.name: u.numel for u in problem.trace.units}
+        self._guesses = Guesses()
+        self._not_clipped: dict[tuple[Action, ...], float] = {}
+        self._ahead_at_most, self._ahead_below = 0, math.inf  # parameters updated on the host
+
+    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate | None:
+        return super().attempt(label, self._ahead(tuple(actions)))
+
+    def _ahead(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
+        place = next((a for a in actions if isinstance(a, Place)), None)
+        if not self._may_be_ahead or place is None or not self._has_room_ahead(place):
+            return actions
+        tried = tuple(replace(a, ahead=True) if a is place else a for a in actions)
+        return actions if self._passes_host(tried) else tried
+
+    def _has_room_ahead(self, place: Place) -> bool:
+        """Whether it has, if no activation leaves for it."""
+        count = sum(self._sizes[unit] for unit, _, update in place.units if update == "host")
+        if self._ahead_at_most < count < self._ahead_below:
+            if self._passes_host((*self.uniform("recompute"), replace(place, ahead=True))):
+                self._ahead_below = count
+            else:
+                self._ahead_at_most = count
+        return count <= self._ahead_at_most
+
+    def _passes_host(self, actions: tuple[Action, ...]) -> bool:
+        outcome = self.outcome(actions)
+        return outcome is None or bool(over_budget(self.problem, outcome).keys() - {self.problem.home})
+
+    def run(self, problem: Problem) -> None:
+        """Add the best for this budget, and what anyone would try by hand, to what was found."""
+        self.mixes(problem, (), "activations alone")
+        if self.placements.is_possible:
+            for spread in self._spreads(problem):
+                place = self.placements.at(spread)
+                self.mixes(problem, (place,), _describe(spread, len(self.placements.movable)))
+            if self.fastest(problem) is None and self.placements.streamable:
+                spread = self._least_of_all()
+                self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
+        for around in self.best_placements(problem):
+            self.hide(problem, around)
+
+    def _spreads(self, problem: Problem) -> list[Spread]:
+        """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
+        memory, the most on the device and then less and less; and the fewest streamed that fit at all."""
+        can = len(self.placements.streamable)
+        levels = []
+        for streamed in sorted({0, can // 2, can}):
+            counts = self._on_device(problem, streamed)
+            if counts is not None:
+                seconds = self._least_seconds(problem, Spread(counts.most, streamed, through=False))
+                levels.append((seconds, streamed, counts.most, counts.fewest))
+        if not levels:
+            full = self._most_on_device(problem, can)  # where it is the host that lacks memory, this lacks the least
+            return [Spread(n, can, through=False) for n in dict.fromkeys((full or 0, 0))]
+        seconds, streamed, most, fewest = min(levels)
+        found = _fewer(most, streamed, fewest=fewest)
+        how = self._how_to_pass(problem, found)
+        if how is not None:
+            found = [*(replace(spread, through=True, spills=how.spills) for spread in found), *found]
+        close = [level for level in levels if level[1] != streamed and level[0] < CLOSE * seconds]
+        found += [spread for _, other, count, least in close for spread in _fewer(count, other, _SHARES[:3], fewest=least)]
+        resident = Spread(levels[0][2], levels[0][1], through=False)
+        if resident.streamed != streamed:
+            found += [resident] if resident not in found else []
+            how = self._how_to_pass_resident(problem, resident, seconds)
+            if how is not None:
+                counts_of = _fewer(resident.device, 0, fewest=levels[0][3])
+                passing = (replace(spread, through=True, spills=how.spills) for spread in counts_of)
+                found = [*passing, *found]
+        return found
+
+    def _how_to_pass_resident(self, problem: Problem, fewest: Spread, seconds: float) -> Spread | None:
+        """How units pass through the device that could not if their weights came and went too, if a step is so much shorter.
+        That is where an optimizer is slow on the host."""
+        if fewest.streamed or self.through is False or not (self.through or problem.hardware.updates_beside):
+            return None
+        below = (1.0 if self.through else _SHOWS) * seconds
+        found, how = self._fastest_passing(problem, [fewest], below=below)
+        return how if found < below else None
+
+    def _how_to_pass(self, problem: Problem, spreads: Sequence[Spread]) -> Spread | None:
+        """How units pass through the device, if they may: as asked for, or if steps are so much shorter that it will show."""
+        if self.through is False or not (self.through or problem.hardware.updates_beside):
+            return None
+        if self.through:
+            return self._fastest_passing(problem, spreads)[1] or replace(spreads[0], through=True)
+        without = math.inf
+        for spread in spreads:
+            without = min(without, self._least_seconds(problem, spread, below=without))
+        return self._fastest_passing(problem, spreads, below=_SHOWS * without)[1]
+
+    def _fastest_passing(
+        self, problem: Problem, spreads: Sequence[Spread], *, below: float = math.inf
+    ) -> tuple[float, Spread | None]:
+        """(seconds, how), with activations in the least memory, if that takes less than `below`."""
+        seconds, how = below, None
+        for passing in (passing for spread in spreads for passing in self.placements.passing(spread)):
+            found = self._least_seconds(problem, passing, below=seconds)
+            if found < seconds:
+                seconds, how = found, passing
+        return seconds, how
+
+    def leave_room(self, problem: Problem, best: Candidate) -> Candidate:
+        """Of the best plan, and the best ones in less memory, the fastest when what the allocator does is counted: where free
+        memory is in the wrong places, it moves pages, and a step may take less time in less memory."""
+        found = [best]
+        for share in _ROOM:
+            if not self._is_tight(found[-1]):
+                break
+            less = replace(problem, budget={**problem.budget, problem.home: int(share * problem.limit(problem.home))})
+            self.run(less)
+            if self.fastest(less) is None:
+                break
+            found.append(self.fastest_either_way(less))
+            before = self.allocated(found[-2])
+            if not before.cramped and found[-1].outcome.seconds >= before.seconds:  # still less memory takes still longer
+                break
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda c: (self.allocated(c).cramped, self._seconds_either_way(c, self.allocated(c))))
+
+    def fastest_either_way(self, problem: Problem) -> Candidate:
+        """Of those that take about as long as the fastest where steps are clipped, the fastest if that is not known."""
+        found = self.fitting(problem)
+        close = [c for c in found[:_TRIED_TWICE] if c.outcome.seconds <= CLOSE * found[0].outcome.seconds]
+        return min(close, key=lambda c: self._seconds_either_way(c, c.outcome))
+
+    def _seconds_either_way(self, candidate: Candidate, clipped: Outcome) -> float:
+        """Of a step that is clipped or not: nobody knows which it will be."""
+        if not any(isinstance(a, Place) and a.ahead for a in candidate.actions):
+            return clipped.seconds
+        if candidate.actions not in self._not_clipped:
+            self._not_clipped[candidate.actions] = simulate(replace(self.problem, clipped=False), candidate.actions).seconds
+        return (clipped.seconds + self._not_clipped[candidate.actions] + clipped.churn) / 2
+
+    def _is_tight(self, candidate: Candidate) -> bool:
+        outcome = self.allocated(candidate)
+        return outcome.cramped or outcome.churn > _BUSY * outcome.seconds
+
+    def _on_device(self, problem: Problem, streamed: int) -> _Counts | None:
+        """How many units can be updated on the device if activations take the least: more do not fit the device, fewer not
+        the host. None: no number fits both."""
+        for labels in (_LEAST, _LEAST[1:]):  # what is offloaded takes room on the host
+            most = self._most_on_device(problem, streamed, labels)
+            if most is not None and self._fits_least(problem, Spread(most, streamed, through=False), labels):
+                break
+        else:
+            return None
+        low, high = 0, most
+        if self._fits_least(problem, Spread(0, streamed, through=False)):
+            high = 0
+        while low < high:
+            middle = (low + high) // 2
+            fits = self._fits_least(problem, Spread(middle, streamed, through=False))
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return _Counts(fewest=high, most=most)
+
+    def _most_on_device(self, problem: Problem, streamed: int, labels: Sequence[str] = _LEAST) -> int | None:
+        """How many units the device can hold, whatever that leaves to the host; None: not even none of them."""
+        most = len(self.placements.movable) - (0 if self.placements.castable else streamed)
+
+        def excess(label: str, count: int) -> int:
+            outcome = self._least_of(self.placements.at(Spread(count, streamed, through=False)), label)
+            return outcome.peak[problem.home] - problem.limit(problem.home) if outcome is not None else NEVER
+
+        found: int | None = None
+        for label in labels:  # the first is likely the one with which most units fit
+            more = self._guesses.most_that_fit(partial(excess, label), self.placements.sizes[: most + 1], found or 0)
+            found = more if more is not None else found
+        return found
+
+    def _fits_least(self, problem: Problem, spread: Spread, labels: Sequence[str] = _LEAST) -> bool:
+        return any(not over_budget(problem, outcome) for outcome in self._least(spread, labels))
+
+    def _least_seconds(self, problem: Problem, spread: Spread, *, below: float = math.inf) -> float:
+        """With activations in the least memory; infinite where there is no room for it, or where it takes `below` or more."""
+        place, least = self.placements.at(spread), math.inf
+        for label in _LEAST:
+            if self.bounds.step(place, self.uniform_extra(label)) >= min(least, below):
+                continue
+            outcome = self._least_of(place, label)
+            if outcome is not None and not over_budget(problem, outcome):
+                least = min(least, outcome.seconds)
+        return least if least < below else math.inf
+
+    def _least(self, spread: Spread, labels: Sequence[str] = _LEAST) -> Iterator[Outcome]:
+        """What a placement gives where activations take as little as blocks can."""
+        place = self.placements.at(spread)
+        found = (self._least_of(place, label) for label in labels)
+        yield from (outcome for outcome in found if outcome is not None)
+
+    def _least_of(self, place: Place, label: str) -> Outcome | None:
+        return self.outcome(self._ahead((*self.uniform(label), place)))
+
+    def _least_of_all(self) -> Spread:
+        """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""
+        return Spread(0, len(self.placements.streamable), through=False, overlap=False)
+
+    def tightest(self) -> list[tuple[Action, ...]]:
+        """Placements that take the least of the device."""
+        if not self.placements.is_possible:
+            return [()]
+        spreads = [self._least_of_all(), Spread(0, 0, through=False)]
+        return [(self.placements.at(spread),) for spread in spreads]
+
+
+def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int = 0) -> list[Spread]:
+    """So many units on the device, and fewer."""
+    counts = dict.fromkeys(max(fewest, round(most * share)) for share in shares)
+    return [Spread(n, streamed, through=False) for n in counts]
+
+
+def _lacking(problem: Problem, candidate: Candidate) -> tuple[int, int]:
+    """Bytes that a plan which does not fit would need besides, and its peak on the device."""
+    return sum(over_budget(problem, candidate.outcome).values()), candidate.outcome.peak[problem.home]
+
+
+def _describe(spread: Spread, count: int) -> str:
+    text = f"{spread.device} of {count} units updated on the device"
+    text += f", {spread.streamed} streamed" if spread.streamed else ""
+    text += ", updates beside the next forward" if spread.spills else ""
+    text += "" if spread.overlap else ", copies waited for"
+    return text if spread.through else f"{text}, none passing through"
+
+
+def _why(problem: Problem, plain: Candidate, best: Candidate, found: list[Candidate]) -> list[str]:
+    budget = problem.limit(problem.home)
+    extra = best.outcome.seconds - plain.outcome.seconds
+    reasons = [
+        f"keeping everything needs {format_bytes(plain.outcome.peak[problem.home])}, over the budget of {format_bytes(budget)}",
+        f"{best.label} needs {format_bytes(best.outcome.peak[problem.home])} and adds {format_seconds(max(extra, 0.0))} a step",
+    ]
+    others = [c for c in found if c is not best and c is not plain]
+    for other in sorted(others, key=lambda c: c.outcome.seconds)[:8]:
+        fits = not over_budget(problem, other.outcome)
+        slower = other.outcome.seconds - best.outcome.seconds
+        verdict = f"would take {format_seconds(slower)} more" if slower >= 0 else "leaves the allocator too little room"
+        verdict = verdict if fits else "does not fit"
+        reasons.append(f"{other.label} ({format_bytes(other.outcome.peak[problem.home])}) {verdict}")
+    return list(dict.fromkeys(reasons))
+
+
+def _why_cramped(outcome: Outcome) -> list[str]:
+    if outcome.cramped:
+        return ["the allocator may not find room in one piece, though the bytes are there: a step may have to be made again"]
+    if outcome.churn > 0:
+        return [
+            f"{format_seconds(outcome.churn)} of a step are the allocator's, which moves pages; less memory would cost more"
+        ]
+    return []

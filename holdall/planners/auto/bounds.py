@@ -1,0 +1,78 @@
+"""Seconds that a step takes at least, known before it is simulated: what a search need not look at.
+
+Three things work beside each other, and a step is over when the last of them is: the device computes, the host updates, the
+link carries. Each has its work whatever the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdall.actions.place import Place
+from holdall.cost.link import IN, OUT, link_rate
+from holdall.cost.updates import host_seconds
+from holdall.planning.menus import Choice
+from holdall.types import Phase, Problem
+
+_SAFE = 0.999  # of every bound, since sums of floats depend on their order
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What is done with activations besides: seconds of the device, bytes that leave it, bytes that come back."""
+
+    seconds: float = 0.0
+    out: int = 0
+    back: int = 0
+
+    @staticmethod
+    def of(choices: Iterable[Choice]) -> Extra:
+        found = list(choices)
+        return Extra(sum(c.seconds for c in found), sum(c.out for c in found), sum(c.back for c in found))
+
+
+class Bounds:
+    """For placements of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[Place, tuple[float, int, int]] = {}
+        self._units = {u.name: u for u in problem.trace.units}
+
+    def step(self, place: Place | None, extra: Extra) -> float:
+        """Of a step with this placement, in which so much more is done than in plain training."""
+        compute, far = self._compute + extra.seconds, self._problem.hardware.far
+        if far is None or not self._problem.hardware.overlap:
+            return _SAFE * compute
+        host, into, out = self._elsewhere(place) if place is not None else (0.0, 0, 0)
+        link = max((into + extra.back) / link_rate(far, IN), (out + extra.out) / link_rate(far, OUT))
+        return _SAFE * max(compute, host, link)
+
+    @cached_property
+    def _compute(self) -> float:
+        """Forward and backward; updates may be made elsewhere."""
+        return sum(op.seconds for op in self._problem.trace.ops if op.site.phase is not Phase.STEP)
+
+    def _elsewhere(self, place: Place) -> tuple[float, int, int]:
+        """What a placement lets others do: seconds of the host, bytes to the device, bytes from it."""
+        if place not in self._known:
+            host, into, out = 0.0, 0, 0
+            for name, weights, update in place.units:
+                unit = self._units[name]
+                if update == "device" or not unit.numel or not unit.grads:
+                    continue
+                grads, states = self._bytes(unit.grads), self._bytes(unit.states)
+                out += grads
+                if update == "host":
+                    host += host_seconds(unit, self._problem.trace, self._problem.hardware)
+                    into += 2 * self._bytes(unit.weights) if weights == "streamed" else grads
+                else:
+                    into += states + grads
+                    out += states
+            self._known[place] = host, into, out
+        return self._known[place]
+
+    def _bytes(self, tensors: tuple[int, ...]) -> int:
+        return sum(self._problem.trace.tensors[x].nbytes for x in tensors)

@@ -1,0 +1,107 @@
+"""Offloading that a whole pass hides: early blocks of a chain leave during the forward of all that follow.
+
+Their memory is wanted when the last block has run, and again when their own backward comes, which is late. So a copy that takes
+as long as several blocks costs nothing, as long as the link is free for it; and what is offloaded need not be recomputed. What
+leaves is all that a block holds, or what a program keeps that makes the cheapest of it again: then more blocks can leave.
+
+The very first blocks stay: while they run, the thread that launches kernels gets the lead that it spends on starting copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from holdall.actions.offload import Offload
+from holdall.planning.menus import Choice, Item, Menus, actions_for, kind_of
+from holdall.types import Action, Problem
+
+HIDDEN = "offload, hidden"
+_PROGRAM = "program:"
+_LEAD = 3  # blocks that stay, of a chain of at least four times as many; an embedding is one
+_SLACK = 1.15  # of a copy's time: steps may turn out shorter than predicted, and copies not
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A block that leaves: what is done about it, and what that gives."""
+
+    block: str
+    actions: tuple[Action, ...]
+    choice: Choice
+
+
+def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item], price: float = 0.0) -> Iterator[list[Leaving]]:
+    """As many of the early blocks, in their order, as the link can carry out during one forward and back during one backward:
+    whole, and by the program that is worth the most where a byte costs `price` seconds otherwise."""
+    far = problem.hardware.far
+    if far is None or not problem.hardware.overlap or "offload" not in problem.allow:
+        return
+    whole = _leaving(problem, menus, items, [_way(menus, item, None) for item in items])
+    most = max((sum(c.label.startswith(_PROGRAM) for c in item.choices) for item in items), default=0)
+    by_programs = [_leaving(problem, menus, items, [_way(menus, item, n) for item in items]) for n in range(most)]
+    best = max(by_programs, key=lambda some: sum(one.choice.freed * price - one.choice.seconds for one in some), default=[])
+    yield from (found for found in (whole, best) if found)
+
+
+def price_of(answer: tuple[float, Sequence[Choice]] | None) -> float:
+    """Seconds that a byte costs on average in what the dynamic program found; 0: nothing is known."""
+    freed = sum(c.freed for c in answer[1]) if answer is not None else 0
+    return answer[0] / freed if answer is not None and freed > 0 else 0.0
+
+
+def with_hidden(items: Sequence[Item], leaving: Sequence[Leaving]) -> list[Item]:
+    """The chain in which these blocks have no other choice."""
+    settled = {one.block: one.choice for one in leaving}
+    return [replace(i, choices=(settled[i.block.name],)) if i.block.name in settled else i for i in items]
+
+
+def _way(menus: Menus, item: Item, program: int | None) -> tuple[str, Choice] | None:
+    """How a block is run that leaves, and what it then gives; None: it cannot leave so. `out` of it are the bytes that move."""
+    kept = item.choices[0]
+    whole = next((c for c in menus.found.get(kind_of(item.block), ()) if c.label == "offload"), None)
+    if whole is None or not whole.out:
+        return None
+    choice = replace(kept, label=HIDDEN, freed=whole.freed, backward=max(kept.backward, whole.backward), out=whole.out)
+    if program is None:
+        return "keep", choice
+    programs = [c for c in item.choices if c.label.startswith(_PROGRAM) and c.freed < whole.out]
+    if program >= len(programs):
+        return None
+    by = programs[program]
+    return by.label, replace(choice, seconds=by.seconds, forward=by.forward, out=whole.out - by.freed)
+
+
+def _leaving(problem: Problem, menus: Menus, items: Sequence[Item], ways: Sequence[tuple[str, Choice] | None]) -> list[Leaving]:
+    far = problem.hardware.far
+    assert far is not None
+    blocks = [item.block for item in items]
+    lead = _LEAD if len(blocks) >= 4 * _LEAD else 0
+    ends = list(accumulate(item.forward_seconds for item in items[: len(menus.chain)]))  # what follows has none to wait at
+    starts = list(accumulate((item.backward_seconds for item in reversed(items)), initial=0.0))[-2::-1]
+    gone: dict[int, int] = {}  # position of a block -> of the one at whose end it has left
+    free = 0.0  # when the link is
+    for n, way in enumerate(ways):
+        if way is None or n < lead:
+            continue
+        free = max(free, ends[n]) + _SLACK * (far.latency + way[1].out / far.write)
+        at = next((m for m in range(n + 1, len(ends)) if ends[m] >= free), None)
+        if at is None:
+            break
+        gone[n] = at
+    found: list[Leaving] = []
+    free = float("inf")
+    for n, last in gone.items():  # the first block is needed last
+        label, choice = ways[n] or ("", None)
+        assert choice is not None
+        begins = min(free, starts[n]) - _SLACK * (far.latency + choice.out / far.read)
+        at = min((m for m in range(n + 1, len(starts)) if starts[m] <= begins), default=None)
+        if at is None:
+            break
+        free = begins
+        away = Offload.of(problem.trace, blocks[n], overlap=True)
+        away = replace(away, until=blocks[last].name, fetch=blocks[at].name)
+        settled = replace(choice, out=0)  # hidden: the dynamic program need not count it
+        found.append(Leaving(blocks[n].name, (*actions_for(problem, blocks[n], label), away), settled))
+    return found

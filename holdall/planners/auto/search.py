@@ -1,0 +1,215 @@
+"""The search that `auto` and its kin share: mixes of what can be done with activations around settled actions.
+
+Whatever is tried is simulated whole, once. A dynamic program over the chain of blocks proposes mixes for the memory that is
+left; uniform ones, the same for every block, are tried beside it; and blocks may leave meanwhile (`hidden_offload.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from holdall.actions.place import Place
+from holdall.errors import Unsupported
+from holdall.planners.auto.bounds import Bounds, Extra
+from holdall.planners.auto.hidden_offload import HIDDEN, hidden_offloads, price_of, with_hidden
+from holdall.planning.chain_dp import best_choices
+from holdall.planning.finish import allocator_of, outcome_of, over_budget
+from holdall.planning.menus import Item, Menus, actions_for, kind_of, try_choices
+from holdall.planning.segments import segmented
+from holdall.simulator import Lowering, simulate
+from holdall.simulator.allocators import Expandable
+from holdall.types import Action, Block, Outcome, Problem
+
+_TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
+_REASONS = 4  # for which something was not considered, that are named
+CLOSE = 1.02  # of the time of the best, for what is looked at too
+PLACEMENTS = 3  # that are looked at with blocks leaving meanwhile
+UNIFORM = ("recompute", "recompute + offload", "offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    label: str
+    actions: tuple[Action, ...]
+    outcome: Outcome
+
+
+class Search:
+    """Everything that was tried for one problem; nothing is simulated twice."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.found: list[Candidate] = []
+        self.dropped: dict[str, str] = {}  # what cannot be carried out, and why
+        self._refused: dict[tuple[Action, ...], str] = {}
+        self._known: dict[tuple[Action, ...], Outcome | None] = {}
+        self._allocated: dict[tuple[Action, ...], Outcome] = {}
+        self._made: dict[tuple[str, str], Sequence[Action]] = {}  # by block and choice
+        self._menus: Menus | None = None
+        self._lowering = Lowering(problem)
+        self.bounds = Bounds(problem)
+
+    @property
+    def menus(self) -> Menus:
+        if self._menus is None:
+            self._menus = try_choices(self.problem)
+        return self._menus
+
+    def attempt(self, label: str, actions: Sequence[Action]) -> Candidate | None:
+        """Simulated and added to what was found. None: it cannot be carried out, for a reason in `dropped`."""
+        outcome = self.outcome(tuple(actions))
+        if outcome is None:
+            self.dropped.setdefault(label, self._refused[tuple(actions)])
+            return None
+        made = Candidate(label, tuple(actions), outcome)
+        if made not in self.found:
+            self.found.append(made)
+        return made
+
+    def require(self, label: str, actions: Sequence[Action]) -> Candidate:
+        """The same for what there is no doing without."""
+        made = self.attempt(label, actions)
+        if made is None:
+            raise Unsupported(f"{label}: {self.dropped[label]}", hint="plan for another placement, or with another planner")
+        return made
+
+    def outcome(self, actions: tuple[Action, ...]) -> Outcome | None:
+        """What the step would take; None: these actions cannot be carried out together."""
+        if actions not in self._known:
+            try:
+                self._known[actions] = simulate(self.problem, actions, lowering=self._lowering)
+            except Unsupported as error:
+                self._known[actions] = None
+                self._refused[actions] = error.fact
+        return self._known[actions]
+
+    def why_dropped(self) -> list[str]:
+        """One line for each reason for which something was not considered."""
+        reasons: dict[str, str] = {}
+        for label, reason in self.dropped.items():
+            reasons.setdefault(reason, label)
+        return [f"{label} cannot be carried out: {reason}" for reason, label in reasons.items()][:_REASONS]
+
+    def allocated(self, candidate: Candidate) -> Outcome:
+        """The outcome with what the device's allocator does."""
+        if candidate.actions not in self._allocated:
+            self._allocated[candidate.actions] = outcome_of(self.problem, candidate.actions)
+        return self._allocated[candidate.actions]
+
+    def fitting(self, problem: Problem) -> list[Candidate]:
+        """Of what was found, what is within the budget of `problem`, the fastest first."""
+        fitting = [c for c in self.found if not over_budget(problem, c.outcome)]
+        return sorted(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)))
+
+    def fastest(self, problem: Problem) -> Candidate | None:
+        return next(iter(self.fitting(problem)), None)
+
+    def uniform(self, label: str) -> tuple[Action, ...]:
+        """The same for every block that can."""
+        blocks = [b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))]
+        return tuple(a for b in blocks for a in self._actions(b, label))
+
+    def _actions(self, block: Block, label: str) -> Sequence[Action]:
+        key = block.name, label
+        if key not in self._made:
+            self._made[key] = actions_for(self.problem, block, label)
+        return self._made[key]
+
+    def uniform_extra(self, label: str) -> Extra:
+        """What is done besides where every block that can is treated so."""
+        return Extra.of(c for b in self.menus.chain for c in self.menus.found.get(kind_of(b), ()) if c.label == label)
+
+    def best_placements(self, problem: Problem) -> list[tuple[Place, ...]]:
+        """Those of the fastest that fit: what blocks do meanwhile may turn their order around."""
+        return list(self._by_placement(problem))[:PLACEMENTS]
+
+    def _by_placement(self, problem: Problem) -> dict[tuple[Place, ...], float]:
+        """The least seconds of what fits, by placement; the fastest first."""
+        found: dict[tuple[Place, ...], float] = {}
+        for candidate in self.fitting(problem):
+            found.setdefault(tuple(a for a in candidate.actions if isinstance(a, Place)), candidate.outcome.seconds)
+        return found
+
+    def _is_in_vain(self, problem: Problem, around: Sequence[Action], extra: Extra) -> bool:
+        """Whether such a step is certainly neither near the fastest that was found nor what makes its placement one of the
+        best. Then nothing depends on it."""
+        found = self._by_placement(problem)
+        if not found:
+            return False
+        seconds = list(found.values())
+        places = tuple(a for a in around if isinstance(a, Place))
+        mine = next((t for p, t in found.items() if _alike(p, places)), math.inf)
+        third = seconds[PLACEMENTS - 1] if len(seconds) >= PLACEMENTS else math.inf
+        return self.bounds.step(places[0] if places else None, extra) > max(CLOSE * seconds[0], min(mine, third))
+
+    def mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
+        """The dynamic program's mixes of activations around a placement, and uniform ones."""
+        for without in ("", "offload"):
+            try:
+                items = self.menus.items(self.problem, around, without=without)
+            except Unsupported as error:
+                self.dropped.setdefault(label, error.fact)
+                break
+            self._by_program(problem, items, around, label)
+            if not any("offload" in c.label for i in items for c in i.choices):
+                break
+        for name in UNIFORM:
+            actions = self.uniform(name)
+            if actions and not self._is_in_vain(problem, around, self.uniform_extra(name)):
+                self.attempt(f"{name} all, {label}", (*actions, *around))
+
+    def hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
+        """Mixes in which early blocks leave during the whole forward, as many as the link carries, and fewer."""
+        items = self.menus.items(self.problem, around)
+        price = price_of(best_choices(items, problem.limit(problem.home), problem.hardware))
+        for leaving in hidden_offloads(problem, self.menus, items, price):
+            for count in sorted({len(leaving), 2 * len(leaving) // 3} - {0}, reverse=True):
+                some = leaving[:count]
+                rest = with_hidden(items, some)
+                actions = tuple(a for one in some for a in one.actions)
+                self._by_program(problem, rest, (*actions, *around), f"{count} blocks offloaded meanwhile")
+
+    def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
+        """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
+        budget = problem.limit(problem.home)
+        allowed = budget
+        for n in range(_TRIES):
+            self.problem.progress("searching", n, _TRIES, label)
+            answer = best_choices(items, allowed, problem.hardware)
+            if answer is None:
+                break
+            if self._is_in_vain(problem, around, Extra.of(answer[1])):
+                break  # and less memory takes longer
+            chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
+            actions = [a for block, name in chosen if name != HIDDEN for a in self._actions(block, name)]
+            candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
+            if candidate is None:
+                break
+            excess = candidate.outcome.peak[problem.home] - budget
+            if excess <= 0:
+                break
+            allowed -= excess
+
+    def segments(self, arounds: Iterable[tuple[Action, ...]]) -> None:
+        """Last resorts, for the smallest peak rather than the least time: rows of blocks that are run again together."""
+        if "recompute" not in self.problem.allow:
+            return
+        every = list(arounds)
+        for n, actions in segmented(self.problem):
+            for around in every:
+                # weights that come and go cannot: a segment needs those of all its blocks at once
+                self.attempt(f"segments of {n} blocks", (*actions, *around))
+
+
+def _alike(some: Sequence[Place], others: Sequence[Place]) -> bool:
+    """Whether placements differ at most in whether updates begin early."""
+    return [replace(p, ahead=False) for p in some] == [replace(p, ahead=False) for p in others]
+
+
+def usable(problem: Problem) -> Problem:
+    """The same problem without the memory that the device's allocator cannot use; elsewhere bytes are all that counts."""
+    if allocator_of(problem) is None:
+        return problem
+    return replace(problem, budget={**problem.budget, problem.home: Expandable.usable(problem.limit(problem.home))})

@@ -1,0 +1,326 @@
+"""Pofo: cut the chain of blocks into segments; keep or offload each one's bytes, all of them or only its input.
+
+Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs" (NeurIPS 2021).
+Forward and backward of a stage nest around those of all later stages, so one walk in forward order sees both: backward is a
+second forward in reversed time, in which fetched bytes "leave". The program's state before a stage is therefore
+
+    K    bytes that earlier stages pin in memory, from their forward to their backward
+    D_F  bytes offloaded by earlier stages that have not left yet
+    D_B  bytes of earlier stages that must be back before this stage's backward ends
+
+and a stage that needs more than is free waits until enough of the backlog has left. A state is dropped if another one, having
+waited until its backlog is no larger, would be no later and pin no more.
+
+`solve` knows only numbers. `costs_of_chain` gives it the paper's chain, where the inside of a recomputed segment is any nesting
+of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes, which is less: a segment is replayed
+once and as a whole, an offloaded block has left when the next block's forward is over, and is fetched during the backward of
+the next segment or, where no room is left, when it is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from holdall.actions.offload import Offload, own_inputs
+from holdall.actions.recompute import Recompute
+from holdall.errors import InvalidInput
+from holdall.planners.pofo.program import ROUGH, Costs, Link, Node, Segment, Way, solve
+from holdall.planners.rotor.table import Stage, Table
+from holdall.planning.finish import allocator_of, finish, over_budget
+from holdall.planning.menus import Choice, Item, make_menus
+from holdall.planning.segments import runs
+from holdall.simulator import simulate
+from holdall.types import Action, Block, Outcome, Plan, Problem, Trace
+from holdall.units import format_bytes, format_seconds
+
+_TRIES = 6  # times the program may be asked again with a budget corrected by what the whole simulation said
+_FETCHED = ("recompute + offload", "recompute + offload now")  # labels of menus; without anything to move: plain recompute
+_TOLL = 1e-3  # share of a hidden copy's time that is charged, so that nothing is moved for nothing
+_HALVINGS = 12  # of the interval in which the smallest budget is looked for
+
+
+# the paper's chain
+
+
+def costs_of_chain(chain: Sequence[Stage], budget: int, *, slots: int = 500) -> Costs:
+    """The paper's schedules: the inside of a segment is rotor's table, in slots where the budget is larger."""
+    unit = max(1, -(-budget // slots))
+    table = Table([_in_slots(stage, unit) for stage in chain], budget // unit)
+    after = [*(stage.a for stage in chain[1:]), 0]
+    nodes = []
+    for stage, out in zip(chain, after, strict=True):
+        forward, backward = stage.abar + 2 * out + stage.of, stage.a + stage.abar + out + stage.ob
+        nodes.append(
+            Node(
+                uf=stage.uf,
+                ub=stage.ub,
+                full=(
+                    Way("keep", stage.abar, 0, forward, backward),
+                    Way("offload", 0, stage.abar, forward, backward),
+                ),
+                input=(Way("keep", stage.a), Way("offload", 0, stage.a)),
+                bare=stage.a + out + stage.of,
+                joins=True,
+            )
+        )
+    stairs = {
+        (s, t): [(chain[s].a + m * unit, seconds) for m, seconds in table.stairs(s, t)]
+        for s in range(len(chain))
+        for t in range(s, len(chain))
+    }
+    return Costs(nodes=nodes, inside=lambda s, t: stairs[s, t])
+
+
+def _in_slots(stage: Stage, unit: int) -> Stage:
+    up = {name: -(-getattr(stage, name) // unit) for name in ("a", "abar", "of", "ob")}
+    return replace(stage, **up)
+
+
+# our blocks
+
+
+def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
+    """The blocks of a trace. K is what was freed, below zero; needs are those of the untouched step and of the menus."""
+    trace, overlap = problem.trace, problem.hardware.overlap
+    far = problem.hardware.far
+    toll = _TOLL * (1 / far.write + 1 / far.read) if far else 0.0
+    row = {block.id: n for n, blocks in enumerate(runs(trace)) for block in blocks}
+    nodes, again, between = [], [], []
+    for n, item in enumerate(menus):
+        named = {choice.label: choice for choice in item.choices}
+        before = menus[n - 1].block if n else None
+        tail = before is item.block  # from the last block to the first backward
+        recomputed = _recomputed(problem, item, named) if item.block.id in row and not tail else None
+        joins = recomputed is not None and before is not None and row.get(before.id) == row[item.block.id]
+        between.append(_bytes_between(trace, before, item.block) if joins and before is not None else 0)
+        again.append(recomputed)
+        hidden = overlap and item.block.id + 1 < len(trace.blocks)  # copies, by the next block
+        full = [_way("keep", item, item.choices[0]), *_moving(trace, item, named, "offload", hidden, toll)]
+        inputs = [] if recomputed is None else [_way("keep", item, recomputed)]
+        inputs += _moving(trace, item, named, "recompute + offload", hidden, toll) if inputs else []
+        nodes.append(
+            Node(
+                uf=item.forward_seconds,
+                ub=item.backward_seconds,
+                full=tuple(full),
+                input=tuple(inputs),
+                bare=inputs[0].forward if inputs else 0,
+                inner=inputs[0].pinned - between[-1] if inputs else 0,
+                joins=joins,
+            )
+        )
+    return Costs(nodes=nodes, inside=_Replays(menus, nodes, again, between))
+
+
+def _moving(trace: Trace, item: Item, named: Mapping[str, Choice], label: str, hidden: bool, toll: float) -> list[Way]:
+    """The ways to offload, hidden and at once; a choice that moves nothing is none.
+
+    Menus try one block of each kind. The first of a stack may move less than the others: its input is the user's.
+    """
+    found = [named[name] for name in (label, f"{label} now") if name in named]
+    most = _movable(trace, item.block, replayed=label != "offload")
+    ways = []
+    for choice in found:
+        moved = min(choice.out, most)
+        if moved:
+            way = _way("offload", item, choice)
+            ways.append(
+                way._replace(
+                    pinned=way.pinned + choice.out - moved,
+                    moved=moved,
+                    at_once=not (hidden and choice.late),
+                    toll=moved * toll,
+                )
+            )
+    return ways
+
+
+def _movable(trace: Trace, block: Block, *, replayed: bool) -> int:
+    """Bytes that offloading this block, or its input if it is `replayed`, takes away."""
+    own = {block.inputs[n] for n in own_inputs(trace, block)}
+    if not replayed:
+        saved = {trace.saves[n].tensor for n in block.saves}
+        inside = {x for x in saved if block.first <= trace.tensors[x].born <= block.last and x not in block.outputs}
+        own = inside | (own & saved)
+    return sum(trace.tensors[x].nbytes for x in own)
+
+
+def _first_of(named: Mapping[str, Choice], *labels: str) -> Choice | None:
+    return next((named[label] for label in labels if label in named), None)
+
+
+def _recomputed(problem: Problem, item: Item, named: Mapping[str, Choice]) -> Choice | None:
+    """The block run again; where that frees nothing by itself, it may still stand inside a segment."""
+    if "recompute" not in problem.allow:
+        return None
+    found = _first_of({label: c for label, c in named.items() if not c.out}, "recompute", *_FETCHED)
+    return found or replace(item.choices[0], label="recompute", seconds=item.forward_seconds)
+
+
+def _bytes_between(trace: Trace, before: Block, block: Block) -> int:
+    """Bytes that go from one block to the next and that only these two hold: gone if both are in one segment."""
+    numbers = {*before.saves, *block.saves}
+    held = {save.tensor for n, save in enumerate(trace.saves) if n not in numbers}
+    others = {x for other in trace.blocks if other.id != block.id for x in other.inputs}
+    passed = [x for x in block.inputs if x in before.outputs and x not in held and x not in others]
+    return sum(trace.tensors[x].nbytes for x in passed if before.first <= trace.tensors[x].born <= before.last)
+
+
+def _way(place: str, item: Item, choice: Choice) -> Way:
+    return Way(place, -choice.freed, choice.out, item.before_forward + choice.forward, item.before_backward + choice.backward)
+
+
+class _Replays:
+    """What the backward of a segment needs that is replayed once, as a whole; found when asked for."""
+
+    def __init__(
+        self, menus: Sequence[Item], nodes: Sequence[Node], again: Sequence[Choice | None], between: Sequence[int]
+    ) -> None:
+        self._menus, self._nodes, self._again, self._between = menus, nodes, again, between
+        self._found: dict[tuple[int, int], list[tuple[int, float]]] = {}
+
+    def __call__(self, s: int, t: int) -> list[tuple[int, float]]:
+        if (s, t) not in self._found:
+            self._found[s, t] = [self._replay(s, t)]
+        return self._found[s, t]
+
+    def _replay(self, s: int, t: int) -> tuple[int, float]:
+        """After the replay all is as in the untouched step; during it, blocks are there up to the one being run."""
+        menus, nodes, last = self._menus, self._nodes, self._again[t]
+        assert last is not None
+        seconds = sum(nodes[j].uf for j in range(s, t)) + last.seconds + sum(nodes[j].ub for j in range(s, t + 1))
+        if s == t:
+            return nodes[s].input[0].backward, seconds
+        need = max(nodes[j].full[0].backward for j in range(s, t + 1))
+        live = menus[t].before_backward
+        for j in range(t, s - 1, -1):
+            live += nodes[j].input[0].pinned  # without what block j makes again
+            need = max(need, live + menus[j].choices[0].forward)
+            if j > s:
+                live -= self._between[j]
+        return need, seconds
+
+
+def actions_of(problem: Problem, menus: Sequence[Item], segments: Sequence[Segment]) -> list[Action]:
+    """The actions that the decisions stand for."""
+    trace, overlap = problem.trace, problem.hardware.overlap
+    actions: list[Action] = []
+    for n, segment in enumerate(segments):
+        blocks = [item.block for item in menus[segment.first : segment.last + 1]]
+        if segment.saved == "input":
+            actions.append(Recompute.of(trace, blocks))
+        if segment.place == "offload":
+            following = menus[segments[n + 1].last].block if n + 1 < len(segments) else blocks[-1]
+            ahead = overlap and not segment.back_at_once and following.id > blocks[-1].id
+            offload = Offload.of(trace, blocks[0], overlap=overlap and not segment.out_at_once)
+            actions.append(replace(offload, fetch=following.name if ahead else ""))
+    return actions
+
+
+# the planner
+
+
+class _Candidate(NamedTuple):
+    segments: list[Segment]
+    actions: list[Action]
+    outcome: Outcome
+    missing: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pofo:
+    slots: int = 500  # more make the search finer and slower
+
+    name: ClassVar[str] = "pofo"
+    paper: ClassVar[str] = "Beaumont, Eyraud-Dubois, Shilova, NeurIPS 2021"
+    weighs_budget: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem) -> Plan:
+        began = time.perf_counter()
+        if self.slots < 1:
+            raise InvalidInput(f"slots of pofo is {self.slots}", hint="give it a number above zero; 500 is usual")
+        plain = _try(problem, (), [])
+        if not plain.missing:
+            return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
+        menus = make_menus(problem)
+        costs = costs_of_trace(problem, menus)
+        found = self._search(problem, menus, costs, offload=True)
+        if all(c.missing for c in found):
+            found += self._search(problem, menus, costs, offload=False)
+        if all(c.missing for c in found):  # from here on nothing depends on the budget, so that a refusal can be relied on
+            found = [plain, *(c for offload in (True, False) for c in self._smallest(problem, menus, costs, offload=offload))]
+        fitting = [c for c in found if not c.missing]
+        best = min(fitting or found, key=lambda c: (c.outcome.seconds, len(c.actions)) if fitting else _size(problem, c))
+        return finish(self, problem, best.actions, why=_why(problem, plain, best), began=began)
+
+    def _search(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
+        """The program's answer, simulated; asked again with less where the whole step turns out higher."""
+        allowed = problem.limit(problem.home)
+        found: list[_Candidate] = []
+        for n in range(_TRIES):
+            problem.progress("searching", n, _TRIES, "")
+            candidate = _ask(problem, menus, costs, allowed, offload=offload, slots=self.slots)
+            if candidate is None:
+                break
+            found.append(candidate)
+            if problem.home not in candidate.missing:
+                break
+            allowed -= candidate.missing[problem.home]
+        return found
+
+    def _smallest(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
+        """Answers for ever smaller budgets, whatever the one asked for: the last resort, and what a refusal names."""
+        low, high = 0, simulate(problem, []).peak[problem.home]
+        found = []
+        for n in range(_HALVINGS):
+            problem.progress("looking for the smallest", n, _HALVINGS, "")
+            middle = (low + high) // 2
+            candidate = _ask(problem, menus, costs, middle, offload=offload, slots=min(self.slots, ROUGH))
+            if candidate is None:
+                low = middle
+            else:
+                found.append(candidate)
+                high = middle
+        return found
+
+
+def _ask(
+    problem: Problem, menus: Sequence[Item], costs: Costs, allowed: int, *, offload: bool, slots: int
+) -> _Candidate | None:
+    """The program's answer for so many bytes, simulated whole; None: it has none."""
+    far = problem.hardware.far
+    link = Link(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else Link(out=0.0, back=0.0)
+    answer = solve(costs, allowed, link, offload=offload, slots=slots)
+    return None if answer is None else _try(problem, answer[1], actions_of(problem, menus, answer[1]))
+
+
+def _try(problem: Problem, segments: Sequence[Segment], actions: Sequence[Action]) -> _Candidate:
+    allocator = allocator_of(problem)
+    outcome = simulate(problem, actions, allocator=allocator)
+    return _Candidate(list(segments), list(actions), outcome, over_budget(problem, outcome))
+
+
+def _size(problem: Problem, candidate: _Candidate) -> tuple[float, int]:
+    outcome = candidate.outcome
+    return max(outcome.peak[problem.home], outcome.reserved or 0), len(candidate.actions)
+
+
+def _why(problem: Problem, plain: _Candidate, best: _Candidate) -> list[str]:
+    home, limit = problem.home, problem.limit(problem.home)
+    counts: dict[tuple[str, str], int] = {}
+    for segment in best.segments:
+        counts[segment.saved, segment.place] = counts.get((segment.saved, segment.place), 0) + 1
+    words = {
+        ("all", "offload"): "offload a block",
+        ("input", "keep"): "recompute a segment",
+        ("input", "offload"): "recompute a segment from its offloaded input",
+    }
+    done = ", ".join(f"{counts[key]} x {word}" for key, word in words.items() if key in counts) or "nothing"
+    extra = max(0.0, best.outcome.seconds - plain.outcome.seconds)
+    return [
+        f"keeping everything needs {format_bytes(plain.outcome.peak[home])}, over the budget of {format_bytes(limit)}",
+        f"{done}: {format_bytes(best.outcome.peak[home])} and {format_seconds(extra)} more a step",
+    ]

@@ -1,0 +1,141 @@
+"""The best choice for every block of a chain under a budget, by dynamic programming.
+
+The shape is that of pofo (Beaumont et al., NeurIPS 2021): forward and backward of a block nest around those of all later
+blocks, so one walk in forward order sees both. Its state is what the earlier blocks have freed, and the bytes of the block
+just before that are still on their way: a copy is hidden by the forward of the next block, its return by that block's
+backward. More freed is never worse, so only states that no other beats in time and freed bytes are carried on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from holdall.planning.menus import Choice, Item
+from holdall.types import Hardware
+
+_STATES = 1000  # beyond this, of states closer together than a thousandth of the budget only the fastest is kept
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """What the block just before leaves open; states with the same tail can be compared."""
+
+    late: int = 0  # bytes that are free only after this block's forward
+    out: int = 0  # bytes still to be copied
+    back: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """States with one tail that no other beats: the more is freed, the longer it took."""
+
+    seconds: npt.NDArray[np.float64]
+    freed: Ints  # by blocks whose memory is certain to be free here
+    path: Ints  # rows of the walk's list of (state before, choice)
+
+
+def best_choices(items: Sequence[Item], budget: int, hardware: Hardware) -> tuple[float, list[Choice]] | None:
+    """The least extra seconds and a choice per item, or None if no combination stays within the budget."""
+    walk = _Walk(budget, hardware)
+    for item in items:
+        walk.extend(item)
+        if not walk.fronts:
+            return None
+    seconds, picks = walk.best()
+    return seconds, [item.choices[n] for item, n in zip(items, picks, strict=True)]
+
+
+class _Walk:
+    """The states behind one block after the other."""
+
+    def __init__(self, budget: int, hardware: Hardware) -> None:
+        self._budget = budget
+        self._hardware = hardware
+        self._before: list[Ints] = []  # of every state ever kept, the state it came from, item by item
+        self._choice: list[Ints] = []
+        self._count = 0
+        zero = np.zeros(1, dtype=np.int64)
+        self.fronts: dict[_Tail, _Front] = {_Tail(): _Front(np.zeros(1), zero, zero - 1)}
+
+    def extend(self, item: Item) -> None:
+        """Every choice for the next block that fits on top of a state."""
+        grown: dict[_Tail, list[tuple[Any, Ints, Ints, int]]] = {}
+        for tail, front in self.fronts.items():
+            for n, choice in enumerate(item.choices):
+                needed = max(item.before_forward + choice.forward, item.before_backward + choice.backward) - self._budget
+                fits = slice(int(np.searchsorted(front.freed, needed)), None)
+                if fits.start == len(front.freed):
+                    continue
+                slow = choice.slow if choice.late else 0
+                after = _Tail(slow, choice.out, choice.back) if choice.late else _Tail()
+                seconds = front.seconds[fits] + step_seconds(tail.out, tail.back, item, choice, self._hardware)
+                freed = front.freed[fits] + (tail.late + choice.freed - slow)
+                grown.setdefault(after, []).append((seconds, freed, front.path[fits], n))
+        self.fronts = self._thin({tail: _join(parts) for tail, parts in grown.items()})
+
+    def _thin(self, joined: dict[_Tail, tuple[Any, Ints, Ints, Ints]]) -> dict[_Tail, _Front]:
+        grain = max(1, self._budget // 1000) if sum(len(j[0]) for j in joined.values()) > _STATES else 0
+        fronts = {}
+        for tail, (seconds, freed, before, choice) in joined.items():
+            keep: Any = slice(None)
+            if grain:
+                keep = np.unique(freed // grain, return_index=True)[1]
+            rows = np.arange(self._count, self._count + len(seconds[keep]), dtype=np.int64)
+            self._count += len(rows)
+            self._before.append(before[keep])
+            self._choice.append(choice[keep])
+            fronts[tail] = _Front(seconds[keep], freed[keep], rows)
+        return fronts
+
+    def best(self) -> tuple[float, list[int]]:
+        """The least seconds and the choices that lead there."""
+        ends = [(float(f.seconds[0]) + _tail(t, self._hardware), int(f.path[0])) for t, f in self.fronts.items()]
+        seconds, row = min(ends)
+        before, choice = np.concatenate(self._before), np.concatenate(self._choice)
+        picks = []
+        while row >= 0:
+            picks.append(int(choice[row]))
+            row = int(before[row])
+        return seconds, picks[::-1]
+
+
+def _join(parts: list[tuple[Any, Ints, Ints, int]]) -> tuple[Any, Ints, Ints, Ints]:
+    """States from several choices in one front, sorted by what they free."""
+    seconds = np.concatenate([p[0] for p in parts])
+    freed = np.concatenate([p[1] for p in parts])
+    before = np.concatenate([p[2] for p in parts])
+    choice = np.concatenate([np.full(len(p[0]), p[3], dtype=np.int64) for p in parts])
+    order = np.lexsort((-freed, seconds))
+    most = np.maximum.accumulate(freed[order])
+    order = order[np.concatenate(([True], freed[order][1:] > most[:-1]))]
+    return seconds[order], freed[order], before[order], choice[order]
+
+
+def step_seconds(out: int, back: int, item: Item, choice: Choice, hardware: Hardware) -> float:
+    """What a choice adds: recomputation, and copies as far as nothing hides them."""
+    seconds = choice.seconds
+    far = hardware.far
+    if far is None:
+        return seconds
+    if out:
+        seconds += max(0.0, far.latency + out / far.write - item.forward_seconds)
+    if back:
+        seconds += max(0.0, far.latency + back / far.read - item.backward_seconds - choice.seconds)
+    if not choice.late and choice.out:
+        seconds += 2 * far.latency + choice.out / far.write + choice.back / far.read
+    return seconds
+
+
+def _tail(tail: _Tail, hardware: Hardware) -> float:
+    """Copies of the last block: nothing comes after it to hide them."""
+    far = hardware.far
+    if far is None or not tail.out:
+        return 0.0
+    return 2 * far.latency + tail.out / far.write + tail.back / far.read

@@ -1,0 +1,167 @@
+"""The end of every planner: lower, check, simulate, compare with the budget. No planner computes its own peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from holdall.actions.head import Head
+from holdall.actions.place import Place
+from holdall.errors import Infeasible
+from holdall.planning.block_rows import block_rows
+from holdall.simulator import simulate
+from holdall.types import Action, Outcome, Plan, Planner, Problem
+from holdall.units import MiB, format_bytes
+
+
+def finish(
+    planner: Planner, problem: Problem, actions: Sequence[Action], *, why: Sequence[str] = (), began: float | None = None
+) -> Plan:
+    """The plan of these actions; `Infeasible` if it does not fit. `began`: when planning started (`time.perf_counter`)."""
+    actions = with_traced(problem, actions)
+    outcome = simulate(problem, actions, full=True, checked=True, allocator=allocator_of(problem))
+    refuse_over_budget(problem, outcome, planner.name)
+    trace = problem.trace
+    return Plan(
+        planner=planner.name,
+        options=dataclasses.asdict(planner),  # type: ignore[call-overload]
+        actions=tuple(actions),
+        predicted=outcome,
+        trace=trace.fingerprint,
+        signature=str(trace.about.get("signature", "")),
+        budget={tier.name: problem.limit(tier.name) for tier in problem.hardware.tiers},
+        hardware=problem.hardware.name,
+        solve_seconds=time.perf_counter() - began if began is not None else 0.0,
+        why=tuple(why),
+        about={
+            **_what_the_harness_needs(problem, actions),
+            **_if_not_clipped(problem, actions, outcome),
+            "rows": block_rows(problem, actions),
+        },
+    )
+
+
+def _if_not_clipped(problem: Problem, actions: Sequence[Action], clipped: Outcome) -> dict[str, Any]:
+    """Seconds of a step whose gradients are not clipped, where that makes a difference; memory is the same, and so is what the
+    allocator does."""
+    if not any(isinstance(a, Place) and a.ahead for a in actions):
+        return {}
+    outcome = simulate(dataclasses.replace(problem, clipped=False), actions)
+    return {"seconds_if_not_clipped": outcome.seconds + clipped.churn}
+
+
+def allocator_of(problem: Problem) -> str | None:
+    """The allocator that the runtime will have on the problem's device; None: bytes are all that counts."""
+    return "expandable" if problem.hardware.device == "cuda" else None
+
+
+def outcome_of(problem: Problem, actions: Sequence[Action]) -> Outcome:
+    """What `finish` will judge: the actions with those that the trace takes for granted, and the device's allocator."""
+    return simulate(problem, with_traced(problem, actions), allocator=allocator_of(problem))
+
+
+def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
+    """The actions with those that the trace takes for granted: its chunked head, and working copies in its precision."""
+    names = {a.name for a in actions}
+    head = [] if "head" in names else Head.samples(problem.trace)
+    is_narrow = problem.trace.about.get("precision") is not None
+    place = [Place.all(problem.trace)] if is_narrow and "place" not in names else []
+    return [*head, *actions, *place]
+
+
+def _what_the_harness_needs(problem: Problem, actions: Sequence[Action]) -> dict[str, Any]:
+    trace = problem.trace
+    as_one = trace.whole is not None and any(getattr(a, "block", None) == "" for a in actions)
+    blocks = (trace.whole,) if as_one and trace.whole is not None else trace.blocks
+    return {
+        "model": trace.about.get("model"),
+        "device": trace.about.get("device"),
+        "batch": trace.about.get("batch"),
+        "precision": trace.about.get("precision"),
+        "autocast": trace.about.get("autocast"),
+        "casts": trace.about.get("casts") or [],
+        "context": problem.hardware.context,
+        "process": trace.about.get("process") or 0,
+        "units": [[u.name, list(u.params)] for u in trace.units],
+        "calls": trace.about.get("calls", 1),
+        "quiet": [b.name for b in blocks if b.quiet],
+        "blocks": [[b.name, [list(s) for s in b.shapes]] for b in blocks],
+    }
+
+
+def over_budget(problem: Problem, outcome: Outcome) -> dict[str, int]:
+    """Tiers that are too small, with the bytes missing. Where an allocator was simulated, what it reserves counts."""
+    missing = {}
+    for tier in problem.hardware.tiers:
+        needed = outcome.peak.get(tier.name, 0)
+        if tier.name == problem.home and outcome.reserved is not None:
+            needed = max(needed, outcome.reserved)
+        excess = needed - problem.limit(tier.name)
+        if excess > 0:
+            missing[tier.name] = excess
+    return missing
+
+
+def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None:
+    """Raise `Infeasible`, naming what was found and what sits at the peak, if the outcome does not fit."""
+    missing = over_budget(problem, outcome)
+    if not missing:
+        return
+    if problem.home not in missing:
+        raise _host_too_small(problem, outcome, planner, next(iter(missing)))
+    tier = problem.home
+    least = problem.limit(tier) + missing[tier]
+    kinds = ", ".join(f"{k.value} {format_bytes(v)}" for k, v in outcome.peak_kinds.items() if v)
+    where = f"; at the peak ({outcome.peak_where}): {kinds}" if kinds else ""
+    options = "" if problem.allow >= {"recompute", "offload"} else "allow recompute and offload, or "
+    if "_foreach_" in outcome.peak_where:
+        options += "build the optimizer with `fused=True`, which needs no temporaries, or "
+    cure = f"use a budget of at least {least} bytes"
+    others = [other for other in missing if other != tier]
+    if others:  # such a plan lacks memory there too
+        cure = f"use {_typed_budget(problem, outcome, missing)}"
+        where = f", and {', '.join(_lacks(problem, outcome, other) for other in others)}{where}"
+    raise Infeasible(
+        f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; "
+        f"the smallest found needs {exact_bytes(least)}{where}",
+        hint=f"{options}{cure}",
+        smallest=None if others else least,
+    )
+
+
+def _host_too_small(problem: Problem, outcome: Outcome, planner: str, tier: str) -> Infeasible:
+    """The refusal where the device has room and a farther tier has not."""
+    needed = outcome.peak[tier]
+    by_auto = "" if planner == "auto" else 'use planner="auto" (--planner auto), which divides model states between both, or '
+    return Infeasible(
+        f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; the one that lacks the least "
+        f"needs {exact_bytes(needed)} there, beside {format_bytes(outcome.peak[problem.home])} of {problem.home}",
+        hint=f"{by_auto}if this machine has more, use {_typed_budget(problem, outcome, [tier])}; "
+        "smaller optimizer states (`holdall.optim.adam8bit.Adam8bit`) need less of it",
+    )
+
+
+def _lacks(problem: Problem, outcome: Outcome, tier: str) -> str:
+    return f"{format_bytes(outcome.peak[tier])} of {tier}, which has {format_bytes(problem.limit(tier))}"
+
+
+def _typed_budget(problem: Problem, outcome: Outcome, short: Collection[str]) -> str:
+    """A budget under which this outcome fits, as it is written in Python and on the command line."""
+    sizes = {tier.name: problem.limit(tier.name) for tier in problem.hardware.tiers}
+    excess = over_budget(problem, outcome)
+    typed = {name: _typed(limit + excess[name]) if name in short else _typed(limit) for name, limit in sizes.items()}
+    python = ", ".join(f'"{name}": "{size}"' for name, size in typed.items())
+    line = ",".join(f"{name}={size}" for name, size in typed.items())
+    return f"budget={{{python}}} (--budget {line})"
+
+
+def _typed(size: int) -> str:
+    """A size that can be typed, never less than `size`: in whole MiB, or GiB where that is exact."""
+    mib = -(-size // MiB)
+    return f"{mib // 1024}GiB" if mib % 1024 == 0 else f"{mib}MiB"
+
+
+def exact_bytes(size: int) -> str:
+    return f"{format_bytes(size)} ({size:,} bytes)"

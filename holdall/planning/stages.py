@@ -1,0 +1,217 @@
+"""Programs in stages: stage t runs again what it needs, in order, and then node t for the first time.
+
+The form that Checkmate and Moccasin search. What is carried into each stage decides the rest: the fewest runs follow from
+it, and what is carried for nothing can be seen. `squeeze` and `fill` walk to a fair program by single steps; it is where
+the exact solvers begin, and what mends a rounded solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from holdall.errors import InvalidInput
+from holdall.planning.dag import Dag, Program, Replay, replay
+
+_PROMISING = 12  # outputs that `squeeze` tries to drop at a place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program has to stay within. `loss`: the node right after which at most `saved` bytes may be live."""
+
+    budget: int
+    loss: int | None = None
+    saved: int | None = None
+    copies: float = inf  # how often one node may run
+
+    def allow(self, staged: Staged) -> bool:
+        return max(staged.seen.executed) <= self.copies and next(self.broken(staged), None) is None
+
+    def broken(self, staged: Staged) -> Iterator[tuple[int, bool, int]]:
+        """(place in the program, whether after the run instead of during it, bytes too many)."""
+        seen = staged.seen
+        if self.loss is not None and self.saved is not None:
+            place = staged.program.index(self.loss)
+            if seen.after[place] > self.saved:
+                yield place, True, seen.after[place] - self.saved
+        for place, held in enumerate(seen.during):
+            if held > self.budget:
+                yield place, False, held - self.budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A program in stages. By stage, sets of nodes as bits of an int: carried into it, run in it, read in it."""
+
+    dag: Dag
+    carried: tuple[int, ...]  # one more than there are stages: what is live at the end
+    runs: tuple[int, ...]
+    reads: tuple[int, ...]
+
+    @cached_property
+    def program(self) -> Program:
+        return tuple(i for runs in self.runs for i in bits(runs))
+
+    @cached_property
+    def seen(self) -> Replay:
+        return replay(self.dag, self.program)
+
+
+def ruled(dag: Dag, budget: int, loss: int | None, saved_budget: int | None) -> tuple[Dag, Limits]:
+    """The graph with its loss fixed to one run, and what a program has to stay within."""
+    if (loss is None) != (saved_budget is None):
+        raise InvalidInput("`loss` and `saved_budget` belong together", hint="give both or neither")
+    if loss is not None:
+        if not 0 <= loss < len(dag):
+            raise InvalidInput(f"`loss` is {loss}; the graph has nodes 0..{len(dag) - 1}")
+        dag = replace(dag, fixed=dag.fixed | {loss})
+    return dag, Limits(budget=budget, loss=loss, saved=saved_budget)
+
+
+def complete(dag: Dag, carried: Sequence[int]) -> Staged:
+    """The fewest runs for what is carried into each stage; what no later run reads is carried no more."""
+    fixed = sum(1 << i for i in dag.fixed)
+    wanted = sum(1 << i for i in dag.keep)
+    kept, runs, reads = [wanted], [], []
+    for t in reversed(range(len(dag))):
+        have = (carried[t] | fixed) & ((1 << t) - 1)
+        ran = closure(dag, (wanted | 1 << t) & ~have, have)
+        read = 0
+        for v in bits(ran):
+            read |= dag.reads[v]
+        wanted = have & (wanted | read)
+        kept.append(wanted)
+        runs.append(ran)
+        reads.append(read)
+    return Staged(dag=dag, carried=tuple(kept[::-1]), runs=tuple(runs[::-1]), reads=tuple(reads[::-1]))
+
+
+def in_stages(dag: Dag, program: Program) -> Staged:
+    """A program whose first runs are in order, by what it carries from each first run to the next."""
+    wanted = sum(1 << i for i in dag.keep)
+    carried = [wanted] * (len(dag) + 1)
+    for place in reversed(range(1, len(program))):
+        wanted = wanted & ~(1 << program[place]) | dag.reads[program[place]]
+        before = program[place - 1]
+        if program.index(before) == place - 1:
+            carried[before + 1] = wanted
+    return complete(dag, carried)
+
+
+def everything(dag: Dag) -> Staged:
+    """The plain program."""
+    return complete(dag, [(1 << t) - 1 for t in range(len(dag) + 1)])
+
+
+def squeeze(staged: Staged, limits: Limits) -> Staged:
+    """Carry less until it fits or no step is left, each time that which costs least per byte of what is too much."""
+    while broken := list(limits.broken(staged)):
+        over = sum(excess for _, _, excess in broken)
+        place, after, _ = max(broken, key=lambda b: b[2])
+        best, choice = (True, inf), None
+        for rank, dropped in enumerate(_without(staged, place, after)):
+            if max(dropped.seen.executed) > limits.copies:
+                continue
+            saved = over - sum(excess for _, _, excess in limits.broken(dropped))
+            # what makes other places worse by as much is a last resort; it ends, for nothing is ever carried again
+            price = (False, (dropped.seen.seconds - staged.seen.seconds) / saved) if saved > 0 else (True, float(rank))
+            if price < best:
+                best, choice = price, dropped
+        if choice is None:
+            break
+        staged = choice
+    return staged
+
+
+def fill(staged: Staged, limits: Limits) -> Staged:
+    """Carry more where there is room: take the dearest second run that can be saved, until none can."""
+    dag = staged.dag
+    tried: set[tuple[int, int]] = set()
+    while True:
+        again = [
+            (dag.cost[i], t, i) for t, runs in enumerate(staged.runs) for i in bits(runs & ~(1 << t)) if (t, i) not in tried
+        ]
+        for _, t, i in sorted(again, reverse=True):
+            tried.add((t, i))
+            before = max(s for s in range(t) if (staged.runs[s] | staged.carried[s]) >> i & 1)
+            carried = list(staged.carried)
+            for s in range(before + 1, t + 1):
+                carried[s] |= 1 << i
+            longer = complete(dag, carried)
+            if longer.seen.seconds < staged.seen.seconds and limits.allow(longer):
+                staged = longer
+                break
+        else:
+            return staged
+
+
+def greedy(dag: Dag, limits: Limits) -> Staged | None:
+    """A fair program, or None where single steps lead to none."""
+    found = squeeze(everything(dag), limits)
+    return fill(found, limits) if limits.allow(found) else None
+
+
+def closure(dag: Dag, wanted: int, have: int) -> int:
+    """The nodes to run for `wanted` if `have` is there."""
+    ran = todo = wanted & ~have
+    while todo:
+        v = todo.bit_length() - 1
+        missing = dag.reads[v] & ~have & ~ran
+        ran |= missing
+        todo = (todo & ~(1 << v)) | missing
+    return ran
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The nodes of a set, in order."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _without(staged: Staged, place: int, after: bool) -> Iterator[Staged]:
+    """The program without one of the outputs that lie idle at a place, the most promising ones."""
+    dag = staged.dag
+    stage, node = _stage_of(staged, place)
+    ranked = []
+    for i, until in _idle(staged, stage, node, after):
+        into = min(until, len(dag) - 1)
+        again = closure(dag, 1 << i, (staged.carried[into] & ~(1 << i)) | staged.runs[into])
+        ranked.append((sum(dag.cost[v] for v in bits(again)) / dag.size[i], i, until))
+    for _, i, until in sorted(ranked)[:_PROMISING]:
+        carried = list(staged.carried)
+        for t in range(min(stage + 1, until), until + 1):
+            carried[t] &= ~(1 << i)
+        yield complete(dag, carried)
+
+
+def _stage_of(staged: Staged, place: int) -> tuple[int, int]:
+    """(stage, node) of a place in the program."""
+    for t, runs in enumerate(staged.runs):
+        if place < runs.bit_count():
+            return t, list(bits(runs))[place]
+        place -= runs.bit_count()
+    raise IndexError(place)
+
+
+def _idle(staged: Staged, stage: int, node: int, after: bool) -> Iterator[tuple[int, int]]:
+    """(output, the stage into which it need not be carried): live at this run, not read by it, and not bound to be there."""
+    dag = staged.dag
+    later = 0  # what the rest of the stage reads
+    for v in bits(staged.runs[stage] >> node + 1 << node + 1):
+        later |= dag.reads[v]
+    for i in bits(staged.carried[stage] | staged.runs[stage]):
+        if i in dag.fixed or i == node or not dag.size[i] or (not after and dag.reads[node] >> i & 1):
+            continue
+        if later >> i & 1:
+            if i > node and staged.carried[stage] >> i & 1:
+                yield i, stage
+        elif stage + 1 < len(dag) and staged.carried[stage + 1] >> i & 1:  # at the end, what is kept is bound to be there
+            until = stage + 1
+            while until < len(dag) and not staged.reads[until] >> i & 1:
+                until += 1
+            yield i, until

@@ -1,0 +1,77 @@
+"""A plan whose blocks all run by programs, so that a compiler gets hold of every one of them.
+
+What is decided stays as it was: blocks without an action, and those that are only sent away, make nothing again, blocks that
+are recomputed whole make everything again, and programs are left alone. Blocks that cannot be run op by op, and those that
+something else is done about, stay.
+
+Where activations alone are planned for, and the budget can be kept without sending any away, that is done instead: fused
+kernels make again for little what a copy would bring back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from holdall.actions.recompute import Recompute
+from holdall.actions.reschedule import Reschedule, effects, obstacle, region
+from holdall.errors import HoldallError
+from holdall.planning.finish import finish
+from holdall.registry import build_member
+from holdall.simulator.lower import blocks_of
+from holdall.types import Action, Block, Plan, Problem, Trace
+from holdall.types.program import lazily
+
+
+def by_programs(problem: Problem, plan: Plan) -> Plan:
+    """The plan with as many blocks by programs as fit its budget: all, or those that are recomputed, or as it was."""
+    if "recompute" not in problem.allow:
+        return plan
+    planner = build_member("planners", plan.planner, dict(plan.options), f"planner {plan.planner}")
+    plan = _without_offload(planner, problem, plan)
+    again = _recomputed(problem.trace, plan)
+    for actions in ([*again, *_kept(problem.trace, again)], again):
+        try:
+            return finish(planner, problem, actions, why=[*plan.why, "its blocks run by programs, to be compiled"])
+        except HoldallError:  # a program holds gradients of its parameters to its end: that may be too much
+            continue
+    return plan
+
+
+def _without_offload(planner: Any, problem: Problem, plan: Plan) -> Plan:
+    names = {action.name for action in plan.actions}
+    if "offload" not in names or "place" in names:
+        return plan
+    try:
+        made: Plan = planner(replace(problem, allow=problem.allow - {"offload"}))
+    except HoldallError:
+        return plan
+    return made
+
+
+def _recomputed(trace: Trace, plan: Plan) -> list[Action]:
+    found: list[Action] = []
+    for action in plan.actions:
+        blocks = [trace.block(name) for name in blocks_of(action)] if isinstance(action, Recompute) else []
+        is_whole = isinstance(action, Recompute) and not (action.keep or action.only or action.inner)
+        if is_whole and len(blocks) == 1 and _is_able(trace, blocks[0]):
+            ops, count = region(trace, blocks[0])
+            found.append(Reschedule.of(trace, blocks[0], lazily(effects(ops), count)))
+        else:
+            found.append(action)
+    return found
+
+
+def _kept(trace: Trace, actions: list[Action]) -> list[Action]:
+    """Blocks without an action of their own but leaving, as programs that make nothing again."""
+    treated = {name for action in actions if action.name != "offload" for name in blocks_of(action)}
+    found: list[Action] = []
+    for block in trace.blocks:
+        if block.name not in treated and _is_able(trace, block):
+            ops, count = region(trace, block)
+            found.append(Reschedule.of(trace, block, range(count, len(ops))))
+    return found
+
+
+def _is_able(trace: Trace, block: Block) -> bool:
+    return bool(block.module and block.saves and block.backward is not None) and not obstacle(trace, block)

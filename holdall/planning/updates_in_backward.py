@@ -1,0 +1,53 @@
+"""Updates in backward put into a planner's plan.
+
+Planners count gradients as a step holds them. Where they are used up in backward the planner is shown the step without them; if
+what updates take on the way then passes the budget, it is asked again for less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from holdall.actions.in_backward import InBackward, used_up
+from holdall.errors import Infeasible
+from holdall.planning.finish import finish, over_budget
+from holdall.types import Action, Plan, Planner, Problem
+
+_TRIES = 4
+
+
+def plan_with_updates(planner: Planner, problem: Problem) -> Plan:
+    """The planner's plan for the problem's budget with updates in backward; if none fits, the least that was found."""
+    told = replace(problem, trace=used_up(problem.trace))
+    roomy = _with_budget(problem, problem.hardware.tier(problem.home).capacity)
+    for _ in range(_TRIES):
+        made = at_most(planner, told)
+        actions = with_updates(problem, made.actions)
+        why = (*made.why, "parameters are updated as their gradients come")
+        ended = replace(finish(planner, roomy, actions, why=why), solve_seconds=made.solve_seconds)
+        excess = over_budget(problem, ended.predicted).get(problem.home, 0)
+        if not excess or over_budget(told, made.predicted):
+            break
+        told = _with_budget(told, told.limit(problem.home) - excess)
+    return replace(ended, budget={**ended.budget, **problem.budget}) if not excess else ended
+
+
+def with_updates(problem: Problem, actions: Iterable[Action]) -> list[Action]:
+    """The actions with updates in backward; a `place` that only makes working copies is replaced."""
+    kept = [a for a in actions if a.name != "place"]
+    return [*kept, InBackward.of(problem.trace, kept)]
+
+
+def at_most(planner: Planner, problem: Problem) -> Plan:
+    """Within the budget, or within the least one that was found."""
+    try:
+        return planner(problem)
+    except Infeasible as error:
+        if error.smallest is None:
+            raise
+        return planner(_with_budget(problem, error.smallest))
+
+
+def _with_budget(problem: Problem, nbytes: int) -> Problem:
+    return replace(problem, budget={**problem.budget, problem.home: nbytes})

@@ -1,0 +1,1 @@
+"""Activations in a run: recomputed, offloaded, compressed."""

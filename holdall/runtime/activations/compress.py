@@ -1,0 +1,133 @@
+"""Blocks whose saved tensors wait for backward as codes of a few bits.
+
+What a block saves is gathered by storage and codec. When the block's forward is over, each is encoded and its storage let go;
+backward's first question for it decodes it, drops the codes, and from there on it lives as the tensor would have. Forward
+values are untouched. Codes may also wait in another tier, as parked storages do.
+
+Who holds whom: autograd holds a `_Held` per saved tensor, each a `_Coded`; that holds the storage, then its codes, then what
+was decoded. Nothing else holds any of them beyond the block's forward.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from holdall.codecs import Codec
+from holdall.runtime.activations.offload import Entry, Forward, Group
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def worth_coding(dtype: str, nbytes: int, itemsize: int, codec: Codec) -> bool:
+    """Whether codes of a storage are smaller than the storage; the one rule of planner and runtime."""
+    return dtype in FLOATS and codec.nbytes(nbytes // itemsize) < nbytes
+
+
+@dataclass
+class Compression:
+    """How a block's saved tensors are coded. Draws from its own generator: the model's random numbers stay as they were."""
+
+    codecs: Mapping[int, Codec]  # which saves, counted as autograd packs them in the block -> its codec
+    seed: int = 0
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+
+def seed_of(block: str, seed: int) -> int:
+    """Every block draws its own numbers, the same in every run."""
+    return zlib.crc32(f"{seed}:{block}".encode())
+
+
+class _Coded:
+    """One storage under one codec: as it was, then coded (perhaps away), then decoded."""
+
+    __slots__ = ("_away", "_codec", "_codes", "_dtype", "_size", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, codec: Codec) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self._dtype = dtype
+        self._codec = codec
+        self._size = storage.nbytes() // dtype.itemsize
+        self._codes: torch.UntypedStorage | None = None
+        self._away: Entry | None = None
+
+    @torch.no_grad()
+    def encode(self, generator: torch.Generator) -> None:
+        """Replace the storage by its codes."""
+        assert self.storage is not None
+        flat = torch.empty(0, dtype=self._dtype, device=self.storage.device).set_(self.storage)
+        self._codes = self._codec.encode(flat, generator).untyped_storage()
+        self.storage = None
+
+    def park(self, group: Group) -> Entry:
+        """Hand the codes over to a group that takes them away."""
+        assert self._codes is not None
+        self._away, self._codes = Entry(self._codes, group), None
+        return self._away
+
+    @torch.no_grad()
+    def decode(self) -> torch.UntypedStorage:
+        if self.storage is None:
+            if self._away is not None:
+                self._codes, self._away = self._away.fetch(), None
+            assert self._codes is not None
+            codes = torch.empty(0, dtype=torch.uint8, device=self._codes.device).set_(self._codes)
+            self.storage = self._codec.decode(codes, self._size, self._dtype).untyped_storage()
+            self._codes = None
+        return self.storage
+
+
+class _Held:
+    """What autograd holds in the place of a saved tensor: a view of a coded storage."""
+
+    __slots__ = ("coded", "like")
+
+    def __init__(self, coded: _Coded, tensor: torch.Tensor) -> None:
+        self.coded = coded
+        self.like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _unpack(held: Any) -> torch.Tensor:
+    if isinstance(held, torch.Tensor):
+        return held
+    dtype, shape, stride, offset = held.like
+    storage = held.coded.decode()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+def compress_saved(how: Compression, group: Group | None, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Run a block's forward and keep what autograd saves in it as codes. `group`: takes the codes to another tier."""
+    coded: dict[tuple[int, Codec], _Coded] = {}
+    packed = 0
+
+    def pack(tensor: torch.Tensor) -> Any:
+        nonlocal packed
+        codec = how.codecs.get(packed)
+        packed += 1
+        storage = tensor.untyped_storage()
+        name = str(tensor.dtype).removeprefix("torch.")
+        if codec is None or not worth_coding(name, storage.nbytes(), tensor.element_size(), codec):
+            return tensor
+        key = (storage._cdata, codec)
+        if key not in coded:
+            coded[key] = _Coded(storage, tensor.dtype, codec)
+        return _Held(coded[key], tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        out = forward(*args, **kwargs)
+    outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
+    leaving = [one for (key, _), one in coded.items() if key not in outputs]
+    coded.clear()  # autograd holds `pack` as long as any saved tensor of the block
+    for one in leaving:
+        one.encode(how.generator)
+    if group is not None:
+        group.leave([one.park(group) for one in leaving])
+    return out

@@ -1,0 +1,197 @@
+"""Blocks whose saved tensors wait for backward in another tier.
+
+What a block saves is gathered by storage (several saved tensors may be views of one), copied out when the block's forward is
+over, and brought back together, either ahead of need or at the first tensor that backward asks for. Parameters, the block's
+outputs and inputs that others use too stay where they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_leaves
+
+from holdall.runtime.activations.recompute import Call, Input
+from holdall.tiers import Store, Ticket
+
+Forward = Callable[..., Any]
+
+
+class Entry:
+    """One storage: here, away, or here again."""
+
+    __slots__ = ("__weakref__", "group", "storage", "ticket")
+
+    def __init__(self, storage: torch.UntypedStorage, group: Group) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.ticket: Any = None
+        self.group = group
+
+    def fetch(self) -> torch.UntypedStorage:
+        if self.storage is None or self.ticket is not None:
+            self.group.fetch()
+            self.group.arrive()
+        assert self.storage is not None
+        return self.storage
+
+    def __del__(self) -> None:
+        if self.ticket is not None:  # its backward never ran
+            self.group.store.free(self.ticket)
+
+
+class Group:
+    """Everything one block call parks. Entries are held by autograd alone, so that each goes when backward has released it."""
+
+    def __init__(self, store: Any, bank: Bank, lag: bool) -> None:
+        self.store = store
+        self.bank = bank
+        self.lag = lag
+        self.entries: list[weakref.ref[Entry]] = []
+        self._arriving: list[weakref.ref[Entry]] = []
+
+    def leave(self, entries: Sequence[Entry]) -> None:
+        """Start copying out. Without `lag` the storages are let go at once; otherwise by `let_go`, later."""
+        tickets = self.bank.put_all(self.store, [entry.storage for entry in entries if entry.storage is not None])
+        for entry, ticket in zip(entries, tickets, strict=True):
+            entry.ticket = ticket
+            self.entries.append(weakref.ref(entry))
+        if not self.lag:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """The copies have left (the device's stream waits for it); the storages are free from here on."""
+        for reference in self.entries:
+            entry = reference()
+            if entry is not None and entry.ticket is not None and entry.storage is not None:
+                self.store.wait(entry.ticket)
+                entry.storage = None
+
+    def fetch(self) -> None:
+        """Start bringing everything back that is still away."""
+        self.let_go()
+        here = [entry for reference in self.entries if (entry := reference()) is not None]
+        away = [entry for entry in here if entry.ticket is not None and entry.storage is None]
+        storages = self.bank.get_all(self.store, [entry.ticket for entry in away], self.store.device)
+        for entry, storage in zip(away, storages, strict=True):
+            entry.storage = storage
+            self._arriving.append(weakref.ref(entry))
+        self.entries = []
+
+    def arrive(self) -> None:
+        """Computation waits for what is on its way."""
+        for reference in self._arriving:
+            entry = reference()
+            if entry is not None and entry.ticket is not None:
+                self.store.wait_in(entry.ticket)
+                self.store.free(entry.ticket)
+                entry.ticket = None
+        self._arriving = []
+
+
+class Bank:
+    """Copies between the device and a tier, with the device's side counted by the ledger, if there is one."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger = ledger
+
+    def put_all(self, store: Store, storages: Sequence[torch.UntypedStorage]) -> list[Ticket]:
+        with self._ledger.paused() if self._ledger is not None else nullcontext():
+            return store.put_all(storages)
+
+    def get_all(self, store: Store, tickets: Sequence[Ticket], device: torch.device) -> list[torch.UntypedStorage]:
+        if self._ledger is None:
+            return store.get_all(tickets, device)
+        with self._ledger.paused():
+            storages = store.get_all(tickets, device)
+        for storage in storages:
+            self._ledger.see(storage, "fetch")
+        return storages
+
+
+class _Parked:
+    """What autograd holds in the place of a saved tensor: a view of an entry."""
+
+    __slots__ = ("entry", "like")
+
+    def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
+        self.entry = entry
+        self.like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def unpack(held: Any) -> torch.Tensor:
+    if isinstance(held, torch.Tensor):
+        return held
+    dtype, shape, stride, offset = held.like
+    storage = held.entry.fetch()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+class Parking:
+    """Gathers by storage what one block call keeps for its backward, and lets it leave.
+
+    `inputs`: which of its input tensors (counted by storage, in order) are its own; `stay`: storages that never leave.
+    """
+
+    def __init__(self, group: Group, arguments: Any, inputs: frozenset[int], stay: Callable[[int], bool]) -> None:
+        self.group = group
+        self.inputs = inputs
+        self._stay = stay
+        self._shared = shared_inputs(arguments, inputs)
+        self._entries: dict[int, Entry] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What is to be held in the place of a tensor; `unpack` gives it back."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if self._stay(key) or key in self._shared or storage.device.type != self.group.store.device.type:
+            return tensor  # attention keeps its random seed on the host, for one
+        if key not in self._entries:
+            self._entries[key] = Entry(storage, self.group)
+        return _Parked(self._entries[key], tensor)
+
+    def leave(self, out: Any) -> None:
+        """The block is over: all that was packed leaves, except for what the block returns."""
+        outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
+        self.group.leave([entry for key, entry in self._entries.items() if key not in outputs])
+        self._entries = {}  # autograd holds `pack` as long as any saved tensor of the block
+
+
+def park_saved(parking: Parking, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Run a block's forward and park what autograd saves in it."""
+    with torch.autograd.graph.saved_tensors_hooks(parking.pack, unpack):
+        out = forward(*args, **kwargs)
+    parking.leave(out)
+    return out
+
+
+def park_inputs(group: Group, call: Call, inputs: frozenset[int]) -> None:
+    """Park the inputs that a recomputed call keeps for its replay."""
+    seen: dict[int, list[Input]] = {}
+    for item in call.inputs:
+        if isinstance(item, Input):
+            storage = item.storage()
+            if storage is not None and storage.device.type == group.store.device.type:
+                seen.setdefault(storage._cdata, []).append(item)
+    entries = []
+    for position, items in enumerate(seen.values()):
+        if position in inputs:
+            storage = items[0].storage()
+            assert storage is not None
+            entry = Entry(storage, group)
+            entries.append(entry)
+            for item in items:
+                item.park(entry)
+    group.leave(entries)
+
+
+def shared_inputs(arguments: Any, own: frozenset[int]) -> set[int]:
+    """Storages of a block's inputs but for those at the positions in `own`."""
+    order: dict[int, None] = {}
+    for t in tree_leaves(arguments):
+        if isinstance(t, torch.Tensor):
+            order[t.untyped_storage()._cdata] = None
+    return {key for position, key in enumerate(order) if position not in own}

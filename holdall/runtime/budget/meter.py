@@ -1,0 +1,194 @@
+"""How the peak of a step is measured and its budget enforced: by the ledger on a CPU, by the allocator on a GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from holdall.runtime.budget.gpu_processes import own_bytes
+from holdall.runtime.budget.ledger import Ledger
+from holdall.units import PAGE, MiB
+
+
+class Meter(Protocol):
+    ledger: Ledger | None
+
+    def start(self, budget: int | None) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def seconds(self) -> list[float]:
+        """Of every step that has ended."""
+        ...
+
+    def peaks(self) -> list[int]: ...
+
+    def reserved(self) -> int | None: ...
+
+    def curve(self) -> list[tuple[float, int]]: ...
+
+    def stop(self) -> None: ...
+
+
+class CpuMeter:
+    """Counts storages; raises `OverBudget` at the op that passes the budget."""
+
+    def __init__(self, there: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._there = there  # what lies on the device when counting starts
+        self.ledger: Ledger | None = None
+        self._seconds: list[float] = []
+        self._peaks: list[int] = []
+        self._curve: list[tuple[float, int]] = []
+        self._began = 0.0
+
+    def start(self, budget: int | None) -> None:
+        self.ledger = Ledger(seed=self._there(), budget=budget)
+        self.ledger.__enter__()
+
+    def begin(self) -> None:
+        assert self.ledger is not None
+        self.ledger.restart()
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        assert self.ledger is not None
+        self._seconds.append(time.perf_counter() - self._began)
+        self._peaks.append(self.ledger.peak)
+        self._curve = [(at - self._began, live) for at, live in self.ledger.curve]
+
+    def seconds(self) -> list[float]:
+        return self._seconds
+
+    def peaks(self) -> list[int]:
+        return self._peaks
+
+    def reserved(self) -> int | None:
+        return None
+
+    def curve(self) -> list[tuple[float, int]]:
+        return self._curve
+
+    def stop(self) -> None:
+        if self.ledger is not None:
+            self.ledger.__exit__(None, None, None)
+
+
+_FIRST = 3  # steps after which no more kernels are expected
+_USUAL_PAGE = 20 * MiB  # PyTorch's own
+_SPARE = PAGE + 24 * MiB  # the last page counts as what is asked of it; and so much has come after the allocator had its memory
+
+
+def device_context(device: torch.device) -> int:
+    """Bytes of a GPU that are taken and are not the allocator's: driver, kernels, and others if they cannot be told apart."""
+    taken = own_bytes(device)
+    if taken is None:
+        free, total = torch.cuda.mem_get_info(device)
+        taken = total - free
+    return max(0, taken - torch.cuda.memory_reserved(device))
+
+
+class CudaMeter:
+    """Reads the caching allocator, and lowers its limit to the budget while the harness is on.
+
+    The budget is for all that the device sees; what is taken outside of the allocator is left to it. That is what the plan
+    counts for driver and kernels, or more: kernels are loaded when they are first used, so the first steps are looked at again.
+    Segments are expandable while the harness is on, so that holes between tensors can be used. Steps are timed by events on the
+    stream, so that nothing waits: what one step leaves to the next is counted there.
+    """
+
+    ledger: Ledger | None = None
+
+    def __init__(self, device: torch.device, context: int = 0) -> None:
+        self._device = device
+        self._budget: int | None = None
+        self._before: float | None = None
+        self._expanded = False
+        self._reserved = 0
+        self._context = context
+        self._peaks: list[int] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: list[float] = []
+        self._began: torch.cuda.Event | None = None
+
+    def start(self, budget: int | None) -> None:
+        torch.cuda.empty_cache()
+        self._context = max(self._context, device_context(self._device))
+        self._expanded = _expandable_segments(True)
+        self._budget = budget
+        if budget is not None:
+            self._before = torch.cuda.get_per_process_memory_fraction(self._device)
+            self._limit(budget)
+
+    def _limit(self, budget: int) -> None:
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        share = max(0, budget - self._context - _SPARE) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._began = self._mark()
+
+    def end(self) -> None:
+        assert self._began is not None
+        self._events.append((self._began, self._mark()))
+        if len(self._peaks) < _FIRST and (now := device_context(self._device)) > self._context:
+            self._context = now
+            if self._budget is not None:
+                self._limit(self._budget)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) + self._context)
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device) + self._context)
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self) -> list[float]:
+        for begun, ended in self._events:
+            ended.synchronize()
+            self._seconds.append(begun.elapsed_time(ended) / 1000)
+        self._events = []
+        return self._seconds
+
+    def peaks(self) -> list[int]:
+        return self._peaks
+
+    def reserved(self) -> int | None:
+        return self._reserved or None
+
+    def curve(self) -> list[tuple[float, int]]:
+        return []
+
+    def stop(self) -> None:
+        if self._before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._before, self._device)
+            self._before = None
+        if self._expanded:
+            _expandable_segments(False)
+            self._expanded = False
+
+
+def _expandable_segments(on: bool) -> bool:
+    """Switch them; whether that changed anything. The user's own settings stay."""
+    own = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments" in own:
+        return False
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    change = change or getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
+    if change is None:
+        return False
+    settings = f"expandable_segments:{on}"
+    paged = f"{settings},large_segment_size_mb:{(PAGE if on else _USUAL_PAGE) // MiB}"
+    for tried in (settings,) if "large_segment_size_mb" in own else (paged, settings):
+        try:
+            change(tried)
+        except (RuntimeError, ValueError):
+            continue  # a platform that has none, or a release whose pages are of one size
+        return True
+    return False

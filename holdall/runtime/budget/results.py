@@ -1,0 +1,75 @@
+"""What a run has shown, step by step, and what its plan had said of such steps.
+
+A harness may go through several plans. What is told of a plan are the steps that were made under it, since model states were
+last placed anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from holdall.runtime.budget.meter import Meter
+from holdall.types import Moment, Outcome, Plan
+
+_MOMENTS = 1200  # of a timeline, at most about so many
+
+
+class Results:
+    """Remembers under which plan every step was made; what it took is read off the meter."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._since = 0  # steps that were made under earlier plans
+        self._made_under: list[Plan] = []  # of every step
+
+    def add_step(self, plan: Plan) -> None:
+        """A step under this plan has ended, and the meter knows of it."""
+        self._made_under.append(plan)
+
+    def begin_anew(self) -> None:
+        """Model states are placed anew: earlier steps tell nothing of those to come, even under the same plan."""
+        self._since = len(self._meter.peaks())
+
+    def seconds(self, plan: Plan) -> list[float]:
+        return self._of(plan, self._meter.seconds())
+
+    def peaks(self, plan: Plan) -> list[int]:
+        return self._of(plan, self._meter.peaks())
+
+    def _of(self, plan: Plan, of_steps: list[Any]) -> list[Any]:
+        under = zip(of_steps[self._since :], self._made_under[self._since :], strict=False)
+        return [value for value, made_under in under if made_under is plan]
+
+    def measured(self, plan: Plan, home: str, elsewhere: Mapping[str, int]) -> Outcome | None:
+        """What was seen; None before the first whole step. Seconds are the median of the steps after the first.
+
+        `home`: the tier that the meter measures. `elsewhere`: peaks of the others.
+        """
+        every = self.seconds(plan)
+        if not every:
+            return None
+        seconds = statistics.median(every[1:] or every)
+        peak = {home: max(self.peaks(plan)), **elsewhere}
+        return Outcome(
+            source="measured", seconds=seconds, peak=peak, reserved=self._meter.reserved(), timeline=self._timeline()
+        )
+
+    def _timeline(self) -> tuple[Moment, ...]:
+        """Of the last step; of neighbouring moments the highest, so that there are not too many."""
+        curve = self._meter.curve()
+        width = max(1, len(curve) // _MOMENTS)
+        return tuple(
+            Moment(at=at, where="", total=total)
+            for at, total in (max(curve[i : i + width], key=lambda m: m[1]) for i in range(0, len(curve), width))
+        )
+
+
+def expect(plan: Plan, *, ahead: bool) -> Outcome:
+    """What was said of the steps that there were: clipped ones, or those whose updates were begun `ahead`."""
+    said, if_not = plan.predicted, plan.about.get("seconds_if_not_clipped")
+    if if_not is None or not ahead:
+        return said
+    return replace(said, seconds=if_not, stall_seconds=max(0.0, said.stall_seconds - (said.seconds - if_not)))

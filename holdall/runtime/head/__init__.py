@@ -1,0 +1,1 @@
+"""A vocabulary head that never holds all logits."""

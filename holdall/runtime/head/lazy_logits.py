@@ -1,0 +1,430 @@
+"""Logits that are not computed until somebody looks at them.
+
+The logits of a big vocabulary are the largest tensor of a step, and a loss makes two or three more of their size. Here the head
+returns a tensor that knows its shape but not its values. What a causal language model's loss does on the way to
+`cross_entropy` (cut off a position, flatten) happens to the hidden states instead. What it does to every logit (soft-cap,
+scale, add a bias, cast up) is remembered (`elementwise.py`). The loss is taken a few rows at a time (`chunked_loss.py`, which
+states the tolerance). Whatever else is done with it computes the whole, once, with its graph, and goes on with that: changes in
+place, sampling, metrics and printing give what they always gave.
+
+Who holds whom: the lazy tensor holds the hidden states and the weight, as the graph of plain logits would. Looking at it after
+the weight has changed would give other values than the call had, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from holdall.errors import InvalidInput, Unsupported
+from holdall.runtime.head.chunked_loss import Asked, chunked_cross_entropy, no_autocast
+from holdall.runtime.head.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, Stretch, link_for, version_of
+from holdall.runtime.head.row_layout import TAKES
+
+_CHUNK = 2**29  # bytes of one chunk's logits in float32: large enough for a GPU to be busy, small beside a model
+_STEP = 128  # rows; matrix products are made of such tiles
+_FEWEST = 256  # rows; below, reading the weight takes longer than computing with it
+
+
+def head_of(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
+    """Path and module of the model's vocabulary head; None if it names none (as Hugging Face models do) or it is not linear."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if not isinstance(head, torch.nn.Module) or _obstacle(head):
+        return None
+    return next(((path, head) for path, module in model.named_modules() if module is head), None)
+
+
+def rows_for(tokens: int, vocab: int) -> int:
+    """How many rows at a time: at most 512 MiB of float32 logits, in chunks of nearly equal size."""
+    most = max(_FEWEST, _CHUNK // (4 * vocab) // _STEP * _STEP)
+    chunks = max(1, -(-tokens // most))
+    return max(_FEWEST, -(-tokens // (chunks * _STEP)) * _STEP)
+
+
+def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
+    """Let a linear head return lazy logits, whose loss is taken `rows` at a time; call the result to undo it."""
+    if rows < 1:
+        raise InvalidInput(f"`rows` is {rows}", hint="use at least 1, or `rows_for(tokens, vocab)`")
+    why_not = _obstacle(head)
+    if why_not:
+        raise Unsupported(f"{type(head).__name__} cannot be evaluated in chunks: {why_not}", hint="leave its logits whole")
+    plain = head.forward
+
+    def chunked(*args: Any, **kwargs: Any) -> Tensor:
+        (hidden,) = (*args, *kwargs.values())  # `input`, by position or by name
+        # the parameters of this moment: they may be others by the next call
+        call = _call(hidden, head.weight, head.bias, rows)  # type: ignore[arg-type]
+        whole: Tensor
+        if call is None:
+            whole = plain(*args, **kwargs)
+            return whole
+        return _lazy(call, hidden, call.dtype, None, NO_CHAIN)
+
+    head.forward = chunked  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del head.forward
+
+    return undo
+
+
+def _obstacle(head: torch.nn.Module) -> str:
+    """Why a module is not a plain linear layer; empty if it is."""
+    if type(head).forward is not torch.nn.Linear.forward:
+        return "its forward is not that of `torch.nn.Linear`"
+    if "forward" in head.__dict__:
+        return "its forward was replaced already"
+    weight = head.weight
+    if not isinstance(weight, Tensor) or is_traceable_wrapper_subclass(weight) or not weight.is_floating_point():
+        return f"its weight is a {type(weight).__name__}, not a plain tensor of floats"
+    return ""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One call of the head."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype  # of the logits
+    rows: int
+    given: list[tuple[Tensor, int]]  # what the logits depend on, each with its version then
+    whole: Tensor | None = None
+    version: int = 0  # of `whole` when it was made
+    spent: bool = False  # a loss that requires gradients was taken in chunks
+
+    def check(self) -> None:
+        for tensor, version in self.given:
+            if version_of(tensor) != version:
+                raise Unsupported(
+                    "the logits are asked for after the head's weight or its input was changed in place",
+                    hint="read them before `optimizer.step()`",
+                )
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise Unsupported(
+                    "the logits are asked for after the head's weight or its input has left the device",
+                    hint="let the head's weights stay until its loss is computed",
+                )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `torch.nn.functional.linear` made them, or would have under the autocast of the call."""
+        self.check()
+        with no_autocast(hidden.device.type):
+            bias = None if self.bias is None else self.bias.to(self.dtype)
+            return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+
+
+def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> _Call | None:
+    """None: the plain forward knows better, be it how to do this or how to refuse it."""
+    given = [hidden, weight] if bias is None else [hidden, weight, bias]
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None  # these look into tensors in ways of their own
+    if any(is_traceable_wrapper_subclass(t) for t in given):
+        return None
+    dtypes = {t.dtype for t in given}
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1] or {t.device for t in given} != {weight.device}:
+        return None
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:
+        dtypes = {torch.get_autocast_dtype(hidden.device.type)}
+    if len(dtypes) > 1 or not hidden.is_floating_point():
+        return None
+    return _Call(weight, bias, dtypes.pop(), rows, [(t, version_of(t)) for t in given])
+
+
+class LazyLogits(torch.Tensor):
+    """`linear(hidden, weight, bias)` and what was done to it, not computed. Made by `chunk_head` and by lazy ops on others."""
+
+    _call: _Call
+    _hidden: Tensor  # [..., H] for logits [..., V]
+    _made: tuple[LazyLogits, Any, tuple[Any, ...], dict[str, Any]] | None  # from which other, and how; None: by the head
+    _chain: Chain  # what is done to each of the logits of `_hidden`
+    _live: bool  # gradients flow through it
+    _value: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in COMMUTATIVE and len(args) == 2 and isinstance(args[1], LazyLogits) and isinstance(args[0], Tensor):
+            args = args[::-1] if not isinstance(args[0], LazyLogits) else args
+        first = args[0] if args else None
+        if any(isinstance(t, LazyLogits) and t._is_adopted() for t in tree_iter((args, kwargs))):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(first, LazyLogits):
+            if first._call.whole is None:
+                if func in _KNOWN or (func in _LAYOUT and first._made is None):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return func(*args, **kwargs)
+                step = _STEPS.get(func)
+                out = NotImplemented if step is None else step(first, func, args[1:], kwargs)
+                if out is not NotImplemented:
+                    return out
+            if func in _HOOKS and first._call.spent:
+                raise Unsupported(
+                    "the gradient of the logits is asked for after their loss was taken without them",
+                    hint="ask before the loss is computed",
+                )
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Only where `__torch_function__` is switched off; autograd has led the result to `_Graph` by then."""
+        args, kwargs = tree_map_only(LazyLogits, lambda lazy: lazy.whole().detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _is_adopted(self) -> bool:
+        """An autograd function has returned it as its own result (reentrant checkpointing does): its graph is not ours."""
+        return bool(self._live != _plainly(self, _getter("requires_grad")))
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a loss was taken of them in rows: no gradient will arrive at them."""
+        return self._call.spent
+
+    def leave_graph(self) -> None:
+        """Hold nothing of the graph that they came from; their values can still be had."""
+        call, lazy = self._call, self
+        call.given = [(t if t.is_leaf else t.detach(), version) for t, version in call.given]
+        call.whole = None if call.whole is None else call.whole.detach()
+        while True:
+            lazy._hidden, lazy._live = lazy._hidden.detach(), False
+            lazy._value = None if lazy._value is None else lazy._value.detach()
+            _plainly(lazy, Tensor.detach_)
+            if lazy._made is None:
+                return
+            lazy = lazy._made[0]
+
+    def whole(self) -> Tensor:
+        """The logits, with the graph that they would have had; computed by the first who asks."""
+        if self._value is None:
+            # turning inference mode off also lets autograd in again where a dispatcher has shut it out
+            with torch.inference_mode(False), torch.set_grad_enabled(self._live):
+                self._value = self._compute()
+        return self._value
+
+    def _compute(self) -> Tensor:
+        call = self._call
+        if self._made is None:
+            call.whole = call.logits(self._hidden)
+            call.version = call.whole._version
+            return call.whole
+        parent, func, args, kwargs = self._made
+        self._chain.check()
+        value = parent.whole()
+        if call.whole is not None and call.whole._version != call.version:
+            raise Unsupported(
+                "the logits were changed in place after a part or a copy of them was taken",
+                hint="change them before, or keep the head whole",
+            )
+        made: Tensor = func(value, *args, **kwargs)
+        return made
+
+
+def _getter(name: str) -> Any:
+    """How `__torch_function__` names the reading of a property."""
+    return getattr(Tensor, name).__get__
+
+
+def _plainly(lazy: LazyLogits, func: Any) -> Any:
+    """What the tensor says of itself, its values aside."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(lazy)
+
+
+def _lazy(call: _Call, hidden: Tensor, dtype: torch.dtype, made: Any, chain: Chain) -> LazyLogits:
+    lazy: LazyLogits = _Graph.apply(hidden, call.weight, call.bias, call, dtype, chain)
+    lazy._call, lazy._hidden, lazy._made, lazy._value, lazy._chain = call, hidden, made, None, chain
+    lazy._live = _plainly(lazy, _getter("requires_grad"))
+    return lazy
+
+
+class _Graph(torch.autograd.Function):
+    """Ties lazy logits to the graph, for those who go past `__torch_function__`: an autograd function applied to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, dtype: torch.dtype, chain: Chain
+    ) -> Tensor:
+        # not through `save_for_backward`: this backward hardly ever runs, and nobody should plan for it
+        ctx.given = (hidden, weight, bias, call, chain)
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        made: Tensor = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=hidden.device)
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, call, chain = ctx.given
+        call.check()
+        with no_autocast(hidden.device.type):
+            g = incoming.reshape(-1, weight.shape[0])
+            g = _pulled_back(g, call.logits(hidden).view_as(g), chain) if chain != NO_CHAIN else g.to(call.dtype)
+            h = hidden.reshape(-1, weight.shape[1]).to(call.dtype)
+            wants = ctx.needs_input_grad
+            return (
+                (g @ weight.to(call.dtype)).view(hidden.shape).to(hidden.dtype) if wants[0] else None,
+                (g.t() @ h).to(weight.dtype) if wants[1] else None,
+                g.sum(0).to(bias.dtype) if wants[2] else None,
+                None,
+                None,
+                None,
+            )
+
+
+def _pulled_back(g: Tensor, z: Tensor, chain: Chain) -> Tensor:
+    """From the gradient of what a chain makes of logits to that of the logits."""
+    before = Stretch(chain.before, z, differentiable=True)
+    before.apply(z)
+    p = z.to(g.dtype)
+    after = Stretch(chain.after, p, differentiable=True)
+    after.apply(p)
+    g = g.clone()
+    after.pull_back(g)
+    g = g.to(z.dtype)
+    before.pull_back(g)
+    return g
+
+
+# what can be done lazily: each returns its result, or NotImplemented where only the whole will do
+
+
+def _derive(
+    lazy: LazyLogits,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    take: Callable[[Tensor], Tensor],
+    dtype: torch.dtype | None = None,
+    chain: Chain | None = None,
+) -> Tensor:
+    """The result of an op that does to the logits' rows what `take` does to the hidden ones. `chain`: what is done to each."""
+    with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
+        made = (lazy, func, args, kwargs)
+        return _lazy(lazy._call, take(lazy._hidden), dtype or lazy.dtype, made, chain or lazy._chain)
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _contiguous(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else _derive(lazy, func, args, kwargs, _same)
+
+
+def _float(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else _cast(lazy, func, args, kwargs, torch.float32)
+
+
+def _to(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+        return NotImplemented
+    try:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
+    except (TypeError, RuntimeError):  # `copy` by position, or nonsense: let the whole say
+        return NotImplemented
+    if layout is not None or (device is not None and device != lazy.device):
+        return NotImplemented
+    return _cast(lazy, func, args, kwargs, dtype or lazy.dtype)
+
+
+def _cast(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """Only upwards: the loss is computed in float32 from logits of `call.dtype`, without another rounding between."""
+    if dtype not in (lazy.dtype, torch.promote_types(lazy.dtype, torch.float32)):
+        return NotImplemented
+    return _derive(lazy, func, args, kwargs, _same, dtype)
+
+
+def _elementwise(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    found = None if kwargs or any(isinstance(a, LazyLogits) for a in args) else link_for(func, args, lazy)
+    if found is None or found[1] not in (lazy.dtype, torch.promote_types(lazy.dtype, torch.float32)):
+        return NotImplemented
+    link, dtype = found
+    chain = lazy._chain.then(link, cast=dtype != lazy._call.dtype)
+    return _derive(lazy, func, args, kwargs, _same, dtype, chain)
+
+
+def _arranged(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    take = TAKES[func](lazy, args, kwargs)
+    return NotImplemented if take is None else _derive(lazy, func, args, kwargs, take)
+
+
+def _cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+    return _loss(lazy, *args, **kwargs)
+
+
+def _loss(
+    lazy: LazyLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    call, hidden = lazy._call, lazy._hidden
+    tokens, vocab = lazy.shape if lazy.dim() == 2 else (0, 0)
+    rows_of_labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == (tokens,)
+    if not tokens or not rows_of_labels or target.device != lazy.device or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    if size_average is not None or reduce is not None or not 0 <= label_smoothing <= 1:
+        return NotImplemented
+    if weight is not None and (
+        label_smoothing or weight.shape != (vocab,) or weight.dtype != lazy.dtype or weight.device != lazy.device
+    ):
+        return NotImplemented
+    call.check()
+    lazy._chain.check()
+    dtype = lazy.dtype
+    if torch.is_autocast_enabled(lazy.device.type):
+        dtype = torch.promote_types(dtype, torch.float32)  # where autocast takes every loss
+    asked = Asked(
+        rows=call.rows,
+        dtype=dtype,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        smoothing=float(label_smoothing),
+        chain=lazy._chain,
+    )
+    with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
+        loss = chunked_cross_entropy(hidden.to(call.dtype), call.weight, call.bias, target, weight, asked)
+    call.spent = call.spent or loss.requires_grad
+    return loss
+
+
+_STEPS: dict[Any, Callable[[LazyLogits, Any, Any, Any], Any]] = {
+    Tensor.contiguous: _contiguous,
+    Tensor.float: _float,
+    Tensor.to: _to,
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys(TAKES, _arranged),
+    **dict.fromkeys(OPS, _elementwise),
+    # for those who count bytes and watch graphs: what it stands on until it is computed
+    Tensor.untyped_storage: lambda lazy, *_: lazy._hidden.untyped_storage(),
+    _getter("grad_fn"): lambda lazy, *_: lazy._hidden.grad_fn,
+}
+
+_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+
+_KNOWN = frozenset(
+    {
+        *(getattr(Tensor, name) for name in ("__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size")),
+        *(getattr(Tensor, name) for name in ("get_device", "is_inference", "is_floating_point", "is_complex", "is_signed")),
+        *(getattr(torch, name) for name in ("numel", "is_floating_point", "is_complex", "is_inference")),
+        *map(_getter, ("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes")),
+        *map(_getter, ("requires_grad", "is_leaf", "_version", "grad")),
+        *map(_getter, ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized")),
+    }
+)
+
+# known of what a head makes, not of its parts
+_LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})

@@ -1,0 +1,366 @@
+"""A captured block under a schedule of its own: ops in any legal order, some run again, each result freed at its last use.
+
+`Program` pairs a `Graph` with two lists of op numbers, one to run in forward and one in backward. A number of the forward's
+ops in the second list is a recomputation. What must survive from one to the other follows from the lists; so does every free.
+Autograd sees one node per block, so whatever hangs on gradients (hooks, streamed weights, updates in backward) works as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from holdall.errors import InvalidInput, Unsupported
+from holdall.ops import odd_argument
+from holdall.runtime.activations.offload import Parking, park_inputs, unpack
+from holdall.runtime.activations.recompute import Segment
+from holdall.runtime.programs.capture import Graph, Instruction, Ref, Slot, capture, refs_of, without_autocast
+from holdall.runtime.programs.compiled import Compiler, in_layout
+from holdall.runtime.programs.fx_function import plain_halves
+from holdall.types.program import Effect, fault
+from holdall.types.trace import digest_of
+
+Values = dict[Slot, torch.Tensor]
+_SETTINGS = (bool, int, float, str)
+_MOST = 16  # kinds of calls of one block that are captured; more come from a value that changes with every call
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One execution of one op."""
+
+    op: int
+    again: bool
+    keep_state: bool  # of the generator: it will be run again
+    frees: tuple[Slot, ...]  # what nobody needs any more
+
+
+class Program:
+    """What to run, and when to let go of what. `compiler`: runs each half as one compiled function, where that can be done."""
+
+    def __init__(self, graph: Graph, forward: Sequence[int], backward: Sequence[int], compiler: Compiler | None = None) -> None:
+        self.graph = graph
+        self._own = set(graph.made)
+        ops = [Effect(op.reads, tuple(s for _, s in op.makes), op.mutates) for op in graph.ops]
+        wrong = fault(ops, graph.forward, forward, backward)
+        if wrong:
+            raise InvalidInput(f"the program of a block is not one: {wrong}", hint="write the plan again")
+        again_later = set(backward)
+        last = {r.slot for r in graph.outputs if isinstance(r, Ref)}
+        needed = self._needed_first(backward)
+        self.saved: list[Slot] = sorted(needed & self._own)
+        self.kept_inputs: list[Slot] = sorted(needed - self._own - set(graph.tangents) - set(graph.constants))
+        own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: what is run again gets copies of them
+        self.watched = [s for s in self.kept_inputs if s not in own_changes]
+        seen: set[int] = set()
+        self.forward = self._turns(forward, last | set(self.saved), seen, again_later)
+        ends = {g.slot for g in graph.gradients if g is not None}
+        self.backward = self._turns(backward, ends, seen, set())
+        looks = refs_of([graph.gradients, *((op.args, op.kwargs) for op in graph.ops)])
+        self.viewed = {r.slot for r in looks if r.size is not None}  # otherwise than as they were made
+        orders = (forward, backward)
+        self.halves = compiler.compile(graph, orders, self.saved) if compiler is not None else None
+        self.is_compiled = self.halves is not None
+        self.halves = self.halves or plain_halves(graph, orders, self.saved)
+
+    def _needed_first(self, order: Sequence[int]) -> set[Slot]:
+        """Storages that the backward reads before it has made them."""
+        made: set[Slot] = set()
+        needed: set[Slot] = set()
+        for n in order:
+            op = self.graph.ops[n]
+            needed |= {s for s in (*op.reads, *op.mutates) if s not in made}
+            made |= {s for _, s in op.makes}
+        needed |= {g.slot for g in self.graph.gradients if g is not None and g.slot not in made}
+        return needed
+
+    def _turns(self, order: Sequence[int], stay: set[Slot], seen: set[int], again_later: set[int]) -> list[_Turn]:
+        turns: list[_Turn] = []
+        wanted = set(stay)  # needed by what comes after, walking from the end
+        frees: list[tuple[Slot, ...]] = []
+        for n in reversed(order):
+            op = self.graph.ops[n]
+            made = {s for _, s in op.makes}
+            touched = {*op.reads, *op.mutates, *made}
+            frees.append(tuple(sorted(touched - wanted)))
+            wanted = (wanted - made) | {*op.reads, *op.mutates}
+        for n, free in zip(order, reversed(frees), strict=True):
+            is_again = n in seen
+            later = n in again_later and self.graph.ops[n].random
+            turns.append(_Turn(n, is_again, later and not is_again, free))
+            seen.add(n)
+        return turns
+
+    # running
+
+    def __call__(self, inputs: Sequence[torch.Tensor], parking: Parking | None = None) -> Any:
+        """Run the forward; autograd knows how to come back. `parking`: takes what is kept until then."""
+        differentiable = [t for t in inputs if t.requires_grad]
+        call = _Call(self, inputs)
+        results = _Block.apply(call, *differentiable)
+        if parking is not None:
+            call.park(parking, results)
+        outputs = iter(results)
+        leaves = [next(outputs) if isinstance(o, Ref) else o for o in self.graph.outputs]
+        return tree_unflatten(leaves, self.graph.spec)
+
+
+class Runner:
+    """Runs a block by its program, captured at the first call of each kind.
+
+    A block that is not what was planned for is recomputed whole, and it is said.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Sequence[int],
+        backward: Sequence[int],
+        ops: str,
+        note: Callable[[str], None],
+        compiler: Compiler | None = None,
+        *,
+        wanted: Sequence[int] | None = None,
+    ) -> None:
+        self._wanted = wanted  # of what it returns, what got a gradient when the plan was made
+        self._name = name
+        self._forward = forward
+        self._backward = backward
+        self._ops = ops  # digest of the names of the ops that the plan was made for
+        self._note = note
+        self._compiler = compiler
+        self._programs: dict[Any, Program | None] = {}
+        self._parts: _Parts | None = None
+
+    def __call__(
+        self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, parking: Parking | None = None
+    ) -> Any:
+        if self._parts is None or not self._parts.are_of(module):
+            self._parts = _Parts(module)
+        parameters, buffers = self._parts.tensors()
+        leaves = tree_leaves((args, kwargs))
+        key = _signature(leaves, parameters, self._parts.settings())
+        if key not in self._programs and len(self._programs) < _MOST:
+            self._programs[key] = self._prepare(module, forward, args, kwargs)
+        program = self._programs.get(key)
+        if program is None:
+            state = list(module.buffers())
+            out, call = Segment().run(module, forward, args, kwargs, state=state, keep=frozenset())
+            if parking is not None:
+                park_inputs(parking.group, call, parking.inputs)
+            return out
+        return program([*(t for t in leaves if isinstance(t, torch.Tensor)), *parameters, *buffers], parking)
+
+    def _prepare(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Program | None:
+        try:
+            odd = odd_argument((args, kwargs))
+            if odd:
+                raise Unsupported(f"it is called with a {odd}", hint="recompute whole blocks")
+            graph = capture(module, forward, args, kwargs, loss_alone=not self._name, wanted=self._wanted)
+            if digest_of(graph.names()) != self._ops:
+                raise Unsupported("it runs other ops than were planned for", hint="plan again for this model")
+            return Program(graph, self._forward, self._backward, self._compiler)
+        except Unsupported as error:
+            why = str(error).split("\n")[0]
+            self._note(f"`{self._name}` is recomputed as a whole instead of op by op: {why}")
+            return None
+
+
+class _Parts:
+    """A module with all that is inside of it, walked through once: parameters and buffers may be others at every call, and in
+    the order of `tensors_of`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._all = [(m, [*m._modules.values()]) for m in module.modules()]
+
+    def are_of(self, module: torch.nn.Module) -> bool:
+        """Whether they still are, to the last child."""
+        return self._all[0][0] is module and all([*m._modules.values()] == children for m, children in self._all)
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters and buffers, each once."""
+        parameters = {id(p): p for m, _ in self._all for p in m._parameters.values() if p is not None}
+        buffers = {id(b): b for m, _ in self._all for b in m._buffers.values() if b is not None}
+        return [*parameters.values()], [*buffers.values()]
+
+    def settings(self) -> tuple[Any, ...]:
+        """Plain values that modules hold, such as whether they train: a captured graph has them as they were."""
+        return tuple([v for m, _ in self._all for v in m.__dict__.values() if type(v) in _SETTINGS])
+
+
+def _signature(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], settings: tuple[Any, ...]) -> Any:
+    """What a captured graph depends on."""
+    given = [
+        (t.dtype, t.device, t.shape, t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
+        for t in leaves
+    ]
+    kinds = [(p.dtype, p.stride(), p.requires_grad) for p in parameters]
+    casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
+    return tuple(given), tuple(kinds), settings, tuple(casts)
+
+
+class _Call:
+    """One call of a block, from its forward to its backward."""
+
+    def __init__(self, program: Program, inputs: Sequence[torch.Tensor]) -> None:
+        self.program = program
+        self.inputs: Sequence[torch.Tensor] | None = inputs
+        self.is_trained = [t.requires_grad for t in inputs]
+        self.kept: dict[Slot, Any] = {}  # tensors, or what stands for them while they are parked
+        self.versions: dict[Slot, int] = {}
+        self.states: dict[int, Any] = {}  # op -> state of the generator before it first ran
+        self.shifts: dict[Slot, int] = {}
+        graph = program.graph
+        for slot, t, start in zip(graph.inputs, inputs, graph.starts, strict=True):
+            if t.storage_offset() != start:
+                self.shifts[slot] = int(t.storage_offset()) - start
+
+    def forward(self) -> list[torch.Tensor]:
+        program, graph = self.program, self.program.graph
+        assert self.inputs is not None
+        values: Values = {**graph.constants}
+        for slot, t in zip(graph.inputs, self.inputs, strict=True):
+            values.setdefault(slot, t.detach())
+        self.inputs = None
+        for slot in program.kept_inputs:
+            self.kept[slot] = values[slot]
+        with without_autocast():
+            if program.halves is None or not program.halves.forward.run(values, self._look):
+                for turn in program.forward:
+                    self._run(turn, values)
+        for slot in program.saved:
+            self.kept[slot] = values[slot].detach()  # an output itself would hold this call, and be held by it
+        self.versions = {s: self.kept[s]._version for s in program.watched}
+        return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
+
+    def park(self, parking: Parking, outputs: Sequence[torch.Tensor]) -> None:
+        """Let what is kept wait in another tier."""
+        self.kept = {slot: parking.pack(t) for slot, t in self.kept.items()}
+        self.versions = {s: v for s, v in self.versions.items() if isinstance(self.kept[s], torch.Tensor)}
+        parking.leave(outputs)
+
+    def backward(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        program, graph = self.program, self.program.graph
+        if not self.kept and (program.saved or program.kept_inputs):
+            raise Unsupported(
+                "a second backward through a block that runs by a program",
+                hint="do not retain the graph, or recompute whole blocks",
+            )
+        for slot, version in self.versions.items():
+            if self.kept[slot]._version != version:
+                raise RuntimeError("a tensor that a block needs for its backward has been changed in place since its forward")
+        values: Values = {**graph.constants, **{slot: unpack(held) for slot, held in self.kept.items()}}
+        self.kept = {}
+        for slot, t in zip(graph.tangents, tangents, strict=True):
+            values[slot] = self._as_captured(slot, t)
+        with without_autocast():
+            if program.halves is None or not program.halves.backward.run(values, self._look):
+                for turn in program.backward:
+                    self._run(turn, values)
+        found: list[torch.Tensor | None] = []
+        for ref, trained in zip(graph.gradients, self.is_trained, strict=True):
+            if trained:
+                found.append(None if ref is None else self._look(ref, values))
+        return found
+
+    def _as_captured(self, slot: Slot, tangent: torch.Tensor) -> torch.Tensor:
+        """A gradient may come as a piece of another, or expanded from one element: then looking at it by strides would read
+        other elements."""
+        layout = self.program.graph.layouts[slot]
+        if not layout.fits(tangent) and (slot in self.program.viewed or self.program.is_compiled):
+            return in_layout(tangent, layout)
+        self.shifts[slot] = int(tangent.storage_offset())
+        return tangent
+
+    def _run(self, turn: _Turn, values: Values) -> None:
+        op = self.program.graph.ops[turn.op]
+        if turn.keep_state:
+            self.states[turn.op] = _state(op.device)
+        aside: Values = {}
+        if turn.again and op.mutates:  # buffers have had their change; what the program made itself is to change again
+            for slot in op.mutates:
+                if slot not in self.program.graph.made:
+                    aside[slot] = values[slot]
+                    values[slot] = values[slot].clone()
+        if turn.again and op.random:
+            before = _state(op.device)
+            _set_state(op.device, self.states[turn.op])
+            out = self._execute(op, values)
+            _set_state(op.device, before)
+        else:
+            out = self._execute(op, values)
+        values.update(aside)
+        if op.makes:
+            leaves = tree_leaves(out)
+            for leaf, slot in op.makes:
+                values[slot] = leaves[leaf]
+        del out
+        for slot in turn.frees:
+            values.pop(slot, None)
+
+    def _execute(self, op: Instruction, values: Values) -> Any:
+        return op.func(*self._fill(op.args, values), **self._fill(op.kwargs, values))
+
+    def _fill(self, value: Any, values: Values) -> Any:
+        if isinstance(value, Ref):
+            return self._look(value, values)
+        if type(value) in (list, tuple):
+            return type(value)([self._fill(v, values) for v in value])
+        if type(value) is dict:
+            return {k: self._fill(v, values) for k, v in value.items()}
+        return value
+
+    def _look(self, ref: Ref, values: Values) -> torch.Tensor:
+        tensor = values[ref.slot]
+        if ref.size is None:
+            return tensor
+        return tensor.as_strided(ref.size, ref.stride, ref.offset + self.shifts.get(ref.slot, 0))
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        outputs = call.forward()
+        ctx.call = call
+        graph = call.program.graph
+        refs = [i for i, o in enumerate(graph.outputs) if isinstance(o, Ref)]
+        ctx.wanted = [refs.index(i) for i in graph.wanted]
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[o for o in outputs if not o.is_floating_point()])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call, ctx.call = ctx.call, None
+        if call is None:
+            raise Unsupported(
+                "a second backward through a block that runs by a program",
+                hint="do not retain the graph, or recompute whole blocks",
+            )
+        if any(g is not None and i not in ctx.wanted for i, g in enumerate(grads)):
+            raise Unsupported(
+                "a gradient came for something that the block returns and that had none when it was planned",
+                hint="trace the step with the loss that the loop uses",
+            )
+        given = [grads[i] if grads[i] is not None else _zeros(*ctx.shapes[i]) for i in ctx.wanted]
+        return None, *call.backward(given)
+
+
+def _zeros(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,313 @@
+"""Gradients of units from their arrival in backward to their update: held, sent off, added up, and shown to the loop.
+
+What is held of a unit is a `Held`; what the loop sees of it in the meantime is a `Gradient` in every home's `.grad`. Whatever
+the loop does to those is found out again at the step: a factor that is the same for all of a unit, or gradients that take the
+place of those that were held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+from holdall.errors import Unsupported
+from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.offloaded_grad import Gradient
+from holdall.runtime.states.unit import DEVICE, Unit
+from holdall.runtime.states.update_speculative import Ahead, wait_for_attempt
+from holdall.tiers import Keeper
+from holdall.tiers._chaos import current
+
+
+class Collector:
+    """`are_used_up`: by updates in backward, so that nobody will ask for them. `overlap`: the device goes on while they leave.
+    `ahead`: may begin updates as they arrive."""
+
+    def __init__(
+        self,
+        store: Keeper | None,
+        device: torch.device,
+        *,
+        are_used_up: bool,
+        overlap: bool,
+        ahead: Ahead | None,
+        quiet: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.held: dict[str, Held] = {}  # by unit, until the step takes them
+        self._store = store
+        self._device = device
+        self._are_used_up = are_used_up
+        self._overlap = overlap
+        self._ahead = ahead
+        self._quiet = quiet
+        self._leaving: list[Held] = []
+        self._norms: torch.Tensor | None = None  # pinned
+
+    # arriving
+
+    def collect(self, unit: Unit, which: tuple[int, ...], grads: list[torch.Tensor]) -> Held:
+        """A unit has got its gradients, those of the trained members `which`; they go to where the update will want them."""
+        if self._are_used_up and any(not _is_cleared(unit.trained[n].home.grad) for n in which):
+            raise Unsupported(
+                "a second backward came before gradients were cleared, but the first one has already made the updates",
+                hint="plan with `clips=True`, or with `accumulate=` as many backwards as the loop makes per step",
+            )
+        held = self.held.get(unit.name)
+        if held is not None and _are_cleared(held):
+            self._drop(held)  # the loop cleared its gradients instead of stepping
+            held = None
+        if held is None:
+            held = self.held[unit.name] = Held(unit, self._store)
+            held.which = which
+            self._hold(held, grads)
+            if self._ahead is not None:
+                self._ahead.begin(held)
+        else:
+            self._add(held, which, grads)
+        return held
+
+    def _hold(self, held: Held, grads: list[torch.Tensor]) -> None:
+        if not self._are_used_up:
+            held.norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32 if held.unit.is_narrow else None))
+        if held.unit.update == DEVICE:
+            held.here = grads
+        else:
+            self._send(held, grads)
+
+    def _send(self, held: Held, grads: list[torch.Tensor]) -> None:
+        """Gather the gradients and let them leave; those sent before are let go first, so that one set is on the way."""
+        assert self._store is not None
+        self.let_go()
+        unit = held.unit
+        held.flat = torch.empty(unit.grads.nbytes, dtype=torch.uint8, device=self._device)
+        chaos = current()
+        if chaos is not None:
+            chaos.poison(held.flat)
+        views = unit.grads.views(held.flat)
+        torch._foreach_copy_([views[n] for n in held.which], grads)
+        grads.clear()
+        assert unit.buffer is not None
+        self._store.push(unit.buffer, held.flat)
+        self._leaving.append(held)
+        if not self._overlap:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Those that are on their way out have left; their memory on the device is free."""
+        for held in self._leaving:
+            assert self._store is not None and held.unit.buffer is not None
+            self._store.wait(held.unit.buffer)
+            held.flat = None
+        self._leaving = []
+
+    def _add(self, held: Held, which: tuple[int, ...], grads: list[torch.Tensor]) -> None:
+        """Another backward before the update: gradients are added up in the homes' precision."""
+        unit = held.unit
+        if which != held.which:
+            raise Unsupported(
+                f"`{unit.name}` got gradients for other parameters than in the backward before",
+                hint="step the optimizer after every backward, or plan without `place`",
+            )
+        grad_of = [unit.trained[n].home.grad for n in which]
+        if any(not isinstance(g, Gradient) or g.here is not None or g.factor is not None for g in grad_of):
+            raise Unsupported(
+                f"the gradient of `{unit.name}` was changed between two backwards of one step",
+                hint="change gradients after the last backward, or plan without `place`",
+            )
+        held.norms = None
+        if self._ahead is not None:
+            self._ahead.give_up(held)
+        if unit.update == DEVICE:
+            homes = [unit.trained[n].home for n in which]
+            held.here = [h.to(p.dtype) for h, p in zip(held.here, homes, strict=True)]
+            torch._foreach_add_(held.here, [g.to(p.dtype) for g, p in zip(grads, homes, strict=True)])
+            held.norms = torch.stack(torch._foreach_norm(held.here, 2))
+            return
+        if unit.source is unit.buffer and unit.is_streamed:
+            raise Unsupported(
+                "a second backward came before the step, but the plan lets gradients take the place of weights",
+                hint="plan with `accumulate=` as many backwards as the loop makes per step",
+            )
+        assert self._store is not None and unit.buffer is not None
+        layout = unit.wide
+        with self._quiet():
+            if held.sum is None:
+                self._widen(held)
+            self._send(held, grads)
+            self._store.arrived(unit.buffer)
+            assert held.sum is not None
+            views = layout.views(self._store.memory(held.sum))
+            new = unit.grads.views(self._store.memory(unit.buffer))
+            for n in which:
+                views[n].add_(new[n])
+
+    def _widen(self, held: Held) -> None:
+        """The gradients move out of their buffer, as wide as the homes."""
+        assert self._store is not None
+        layout = held.unit.wide
+        with self._quiet():
+            first = held.on_host()
+            held.sum = self._store.reserve(layout.nbytes, pinned=False)
+            views = layout.views(self._store.memory(held.sum))
+            torch._foreach_copy_([views[n] for n in held.which], first)
+
+    # what the loop sees
+
+    def send_norms(self) -> None:
+        """All norms to the host in one copy, so that whoever clips waits once."""
+        known = [h for h in self.held.values() if h.norms is not None]
+        if self._device.type != "cuda" or not known:
+            return
+        every = torch.cat([h.norms for h in known])  # type: ignore[misc]
+        if self._norms is None or self._norms.numel() < every.numel():
+            self._norms = torch.empty(every.numel(), dtype=every.dtype, pin_memory=True)
+        host = self._norms[: every.numel()]
+        host.copy_(every, non_blocking=True)
+        event = torch.cuda.current_stream(self._device).record_event()
+        for held, part in zip(known, host.split([len(h.which) for h in known]), strict=True):
+            held.host_norms, held.norms_event = part, event
+
+    def show(self) -> None:
+        """The backward is over: every home whose gradient came has a `.grad`."""
+        for held in self.held.values():
+            for n in held.which:
+                home = held.unit.trained[n].home
+                grad = home.grad
+                if _is_cleared(grad):
+                    grad = None
+                if grad is not None and not isinstance(grad, Gradient) and not self._are_used_up:
+                    with torch.no_grad():
+                        grad.add_(held.bring(n))  # the loop's own, or of a use of the home itself: gradients add up
+                    continue
+                if grad is not None and (not isinstance(grad, Gradient) or grad.source is not held):
+                    raise Unsupported(
+                        "gradients of the step before were not cleared, so this backward would add to them",
+                        hint="call `optimizer.zero_grad()` after every step, or plan without `place`",
+                    )
+                if grad is None:
+                    grad = home.grad = Gradient(home, held, n)
+                assert isinstance(grad, Gradient)
+                grad.renew()
+                if self._are_used_up:
+                    grad.spent = "it was used up in backward, because the loop was said not to clip"
+        if self._are_used_up:
+            self.held = {}
+
+    # leaving
+
+    def take(self) -> dict[str, Held]:
+        """They are the step's from here on."""
+        held, self.held = self.held, {}
+        return held
+
+    def asked(self, held: Held) -> torch.Tensor | None:
+        """What the loop did to the gradients: the factor, if it is the same for all; else they are replaced."""
+        grads = [held.unit.trained[n].home.grad for n in held.which]
+        kept = [n for n, m in enumerate(held.unit.trained) if m.home.grad is not None]  # also those that it has put there
+        is_ours = all(isinstance(g, Gradient) and g.source is held and g.here is None for g in grads)
+        if not is_ours or len(kept) != len(grads):
+            self._replace(held, kept)
+            return None
+        factors = [g.factor for g in grads]  # type: ignore[union-attr]
+        first: torch.Tensor | None = factors[0]
+        if all(f is first for f in factors):
+            return first
+        self._replace(held, kept)
+        return None
+
+    def given(self, unit: Unit) -> Held | None:
+        """Gradients that the loop itself has put there, or zeroed and kept, where no backward has brought any."""
+        kept = [n for n, m in enumerate(unit.trained) if m.home.grad is not None and not _is_gone(m.home.grad)]
+        if not kept:
+            return None
+        held = Held(unit, self._store)
+        self._replace(held, kept)
+        return held
+
+    def _replace(self, held: Held, kept: list[int]) -> None:
+        """The gradients as the loop left them take the place of those that were held."""
+        unit = held.unit
+        values = {}
+        for n in kept:
+            grad = unit.trained[n].home.grad
+            assert grad is not None
+            values[n] = grad.value() if isinstance(grad, Gradient) else grad
+        held.which = tuple(kept)
+        held.norms = None
+        if not kept:
+            return
+        if unit.update == DEVICE:
+            held.here = [values[n].to(self._device) for n in kept]
+            return
+        assert self._store is not None
+        layout = unit.wide
+        if held.sum is None:
+            held.sum = self._store.reserve(layout.nbytes, pinned=False)
+        with self._quiet():
+            views = layout.views(self._store.memory(held.sum))
+            for n in kept:
+                views[n].copy_(values[n])
+
+    def make_way(self) -> None:
+        """Where gradients took the place of weights and no step followed, the weights come back: a forward needs them."""
+        for held in list(self.held.values()):
+            unit = held.unit
+            shares = unit.buffer is not None and unit.source is unit.buffer  # neither: weights are made when they are used
+            if not unit.is_streamed or not shares or held.sum is not None:
+                continue
+            wait_for_attempt(held)  # it reads what will be overwritten
+            if _are_cleared(held):
+                self._drop(held)
+            else:
+                self._widen(held)
+            unit.copy_from_homes(self._store)
+
+    def forget(self) -> None:
+        """The backward that they came from will be made again."""
+        self.let_go()
+        for held in list(self.held.values()):
+            wait_for_attempt(held)  # it reads the memory that the gradient comes to again
+            self._drop(held)
+
+    def _drop(self, held: Held) -> None:
+        if held.sum is not None and self._store is not None:
+            self._store.free(held.sum)
+        del self.held[held.unit.name]
+
+    def unused(self, units: Iterable[Unit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Gradients that no step has used yet, as plain tensors: the loop may go on without us."""
+        found = []
+        for home in (m.home for u in units if u.needs_work for m in u.members):
+            if home.grad is not None and not _is_gone(home.grad):
+                found.append((home, home.grad.value() if isinstance(home.grad, Gradient) else home.grad))
+        return found
+
+    def close(self) -> None:
+        self.held, self._ahead = {}, None
+
+
+def spend(held: Held) -> None:
+    """What held the gradient is the update's now; whoever still wants it is told so."""
+    for m in held.unit.trained:
+        if isinstance(m.home.grad, Gradient):
+            m.home.grad.spent = "the step has used it"
+            m.home.grad.here = None
+
+
+def is_spent(unit: Unit) -> bool:
+    """Whether a step has used the unit's gradient, and no other has come since."""
+    return any(isinstance(m.home.grad, Gradient) and bool(m.home.grad.spent) for m in unit.trained)
+
+
+def _is_gone(grad: torch.Tensor) -> bool:
+    return isinstance(grad, Gradient) and bool(grad.spent)
+
+
+def _is_cleared(grad: torch.Tensor | None) -> bool:
+    return grad is None or (isinstance(grad, Gradient) and grad.is_cleared)
+
+
+def _are_cleared(held: Held) -> bool:
+    return all(_is_cleared(held.unit.trained[n].home.grad) for n in held.which)

@@ -1,0 +1,181 @@
+"""What `optimizer.step()` becomes: every unit's update, made when and where the plan says.
+
+The user's optimizer finds nothing to do for the parameters that were placed: while its step runs, they are not in its groups.
+Their updates are made before: at once ("step"), or begun to go on beside the next forward ("spill"), or they were made as soon
+as the gradients were there ("backward"). How one is made: `updates.py`, `update_through_device.py`; who waits for it:
+`pending.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdall.errors import Unsupported
+from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.grad_scaler import unscale
+from holdall.runtime.states.grad_store import Collector, is_spent, spend
+from holdall.runtime.states.pending import Pending
+from holdall.runtime.states.unit import DEVICE, THROUGH, Unit
+from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.update_speculative import Ahead
+from holdall.runtime.states.update_through_device import Passing
+from holdall.runtime.states.update_weights_first import WeightsFirst
+from holdall.runtime.states.updates import Order, Updater
+from holdall.tiers._chaos import current
+from holdall.updates.parts import Groups, snapshot
+
+BACKWARD, SPILL, STEP = "backward", "spill", "step"
+
+
+class Stepping:
+    """`slots`: how many units at most pass through the device at a time."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        updater: Updater,
+        passing: Passing,
+        collector: Collector,
+        pending: Pending,
+        beside: Beside,
+        ahead: Ahead,
+        *,
+        when: str,
+        slots: int,
+        weights_first: bool,
+    ) -> None:
+        self._units = units
+        self._updater = updater
+        self._passing = passing
+        self._collector = collector
+        self._pending = pending
+        self._beside = beside
+        self._ahead = ahead
+        self._weights_first = WeightsFirst(beside, pending, updater.submit, is_on=weights_first)
+        self._device = updater.device
+        self._when = when
+        self._slots = slots
+        self.reads_homes = False  # gradients came by the parameters themselves, so that a forward reads these
+        self._aside: list[list[torch.Tensor]] = []  # the optimizer's groups, while its own step runs
+
+    # around the optimizer's own step
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the updates, and leave to the optimizer what is not placed."""
+        groups = snapshot(optimizer)
+        is_skipped = unscale(optimizer, self._units, are_used_up=self._when == BACKWARD)
+        if not is_skipped:
+            self._update_all(groups)
+        self._aside = [group["params"] for group in optimizer.param_groups]
+        placed = {id(m.home) for u in self._units for m in u.trained if u.needs_work}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in placed]
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has all its parameters again, and nobody reads one whose update is under way."""
+        for group, params in zip(optimizer.param_groups, self._aside, strict=True):
+            group["params"] = params
+        self._pending.raise_guard(optimizer)
+
+    def _update_all(self, groups: Groups) -> None:
+        held = self._collector.take()
+        scales = {name: self._collector.asked(h) for name, h in held.items()}
+        for unit in self._units:
+            if unit.name in held or not unit.needs_work:
+                continue
+            if self._when != BACKWARD and is_spent(unit):
+                raise Unsupported(
+                    f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
+                    hint="step once after every backward, and clear gradients in between",
+                )
+            given = self._collector.given(unit)
+            if given is not None:
+                held[unit.name] = given
+                self.reads_homes |= any(m.is_swapped and type(m.home.grad) is torch.Tensor for m in unit.trained)
+        self._ahead.begin_step()
+        self._weights_first.begin_step()
+        self._prepare_room(held.values())
+        chaos = current()
+        first_elsewhere = sorted(
+            self._units, key=lambda unit: unit.update == DEVICE
+        )  # the host works while this thread launches
+        for unit in first_elsewhere if chaos is None else chaos.shuffled(self._units):
+            if unit.name in held:
+                self.update(held[unit.name], groups, scales.get(unit.name))
+                spend(held[unit.name])
+        if self._when != BACKWARD:
+            self._ahead.end_step()
+        self._weights_first.end_step()
+
+    # one update
+
+    def update(self, held: Held, groups: Groups, scale: torch.Tensor | None) -> None:
+        """Make the update, or have it made."""
+        unit, updater = held.unit, self._updater
+        if not held.which:
+            return
+        unit.begin_update(held.which)
+        after = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        order = Order(groups, held.which, scale, after)
+        unit.updated = held.which
+        if unit.update == DEVICE:
+            updater.on_device(unit, order, held.here)
+            held.here = []
+            unit.note_update()
+            unit.end_update()
+        elif unit.update == THROUGH:
+            self._passing.adopt(unit)
+            self._pass_through(held, order)
+        else:
+            is_right = self._ahead.judge(held, order)
+            first = self._weights_first.take(held, order) if not is_right else None
+            job = first or partial(self._on_host, held, order, is_right)
+            is_first = not all(updater.states([unit.trained[n] for n in held.which]))
+            # a first step makes states, which whoever looks expects
+            if self._when == STEP or (is_first and self._when == SPILL):
+                self._pending.add(unit, job())
+                self._pending.finish(unit)
+            else:
+                self._pending.add(unit, updater.submit(job))
+
+    def _on_host(self, held: Held, order: Order, is_right: bool) -> Any:
+        if held.attempt is not None and is_right:
+            return self._beside.accept(held.unit, held.attempt, order)
+        grads = held.on_host()
+        event = self._updater.on_host(held.unit, order, grads)
+        chaos = current()
+        if chaos is not None and (held.sum is not None or not held.unit.returns_in_buffer):
+            chaos.poison(*grads)  # used up
+        self._free_sum(held)
+        return event
+
+    def _prepare_room(self, held: Iterable[Held]) -> None:
+        """Memory for the units that pass through the device, from here until they all have."""
+        those = [h for h in held if h.unit.update == THROUGH]
+        for h in those:
+            self._passing.adopt(h.unit)
+        if those and self._device.type == "cuda":
+            most = max(self._passing.through_bytes(h.unit, h.layout) for h in those)
+            self._passing.room(most, min(self._slots, len(those)))
+
+    def _pass_through(self, held: Held, order: Order) -> None:
+        inline = self._device.type != "cuda"
+        is_alone = inline or self._when == BACKWARD  # room for this unit alone; at a step, several share it
+        if is_alone:
+            self._passing.room(self._passing.through_bytes(held.unit, held.layout), 1)
+        self._pending.add(held.unit, self._passing.through(held.unit, order, held.ticket, held.layout))
+        if is_alone:
+            self._passing.leave_room()
+        if inline:
+            self._pending.finish(held.unit)
+        self._free_sum(held)
+
+    def _free_sum(self, held: Held) -> None:
+        if held.sum is not None:
+            assert self._updater.store is not None
+            self._updater.store.free(held.sum)
+            held.sum = None

@@ -1,0 +1,36 @@
+"""What a plan says about model states as a whole, and where the model computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdall.errors import Unsupported
+from holdall.runtime.states.unit import Placement
+from holdall.types import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """What an action says about model states as a whole; see `Engine`."""
+
+    units: tuple[Placement, ...]
+    when: str
+    dtype: torch.dtype | None = None
+    slots: int = 2
+    share: bool = True
+    ahead: bool = False
+    overlap: bool = True
+    release: str = ""
+
+
+def device_of(model: torch.nn.Module, plan: Plan) -> torch.device:
+    """Where the model computes: where it lies, or where the plan brings it."""
+    first = next(model.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
+    if device.type == "meta":
+        raise Unsupported("the model has no weights (it lies on the meta device)", hint="build it on a real device")
+    if device.type == "cpu" and plan.about.get("device") == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

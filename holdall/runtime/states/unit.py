@@ -1,0 +1,383 @@
+"""Units at run time: where parameters live, and what modules compute with in their place.
+
+The user's parameter stays where its unit's update happens, in its own precision: its *home*. Where that is not the device, or
+is wider than the model computes in, modules are given a *working* parameter instead while a step runs: a view into one flat
+piece of device memory per unit, so that a unit moves by one copy.
+
+    home      p.data, `optimizer.param_groups`, `state_dict()`     on the device, or in the host's memory
+    working   `module._parameters[...]` from forward to the end of backward; autograd's leaf
+    buffer    in the host's memory: the gradient on its way to the update, then the new weights on their way back
+    chunk     in the host's memory: homes and optimizer states of a unit whose update passes through the device
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.errors import HoldallError, Unsupported
+from holdall.runtime.states.weight_slots import Slots
+from holdall.tiers import Keeper, Ticket
+from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._chaos import current
+from holdall.units import ALIGN
+
+RESIDENT, STREAMED = "resident", "streamed"
+DEVICE, HOST, THROUGH = "device", "host", "through"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What the plan says about a unit."""
+
+    unit: str
+    params: tuple[str, ...]
+    weights: str = RESIDENT  # or streamed: on the device only while they are used
+    update: str = DEVICE  # or host, or through the device with states that live on the host
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One parameter of a unit."""
+
+    home: torch.nn.Parameter
+    work: torch.nn.Parameter  # `home` itself where the module may compute with it
+    slots: list[tuple[dict[str, Any], str]]  # where modules hold it
+    trained: bool
+    came_from: torch.device
+    version: int = 0  # of the home when the working copy was last made from it
+    required: bool = True  # `requires_grad` of both when the module was last given the working copy
+    is_heard: bool = False  # somebody hears of gradients of the working copy
+
+    @property
+    def is_swapped(self) -> bool:
+        return self.work is not self.home
+
+    def hand_over(self, *, instead: bool = False) -> None:
+        """A gradient of the working copy that no unit's update waits for becomes the home's, as the loop expects it there."""
+        grad, self.work.grad = self.work.grad, None
+        if grad is None:
+            return
+        with torch.no_grad():
+            grad = grad.detach().to(device=self.home.device, dtype=self.home.dtype)
+            if self.home.grad is None or instead:
+                self.home.grad = grad
+            else:
+                self.home.grad.add_(grad)
+
+
+Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
+
+
+def like(t: torch.Tensor, dtype: torch.dtype | None = None) -> Like:
+    """The pattern of a tensor that fills its own memory; of any other, the same shape in order."""
+    with torch._C._DisableTorchDispatch():
+        dense = torch.empty_like(t, device="meta")
+    return tuple(t.shape), tuple(dense.stride()), dtype or t.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors of given patterns one after the other in a flat piece of memory."""
+
+    places: tuple[tuple[int, Like], ...]  # offset in bytes
+    nbytes: int
+
+    @staticmethod
+    def of(patterns: Iterable[Like]) -> Layout:
+        places, end = [], 0
+        for pattern in patterns:
+            places.append((end, pattern))
+            size = pattern[2].itemsize * math.prod(pattern[0])
+            end = -(-(end + size) // ALIGN) * ALIGN
+        return Layout(tuple(places), end)
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in `memory`, bytes of at least that length. No dispatch mode sees them made."""
+        storage, start = memory.untyped_storage(), memory.storage_offset()
+        found = []
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for offset, (shape, stride, dtype) in self.places:
+                empty = torch.empty(0, dtype=dtype, device=memory.device)
+                found.append(empty.set_(storage, (start + offset) // dtype.itemsize, shape, stride))
+        return found
+
+
+class Unit:
+    """Parameters that move together. What happens to them and when is the engine's business."""
+
+    def __init__(self, placement: Placement, members: list[Member], *, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.name = placement.unit
+        self.placement = placement
+        self.members = members
+        self.device = device
+        self.trained = [m for m in members if m.trained]
+        self.is_narrow = dtype is not None and any(m.home.dtype == torch.float32 for m in members)
+        self._dtype = dtype
+        self.layout = Layout.of(like(m.home, self.width(m)) for m in members)
+        self.grads = Layout.of(like(m.home, self.width(m)) for m in self.trained)
+        self.wide = Layout.of(like(m.home) for m in self.trained)  # as wide as the homes
+        self.flat: torch.Tensor | None = None  # working weights
+        self.buffer: Ticket | None = None
+        self.source: Ticket | None = None  # host memory that working weights are fetched from
+        self.homes: Ticket | None = None  # host memory that the homes were moved to
+        self.is_here = True  # the working weights are on the device, or on their way
+        self.updated: tuple[int, ...] = ()  # trained members that the latest update has changed
+        self.is_doubtful = False  # somebody may have written into the homes in a way that no version tells
+        self.follows = True  # working copies are made anew when somebody writes into the homes
+        self.due = 0  # updates that were asked for
+        self.made = 0  # of these, the one that the working weights, or what they are fetched from, are from
+        self.fetched = 0  # likewise, of working weights that come and go, when they last set out
+        self.turn = -1  # the forward in which its weights were last found there and up to date (`weight_slots.py`)
+
+    def width(self, member: Member) -> torch.dtype:
+        """The dtype that the module computes with."""
+        narrow = self._dtype is not None and member.home.dtype == torch.float32
+        return self._dtype if narrow and self._dtype is not None else member.home.dtype
+
+    @property
+    def update(self) -> str:
+        return self.placement.update
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.placement.weights == STREAMED
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the working weights are made from homes on the device whenever they are used."""
+        is_whole = bool(self.trained) and len(self.trained) == len(self.members)
+        return self.is_streamed and self.update == DEVICE and self.is_narrow and is_whole
+
+    @property
+    def stays(self) -> bool:
+        """Whether the homes lie on the device."""
+        return self.update == DEVICE and (self.is_cast or not self.is_streamed)
+
+    @property
+    def needs_work(self) -> bool:
+        """Whether modules are given something else than the homes."""
+        return self.is_narrow or self.update != DEVICE or self.is_streamed
+
+    def keeps(self, member: Member) -> bool:
+        """Whether a member's home is on the device; nobody computes with a wide frozen one."""
+        return self.stays and (member.trained or not self.is_narrow)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every member gets a gradient that the unit's update waits for."""
+        return all(m.trained and m.work.requires_grad for m in self.members)
+
+    @property
+    def expected(self) -> int:
+        """Gradients that a backward brings: those of trained members that the loop has not frozen since."""
+        return sum(m.work.requires_grad for m in self.trained)
+
+    # setting up and taking down
+
+    def far_bytes(self, *, into_store: bool, share: bool) -> int:
+        """Bytes that it will ask of the store when it is set up."""
+        in_store = not self.stays and (into_store or not self.is_narrow)
+        homes = Layout.of(like(m.home) for m in self.members).nbytes if in_store else 0
+        buffer = self.grads.nbytes if self.update != DEVICE and self.trained else 0
+        shared = share and buffer == self.layout.nbytes
+        is_fetched = self.is_streamed and self.is_narrow and not self.is_cast
+        source = self.layout.nbytes if is_fetched and not shared else 0
+        return homes + buffer + source
+
+    def settle_homes(self, store: Keeper | None, *, into_store: bool) -> None:
+        """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
+        if self.stays or store is None or (self.is_narrow and not into_store):
+            for m in self.members:
+                to = self.device if self.keeps(m) else torch.device("cpu")
+                if m.home.device != to:
+                    m.home.data = m.home.data.to(to)
+            return
+        layout = Layout.of(like(m.home) for m in self.members)
+        self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow)
+        for m, view in zip(self.members, layout.views(store.memory(self.homes)), strict=True):
+            copy_tensor(view, m.home.data)
+            m.home.data = view
+        if not self.is_narrow:
+            self.source = self.homes
+
+    def make_work(self) -> None:
+        """Working parameters, filled from the homes."""
+        if not self.needs_work:
+            return
+        self.flat = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=self.device)
+        for m, view in zip(self.members, self.layout.views(self.flat), strict=True):
+            copy_tensor(view, m.home.data)
+            m.work = torch.nn.Parameter(view, requires_grad=m.home.requires_grad)
+            m.version, m.required = m.home._version, m.home.requires_grad
+
+    def make_buffers(self, store: Keeper, *, share: bool) -> None:
+        """Room on the host for gradients, and for weights that are fetched again and again."""
+        if self.update != DEVICE and self.trained:
+            self.buffer = store.reserve(self.grads.nbytes)
+        if self.is_streamed and not self.is_cast and self.source is None:
+            shared = share and self.buffer is not None and self.buffer.nbytes == self.layout.nbytes
+            self.source = self.buffer if shared else store.reserve(self.layout.nbytes)
+            assert self.flat is not None and self.source is not None
+            copy_tensor(store.memory(self.source), self.flat)
+
+    def put_back(self, store: Keeper | None, *, in_store: bool) -> None:
+        """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
+        for m in self.members:
+            grad, m.home.grad = m.home.grad, None
+            m.home.data = m.home.data.clone() if self.homes is not None or in_store else m.home.data
+            if m.home.device != m.came_from:
+                m.home.data = m.home.data.to(m.came_from)
+            m.work = m.home
+            if grad is not None and not self.needs_work:  # its own, not one of ours
+                m.home.grad = grad.to(m.came_from)
+        for ticket in {id(t): t for t in (self.homes, self.buffer, self.source) if t is not None}.values():
+            if store is not None:
+                store.free(ticket)
+        if self.flat is not None:  # a loss that the loop still holds knows the working weights; let their memory go
+            self.flat.untyped_storage().resize_(0)
+            self.flat = None
+
+    def begin_update(self, which: Iterable[int]) -> None:
+        """From here on the working weights of these trained members are old, and a graph that saved them knows it."""
+        self.due += 1
+        self.turn = -1
+        torch.autograd.graph.increment_version([self.trained[n].work for n in which if self.trained[n].is_swapped])
+        chaos = current()
+        if chaos is not None and self.flat is not None and self.is_here:
+            views = [v for v, m in zip(self.layout.views(self.flat), self.members, strict=True) if m.trained]
+            chaos.poison(*(views[n] for n in which))
+
+    def end_update(self) -> None:
+        """The last update that was asked for is over: its weights may be used, or fetched."""
+        self.made = self.due
+
+    def check(self) -> None:
+        """Weights of an earlier step, or that are not there, are not computed with."""
+        of = self.fetched if self.is_streamed and not self.is_cast else self.made
+        if of != self.due or self.made != self.due or (self.needs_work and not self.is_here):
+            what = f"they are of update {of}, not of {self.due}" if self.is_here else "they are not on the device"
+            raise HoldallError(
+                f"the weights of `{self.name}` cannot be computed with: {what}",
+                hint="this is a fault of holdall: please report it, and leave this unit resident and updated on the device",
+            )
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote into a home since the working copies were made."""
+        return self.follows and (self.is_doubtful or any(m.version != m.home._version for m in self.members))
+
+    def note_versions(self) -> None:
+        for m in self.members:
+            m.version = m.home._version
+
+    def note_update(self) -> None:
+        """The update has made the working copies of those that it changed; what the loop wrote into others is still to come."""
+        for n in self.updated:
+            self.trained[n].version = self.trained[n].home._version
+        self.is_doubtful &= len(self.updated) < len(self.members)
+
+    def copy_from_homes(self, store: Keeper | None) -> None:
+        """The homes have new values; what was made from them follows."""
+        if not self.needs_work:
+            return
+        self.note_versions()
+        self.is_doubtful = False
+        if self.is_here:
+            assert self.flat is not None
+            for view, m in zip(self.layout.views(self.flat), self.members, strict=True):
+                copy_tensor(view, m.home.data)
+        if self.is_streamed and not self.is_cast and self.source is not self.homes:
+            assert store is not None and self.source is not None
+            for view, m in zip(self.layout.views(store.memory(self.source)), self.members, strict=True):
+                copy_tensor(view, m.home.data)
+
+    # what is where
+
+    def check_slots(self) -> None:
+        """Modules still hold the parameters that were placed."""
+        for m in self.members:
+            for slots, name in m.slots:
+                if m.is_swapped and slots.get(name) is not m.home:
+                    raise Unsupported(
+                        f"`{name}` of `{self.name}` is another parameter than the one that was placed",
+                        hint="write into the parameter (`p.copy_(...)`), or close the harness first and call `fit` again",
+                    )
+
+    def swap_in(self) -> bool:
+        """Modules get the working copies; whether other ones of them want gradients than before."""
+        is_changed = False
+        for m in self.members:
+            if m.is_swapped:
+                for slots, name in m.slots:
+                    slots[name] = m.work
+                    if isinstance(slots, Slots):
+                        slots.units[name] = self
+                if m.home.requires_grad != m.required:
+                    m.required = m.home.requires_grad
+                    m.work.requires_grad_(m.required)
+                    is_changed = True
+        return is_changed
+
+    def swap_out(self) -> None:
+        for m in self.members:
+            if m.is_swapped:
+                for slots, name in m.slots:
+                    slots[name] = m.home
+                    if isinstance(slots, Slots):
+                        slots.units.pop(name, None)
+                if m.work.requires_grad != m.required:  # the loop has changed that since
+                    m.home.requires_grad_(m.work.requires_grad)
+
+    def resize(self, present: bool) -> None:
+        """Take or give back the device memory of the working weights."""
+        assert self.flat is not None
+        chaos = current()
+        if chaos is not None and not present and self.is_here:
+            chaos.poison(self.flat)
+        self.flat.untyped_storage().resize_(self.layout.nbytes if present else 0)
+        if chaos is not None and present:
+            chaos.poison(self.flat)
+        self.is_here = present
+        self.fetched = self.made
+        self.turn = -1
+
+    def cast(self) -> None:
+        """Fill the working weights from homes on the device."""
+        assert self.flat is not None
+        with torch.no_grad():
+            torch._foreach_copy_(self.layout.views(self.flat), [m.home.detach() for m in self.members])
+
+    def weights(self) -> list[torch.Tensor]:
+        """The working weights of the trained members."""
+        return [m.work.detach() for m in self.trained]
+
+    @property
+    def returns_in_buffer(self) -> bool:
+        """Whether the new working weights take the place of the gradient on the host."""
+        return self.is_narrow and (not self.is_streamed or self.source is self.buffer)
+
+    def host_weights(self, store: Keeper) -> list[torch.Tensor]:
+        """Where the new working weights of the trained members are written on the host; empty: the homes are they."""
+        if not self.is_narrow:
+            return []
+        if self.is_streamed and self.source is not None and self.source is not self.buffer:
+            every = self.layout.views(store.memory(self.source))
+            return [v for v, m in zip(every, self.members, strict=True) if m.trained]
+        assert self.buffer is not None
+        return self.grads.views(store.memory(self.buffer))
+
+
+def find_members(model: torch.nn.Module, names: Sequence[str], trained: set[int]) -> Iterator[Member]:
+    """The parameters of these names with every place where a module holds them."""
+    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                slots.setdefault(id(p), []).append((module._parameters, name))
+    for name in names:
+        p = model.get_parameter(name)
+        yield Member(home=p, work=p, slots=slots[id(p)], trained=id(p) in trained and p.requires_grad, came_from=p.device)

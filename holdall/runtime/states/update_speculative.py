@@ -1,0 +1,76 @@
+"""Updates begun ahead: in backward, in the hope that the loop will not clip, where it did not in the step before.
+
+An attempt is made on the host beside the old values (`update_out_of_place.py`). At the step it is either what the loop asks
+for, and its values become the parameters, or it is forgotten and the update is made from the old ones. Both give the same
+bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.unit import HOST
+from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.updates import Order
+from holdall.updates.parts import snapshot
+
+
+class Ahead:
+    """Begins updates, and learns from every step whether that is worth while. `is_on`: the plan asks for it."""
+
+    def __init__(self, beside: Beside, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
+        self._beside = beside
+        self._optimizer = optimizer
+        self._is_on = is_on  # begin updates on the host before it is known whether gradients are clipped
+        self._is_plain = False  # the last step used its gradients as they were, so the next one may begin its updates ahead
+        self._tried = self._right = 0  # updates begun ahead in this step, and those of them that were asked for
+        self.were_right: list[bool] = []  # step by step: what was begun ahead is what the loop asked for
+
+    # in backward
+
+    def begin(self, held: Held) -> None:
+        """Begin the update in the hope that the loop will not clip, where it did not in the step before."""
+        if not self._is_on or held.unit.update != HOST:
+            return
+        if not self._is_plain:
+            return
+        held.attempt = self._beside.attempt(held.unit, snapshot(self._optimizer), held.which, held.on_host)
+
+    def give_up(self, held: Held) -> None:
+        """Gradients are added to: what was begun is not asked for, and nothing is begun ahead from here on."""
+        if held.attempt is not None and held.attempt.done is not None:
+            held.attempt.done.result()  # it reads the buffer that the next gradient goes to
+            held.attempt, self._is_on = None, False
+
+    # at the step
+
+    def begin_step(self) -> None:
+        self._tried = self._right = 0
+        self._is_plain = True
+
+    def judge(self, held: Held, order: Order) -> bool:
+        """Whether what was begun ahead is what the loop asks for now; that is remembered."""
+        is_right = _is_right(held, order)
+        self._tried += held.attempt is not None
+        self._right += is_right
+        is_vain = held.attempt is not None and not is_right
+        self._is_plain &= not is_vain and held.sum is None and (order.scale is None or float(order.scale) == 1.0)
+        return is_right
+
+    def end_step(self) -> None:
+        self.were_right.append(0 < self._tried == self._right)
+
+
+def wait_for_attempt(held: Held) -> None:
+    """If an update of these gradients was begun ahead, it reads them no more after this."""
+    if held.attempt is not None and held.attempt.done is not None:
+        held.attempt.done.result()
+
+
+def _is_right(held: Held, order: Order) -> bool:
+    attempt = held.attempt
+    if attempt is None or held.sum is not None or attempt.which != order.which or held.unit.was_written():
+        return False
+    plain = all(not isinstance(v, torch.Tensor) for g in (*attempt.groups, *order.groups) for v in g.values())
+    return plain and attempt.groups == order.groups and (order.scale is None or float(order.scale) == 1.0)

@@ -1,0 +1,237 @@
+"""Updates of units on their way through the device: homes and states live on the host, come in, are updated and go back.
+
+A unit's homes and states lie in one piece of pinned host memory, its chunk, so that one copy brings them all. On the device
+they lie in a slot, which the next unit takes when this one has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.runtime.states.unit import DEVICE, Layout, Member, Unit, like
+from holdall.runtime.states.updates import Order, Updater
+from holdall.tiers import Keeper, Ticket, let_wait
+from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._chaos import current
+from holdall.updates.parts import PIECE
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Homes and states of a unit in one piece of pinned host memory."""
+
+    ticket: Ticket
+    layout: Layout
+    keys: list[tuple[int, str]]  # after the homes: (member, name of the state)
+
+    def span(self, lane: Keeper) -> range:
+        """Its addresses."""
+        begin = lane.memory(self.ticket).data_ptr()
+        return range(begin, begin + self.layout.nbytes)
+
+
+class Slot:
+    """Device memory that units pass through one after the other."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.free: Any = None  # event after which it may be overwritten
+
+
+class Passing:
+    """Lets units pass."""
+
+    def __init__(self, updater: Updater) -> None:
+        self._updater = updater
+        self._chunks: dict[str, Chunk] = {}
+        self._slots: list[Slot] = []
+        self._sent: list[Ticket] = []  # copies out of the slots
+        self._turn = 0
+        self._stream = torch.cuda.Stream(updater.device) if updater.device.type == "cuda" else None
+
+    @property
+    def _lane(self) -> Keeper:
+        assert self._updater.lane is not None
+        return self._updater.lane
+
+    def room(self, nbytes: int, slots: int) -> None:
+        """Take the memory that units pass through."""
+        if not self._slots:
+            self._slots = [Slot(nbytes, self._updater.device) for _ in range(slots)]
+            self._turn = 0
+            chaos = current()
+            if chaos is not None and self._stream is None:  # on a GPU, what is copied there may set out before
+                chaos.poison(*(slot.memory for slot in self._slots))
+
+    def leave_room(self) -> None:
+        """Give it back; the current stream goes on when nothing works in it any more."""
+        for ticket in self._sent:
+            self._lane.wait(ticket)
+        self._sent, self._slots = [], []
+
+    def through_bytes(self, unit: Unit, grads: Layout) -> int:
+        """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
+        chunk = self._chunks[unit.name]
+        wide = min(PIECE * 4, 4 * sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0
+        staged = unit.layout.nbytes if unit.is_streamed and unit.is_narrow else 0
+        return chunk.layout.nbytes + grads.nbytes + staged + wide
+
+    def adopt(self, unit: Unit) -> None:
+        """Move a unit's homes and states into one chunk. A step may have added to the states, the first one makes them, or
+        others were loaded: then all move into another."""
+        states = self._updater.states(unit.trained)
+        keys = [
+            (n, key)
+            for n, s in enumerate(states)
+            for key, v in s.items()
+            if isinstance(v, torch.Tensor) and v.numel() and self._updater.follows(unit.trained[n], key, v)
+        ]
+        before = self._chunks.get(unit.name)
+        outside = {(n, key) for n, key in keys if not self._is_in(before, states[n][key])}
+        if before is not None and before.keys == keys and not outside:
+            return
+        layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
+        if before is not None:
+            self._lane.arrived(before.ticket)
+        ticket = self._lane.reserve(layout.nbytes)
+        views = layout.views(self._lane.memory(ticket))
+        with self._updater.quiet():
+            for m, view in zip(unit.trained, views, strict=False):
+                copy_tensor(view, m.home.data)
+                m.home.data = view
+            for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
+                copy_tensor(view, states[n][key])
+                if (n, key) in outside:
+                    self._updater.away.discard(states[n][key].untyped_storage()._cdata)  # soon another's
+                    self._updater.outside -= view.nbytes
+                states[n][key] = view
+        if before is not None:
+            self._lane.free(before.ticket)
+        elif unit.homes is not None and len(unit.trained) == len(unit.members):
+            self._lane.free(unit.homes)  # else frozen homes still lie there, until the store is closed
+        if not unit.is_narrow:  # working weights come out of the chunk, if it begins with all homes
+            unit.source = ticket if len(unit.trained) == len(unit.members) else None
+        unit.homes = ticket
+        self._updater.keep(unit.trained, states, away=True)
+        self._chunks[unit.name] = Chunk(ticket, layout, keys)
+
+    def _is_in(self, chunk: Chunk | None, state: torch.Tensor) -> bool:
+        return chunk is not None and state.data_ptr() in chunk.span(self._lane)
+
+    def refill_chunks(self, units: Sequence[Unit]) -> None:
+        """The optimizer's states were replaced by loaded ones: they move into the chunks, where they are as those were."""
+        outside = 0
+        for unit in units:
+            states = self._updater.states(unit.trained)
+            chunk = self._chunks.get(unit.name)
+            if chunk is not None:
+                views = chunk.layout.views(self._lane.memory(chunk.ticket))[len(unit.trained) :]
+                for (n, key), view in zip(chunk.keys, views, strict=True):
+                    if key in states[n] and _are_alike(states[n][key], view):
+                        copy_tensor(view, states[n][key])
+                        states[n][key] = view
+            if unit.update != DEVICE:
+                kept = [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and not self._is_in(chunk, v)]
+                outside += sum(v.nbytes for v in kept)
+        self._updater.outside = outside
+
+    def through(self, unit: Unit, order: Order, ticket: Ticket, layout: Layout) -> Any:
+        """Update on the device, states in and out. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
+        chunk = self._chunks[unit.name]
+        slot = self._slots[self._turn % len(self._slots)]
+        self._turn += 1
+        states_at = slot.memory[: chunk.layout.nbytes]
+        grads_at = slot.memory[chunk.layout.nbytes : chunk.layout.nbytes + layout.nbytes]
+        rest = slot.memory[chunk.layout.nbytes + layout.nbytes :]
+        after = slot.free if slot.free is not None else order.after
+        self._lane.pull(chunk.ticket, states_at, after=after)
+        here = self._lane.pull(ticket, grads_at, after=after)
+        is_staged = unit.is_streamed and unit.is_narrow  # else the homes are what is fetched
+        staged = rest[: unit.layout.nbytes] if is_staged else rest[:0]
+        if is_staged and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
+            assert unit.source is not None
+            here = self._lane.pull(unit.source, staged, after=after)
+        if self._stream is None and here is not None:
+            let_wait(here, self._updater.device)
+        stream = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        with stream:
+            if self._stream is not None:
+                self._stream.wait_event(here)
+                self._stream.wait_event(order.after)
+            views = chunk.layout.views(states_at)
+            own = self._updater.states(unit.trained)
+            states = [dict(s) for s in own]
+            for (n, key), view in zip(chunk.keys, views[len(unit.trained) :], strict=True):
+                states[n][key] = view
+            grads = layout.views(grads_at)
+            weights = unit.weights() if not unit.is_streamed else []
+            if is_staged:
+                weights = [v for v, m in zip(unit.layout.views(staged), unit.members, strict=True) if m.trained]
+                for n in set(range(len(weights))).difference(order.which):  # no gradient came: as they were
+                    weights[n].copy_(views[n])
+            self._updater.part(unit).update(
+                [views[n] for n in order.which],
+                [grads[n] for n in order.which],
+                [states[n] for n in order.which],
+                order.groups,
+                order.which,
+                scale=order.scale,
+                narrow=[weights[n] for n in order.which] if weights else None,
+                sliced=True,
+                scratch=rest[staged.numel() :].view(torch.float32) if unit.is_narrow else None,
+            )
+            self._take_back(unit, chunk, views[len(unit.trained) :], own, states)
+            self._updater.keep(unit.trained, own)  # those that had none have got them
+            ready = self._stream.record_event() if self._stream is not None else None
+        self._lane.push(chunk.ticket, states_at, after=ready)
+        self._sent.append(chunk.ticket)
+        slot.free = chunk.ticket.out
+        if is_staged:
+            assert unit.source is not None
+            self._lane.push(unit.source, staged, after=ready)
+            self._sent.append(unit.source)
+            slot.free = unit.source.out
+        return ready
+
+    def _take_back(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        views: Sequence[torch.Tensor],
+        own: Sequence[dict[str, Any]],
+        states: Sequence[dict[str, Any]],
+    ) -> None:
+        """What an update left in the states that it was given, where it put other tensors there than those of the chunk."""
+        there = dict(zip(chunk.keys, views, strict=True))
+        for n, (mine, new) in enumerate(zip(own, states, strict=True)):
+            for key, value in new.items():
+                view = there.get((n, key))
+                if view is not None and value is view:
+                    continue
+                if view is not None and _are_alike(value, view):
+                    view.copy_(value)
+                elif isinstance(value, torch.Tensor) and value.numel() and value is not mine.get(key):
+                    self._put(unit.trained[n], mine, key, value)
+                else:
+                    mine[key] = value
+
+    def _put(self, member: Member, state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+        """A tensor that an update has made becomes a state, in the host's ordinary memory: a counter where it is."""
+        follows = self._updater.follows(member, key, value)
+        before = state.get(key)
+        with self._updater.quiet():
+            state[key] = value.to(member.home.device if follows else value.device, copy=True)
+        self._updater.away.add(state[key].untyped_storage()._cdata)
+        self._updater.outside += value.nbytes
+        if not follows and isinstance(before, torch.Tensor):
+            self._updater.away.discard(before.untyped_storage()._cdata)
+            self._updater.outside -= before.nbytes
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)

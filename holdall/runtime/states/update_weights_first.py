@@ -1,0 +1,66 @@
+"""Where a forward waits for updates on the host, the new weights are made first, and parameters and states when nobody waits.
+
+That is so where gradients are clipped: updates cannot begin before all gradients are there, and the next forward wants weights
+at once. Making the weights alone moves little more than half of the bytes. The rest of the update follows beside the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.pending import Pending
+from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.updates import Order
+
+Submit = Callable[[Callable[[], Any]], Future[Any]]
+
+
+class WeightsFirst:
+    """Chooses the units, as many as the host can catch up with until the next step. `is_on`: the plan left room for it."""
+
+    def __init__(self, beside: Beside, pending: Pending, submit: Submit, *, is_on: bool) -> None:
+        self._beside = beside
+        self._pending = pending
+        self._submit = submit
+        self._is_on = is_on
+        self._most = 1 << 30  # units in this step; less, if the host was late in the step before
+        self._taken = 0
+        self._rests: list[tuple[Unit, Callable[[], None]]] = []
+
+    def begin_step(self) -> None:
+        late = self._pending.count_late()
+        self._most = max(0, self._taken - late) if late else self._most + 1
+        self._taken = 0
+
+    def take(self, held: Held, order: Order) -> Callable[[], Any] | None:
+        """What makes the unit's weights; None: its update is to be made in one piece."""
+        unit = held.unit
+        if not self._is_on or self._taken >= self._most or held.sum is not None or not self._beside.can_be_first(unit, order):
+            return None
+        self._taken += 1
+        grads: list[torch.Tensor] = []
+
+        def first() -> Any:
+            found = held.on_host()
+            event = self._beside.weights_first(unit, order, found)
+            grads.extend(found)
+            return event
+
+        def rest() -> None:
+            if grads:  # else the first part failed, and that is said
+                self._beside.catch_up(unit, order, grads)
+
+        self._rests.append((unit, rest))
+        return first
+
+    def end_step(self) -> None:
+        """All weights are on their way: now what nobody waits for."""
+        for unit, rest in self._rests:
+            self._pending.add_rest(unit, self._submit(rest))
+        self._rests = []

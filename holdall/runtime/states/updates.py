@@ -1,0 +1,264 @@
+"""Updates of units, on the device or on the host beside it; those on their way through the device are in
+`update_through_device.py`.
+
+Every one of them is the user's own optimizer over the unit's parameters (`updates/parts.py`); they differ in where that runs
+and in what must be moved for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdall.runtime.states.host_threads import Threads, host_threads
+from holdall.runtime.states.unit import DEVICE, Member, Unit
+from holdall.tiers import Keeper
+from holdall.tiers._buffers import copy_tensor
+from holdall.tiers._chaos import late_job
+from holdall.updates import host_adam
+from holdall.updates.parts import Groups, Part, snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One update to be made: hyperparameters and factor as they were when the loop asked for it."""
+
+    groups: Groups
+    which: tuple[int, ...]  # members, among the trained, that have a gradient
+    scale: torch.Tensor | None
+    after: Any  # event: from here on the working weights may be overwritten
+
+
+class Updater:
+    """Makes updates. `quiet` hides work on the host's memory from whoever counts the device's."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: Keeper | None,
+        device: torch.device,
+        *,
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+        away: set[int] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.store = store
+        self.device = device
+        self.lane = store.lane() if store is not None else None
+        self.back = store.lane() if store is not None else None  # new weights do not queue behind passing states
+        self.quiet = quiet
+        self.away = away if away is not None else set()  # storages that are not the device's
+        few, many = host_threads(device)
+        self._threads = {peek: Threads(few, many) for peek in (False, True)}  # what limits a peek need not limit an update
+        self.outside = 0  # bytes of optimizer state in ordinary host memory
+        self._done, self._took = 0, 0.0  # parameters that the host has updated by its fast kernel, and the seconds of that
+        self._counts_there = {
+            id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]
+        }
+        self._scale: tuple[torch.Tensor, int, torch.Tensor] | None = None  # the loop's, its version, and it on the device
+        self._parts: dict[str, Part] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        if store is not None and self.is_plain_adam(snapshot(optimizer)):
+            host_adam.backend()  # finds the fast kernel now rather than in the first step
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def take(self, unit: Unit) -> None:
+        """Take a unit on. While a step runs, the optimizer's groups are empty, so what is to be known of them is learnt now."""
+        self._parts[unit.name] = Part(self.optimizer, [m.home for m in unit.trained])
+        self._bring_states(unit)
+
+    def part(self, unit: Unit) -> Part:
+        return self._parts[unit.name]
+
+    def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
+        return [self.optimizer.state.get(m.home) or {} for m in members]
+
+    def keep(self, members: Sequence[Member], states: Sequence[dict[str, Any]], *, away: bool = False) -> None:
+        for m, state in zip(members, states, strict=True):
+            if state:
+                self.optimizer.state[m.home] = state
+            if away:
+                there = [m.home, *(v for v in state.values() if isinstance(v, torch.Tensor))]
+                self.away.update(t.untyped_storage()._cdata for t in there)
+
+    def _bring_states(self, unit: Unit) -> None:
+        """States that are there already go where their parameters went."""
+        for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and self.follows(m, key, value):
+                    state[key] = value.to(m.home.device)
+
+    def return_states(self, unit: Unit) -> None:
+        """States as ordinary memory where their parameters came from; also of those that the optimizer was told of later."""
+        for m, state in zip(unit.members, self.states(unit.members), strict=True):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    to = m.came_from if self.follows(m, key, value) else value.device
+                    state[key] = value.to(to, copy=unit.update != DEVICE)
+
+    def follows(self, member: Member, key: str, value: torch.Tensor) -> bool:
+        """Whether a state lies where its parameter does: counters only where the rule wants them there."""
+        if value.dim() > 0 or key != "step":
+            return True
+        return self._counts_there.get(id(member.home), value.device.type != "cpu")
+
+    # on the device
+
+    def on_device(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> None:
+        members = [unit.trained[n] for n in order.which]
+        states = self.states(members)
+        narrow = [m.work.detach() for m in members] if unit.is_narrow and unit.is_here else None
+        self.part(unit).update(
+            [m.home.detach() for m in members],
+            grads,
+            states,
+            order.groups,
+            order.which,
+            scale=self._on_this_device(order.scale),
+            narrow=narrow,
+            sliced=self.device.type == "cuda",
+        )
+        self.keep(members, states)
+
+    def _on_this_device(self, scale: torch.Tensor | None) -> torch.Tensor | None:
+        """A factor of all gradients is moved once."""
+        if scale is None:
+            return None
+        if self._scale is None or self._scale[0] is not scale or self._scale[1] != scale._version:
+            self._scale = scale, scale._version, scale.to(self.device)
+        return self._scale[2]
+
+    # on the host
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Let the host's processors do it, beside this thread."""
+        if self._pool is None:
+            threads = self._threads[False].few
+            self._pool = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="holdall-update", initializer=lambda: torch.set_num_threads(threads)
+            )
+        return self._pool.submit(late_job(job))
+
+    def on_host(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> Any:
+        """Returns the event after which the device has the new weights (None: now, or they are fetched when needed)."""
+        assert self.lane is not None
+        members = [unit.trained[n] for n in order.which]
+        scale = order.scale.cpu() if order.scale is not None else None
+        with self.quiet():
+            states = self.states(members)
+            before = _storages(states)
+            every = unit.host_weights(self.lane)
+            narrow = [every[n] for n in order.which] if every else None
+            if all(states) and self.is_plain_adam(order.groups, members):
+                self.one_pass(unit, order, members, grads, states, scale, narrow)
+            else:
+                values = [m.home.detach() for m in members]
+                self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
+            if every and unit.returns_in_buffer:  # where those that got no gradient would not have their weights
+                for n in set(range(len(unit.trained))).difference(order.which):
+                    copy_tensor(every[n], unit.trained[n].home.data)
+            after = _storages(states)
+            self.away.difference_update(before.keys() - after.keys())  # gone; the address is soon another's
+            self.keep(members, states, away=before.keys() != after.keys())
+        self.outside += sum(after.values()) - sum(before.values())
+        return None if unit.is_streamed else self.refresh(unit, order)
+
+    def is_plain_adam(self, groups: Groups, members: Sequence[Member] = ()) -> bool:
+        """Whether the fast host kernel does what the optimizer would: Adam or AdamW of float32 without extras.
+
+        Where a CPU computes, its own bits are the reference: then those of the fused one alone.
+        """
+        if any(m.home.dtype != torch.float32 for m in members):
+            return False
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return False
+        if any(g.get(extra) for g in groups for extra in ("amsgrad", "differentiable")):
+            return False
+        return self.device.type != "cpu" or all(g.get("fused") for g in groups)
+
+    def one_pass(
+        self,
+        unit: Unit,
+        order: Order,
+        members: Sequence[Member],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[dict[str, Any]],
+        scale: torch.Tensor | None,
+        narrow: Sequence[torch.Tensor] | None,
+        *,
+        steps: Sequence[torch.Tensor] | None = None,
+        into: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
+        peek: bool = False,
+        is_awaited: bool = True,
+    ) -> None:
+        """All of the update in one walk over the host's memory, group by group; `steps`, `into`: not in place.
+
+        `peek`: the new weights alone, into `narrow`. `is_awaited`: the next forward will wait for it.
+        """
+        began = time.perf_counter()
+        choice = self._threads[peek]
+        threads = choice.awaited() if is_awaited else choice.few
+        for number, at in self.part(unit).by_group(order.which).items():
+            group = order.groups[number]
+            host_adam.update(
+                [members[n].home.data for n in at],  # no version of the home's: nobody but us wrote into it
+                [states[n]["exp_avg"] for n in at],
+                [states[n]["exp_avg_sq"] for n in at],
+                [steps[n] if steps is not None else states[n]["step"] for n in at],
+                [grads[n] for n in at],
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                decoupled=type(self.optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")),
+                maximize=bool(group["maximize"]),
+                scale=1.0 if scale is None else float(scale),
+                out=[narrow[n] for n in at] if narrow is not None else None,
+                into=([into[n][0] for n in at], [into[n][1] for n in at], [into[n][2] for n in at])
+                if into is not None
+                else None,
+                peek=peek,
+                exact=self.device.type == "cpu",
+                threads=threads,
+            )
+        elements, seconds = sum(m.home.numel() for m in members), time.perf_counter() - began
+        if not peek:
+            self._done += elements
+            self._took += seconds
+        if is_awaited:
+            choice.took(threads, elements, seconds)
+
+    @property
+    def rate(self) -> float | None:
+        """Parameters per second that the host has shown; None: it has not."""
+        return self._done / self._took if self._took else None
+
+    def refresh(self, unit: Unit, order: Order) -> Any:
+        """The device's working weights from what lies on the host."""
+        assert self.back is not None and unit.flat is not None
+        if unit.is_narrow and len(unit.trained) == len(unit.members):
+            assert unit.buffer is not None
+            return self.back.pull(unit.buffer, unit.flat, after=order.after)
+        if not unit.is_narrow and unit.source is not None:
+            return self.back.pull(unit.source, unit.flat, after=order.after)
+        new = unit.host_weights(self.back) or [m.home.data for m in unit.trained]  # there are frozen members: theirs stay
+        every = iter(new)
+        for view, m in zip(unit.layout.views(unit.flat), unit.members, strict=True):
+            if m.trained:
+                copy_tensor(view, next(every))
+        return None
+
+
+def _storages(states: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Of the tensors in states: address and bytes."""
+    return {v.untyped_storage()._cdata: v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor)}

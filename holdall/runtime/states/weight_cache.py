@@ -1,0 +1,182 @@
+"""Memory that changes role: in an evaluation, the space that steps need for activations is lent to weights that come and go.
+
+A forward without gradients needs little beside its weights, and a generation is one forward per token. What lies between its
+own need and the budget keeps streamed weights on the device after their first use, so that the next forward does not fetch them
+again. All of it is given back before the next step begins.
+
+The need of a forward is measured while it runs, by block calls, without the weights that come and go, and remembered by what it
+was called with and the size of that. So the first forward of a kind streams as ever, and from the next on weights stay. A cache
+of keys and values that grows takes its room back, unit by unit from the end, for the first units are needed again soonest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from holdall.runtime.budget.ledger import Ledger
+from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.weight_streaming import Streaming
+
+_HOLES = 32  # one part in so many of the budget may be lost between tensors, where an allocator places them
+_SLACK = 8  # one part in so many of the need is left free: the next forward may take a little more
+
+
+class Gauge:
+    """What is taken of the budget. `busy`: a step is being measured, which must not be disturbed."""
+
+    def __init__(
+        self, budget: int, *, ledger: Ledger | None, device: torch.device, outside: int, busy: Callable[[], bool]
+    ) -> None:
+        self.busy = busy
+        self._budget = budget - outside - (0 if ledger is not None else budget // _HOLES)
+        self._ledger = ledger
+        self._device = device
+        self._before = (0, "")
+
+    def live(self) -> int:
+        return self._ledger.live if self._ledger is not None else torch.cuda.memory_allocated(self._device)
+
+    def room(self) -> int:
+        return self._budget - self.live()
+
+    def open(self) -> None:
+        """From here on the peak is that of an evaluation."""
+        if self._ledger is not None:
+            self._before = (self._ledger.peak, self._ledger.peak_op)
+        self._restart()
+
+    def look(self) -> int:
+        """The most that was taken since the last look."""
+        peak = self._ledger.peak if self._ledger is not None else torch.cuda.max_memory_allocated(self._device)
+        if self._ledger is not None:
+            self._before = max(self._before, (peak, self._ledger.peak_op))
+        self._restart()
+        return peak
+
+    def close(self) -> None:
+        """The peak is again that of all there was."""
+        if self._ledger is not None:
+            now = (self._ledger.peak, self._ledger.peak_op)
+            self._ledger.peak, self._ledger.peak_op = max(self._before, now)
+
+    def _restart(self) -> None:
+        if self._ledger is not None:
+            self._ledger.peak, self._ledger.peak_op = self._ledger.live, "there before"
+        else:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class Lender:
+    """Decides which streamed units stay on the device from one evaluation's forward to the next."""
+
+    def __init__(self, streaming: Streaming, gauge: Gauge) -> None:
+        self._streaming = streaming
+        self._gauge = gauge
+        self._known: dict[frozenset[str], dict[int, int]] = {}  # kind of call -> size of its input -> need, without weights
+        self._needs: dict[int, int] = {}  # of the kind that is running
+        self._lent: list[Unit] = []
+        self._size: int | None = None  # of the evaluation that is running; None: none is, or nothing may be lent
+        self._reserve: int | None = None  # bytes that must stay free for it; None: not known yet
+        self._base = self._need = 0
+
+    @property
+    def lent(self) -> list[Unit]:
+        """Units that stay, in the order of their use."""
+        self._lent = [u for u in self._lent if u.is_here]  # whoever releases all of them need not tell us
+        return self._lent
+
+    def begin(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A forward begins; with gradients, everything is given back."""
+        if self._size is not None:  # the forward before failed half way: nothing is taken for granted
+            self._known.clear()
+            self.give_back()
+        self._size = None
+        if torch.is_grad_enabled() or not self._streaming.is_needed or self._gauge.busy():
+            self.give_back()
+            return
+        self._size = input_size(args, kwargs)
+        kind = frozenset(name for name, value in kwargs.items() if value is not None)  # with a cache, or labels, or neither
+        self._needs = self._known.setdefault(kind, {})
+        need = self._expected(self._size)
+        self._reserve = None if need is None else need + need // _SLACK
+        if self._reserve is None:
+            self.give_back()
+        else:
+            while self.lent and self._gauge.room() < self._reserve + self._slots():
+                self._streaming.release(self._lent.pop())
+        self._gauge.open()
+        self._base, self._need = self._gauge.live(), 0
+
+    def look(self) -> None:
+        """Other weights are about to come."""
+        if self._size is not None and not self._is_settled():
+            self._measure()
+
+    def leave(self, unit: Unit) -> None:
+        """A unit was just used: it stays, or it goes."""
+        if self._size is None:
+            self._streaming.release(unit)
+            return
+        if self._is_settled():
+            return
+        self._measure()
+        if unit.is_streamed and not self._keeps(unit):
+            self._streaming.release(unit)
+            self._gauge.look()  # it was among what is there, and is not any more
+
+    def _is_settled(self) -> bool:
+        """Everything stays, so nothing comes and goes that would have to be told from what the forward needs itself."""
+        return len(self.lent) == len(self._streaming.units)
+
+    def _keeps(self, unit: Unit) -> bool:
+        if unit in self.lent:
+            return True
+        passing = sum(u.layout.nbytes for u in self._streaming.here() if u is not unit and u not in self._lent)
+        is_kept = self._reserve is not None and self._gauge.room() + passing >= self._reserve + self._slots(unit)
+        if is_kept:
+            self._lent.append(unit)
+            self._base += unit.layout.nbytes
+        return is_kept
+
+    def end(self) -> None:
+        """The forward is over: what it took is known for the next."""
+        if self._size is not None:
+            self._measure()
+            self._gauge.close()
+            self._needs[self._size] = self._need
+        self._size = None
+
+    def give_back(self) -> None:
+        for unit in self.lent:
+            self._streaming.release(unit)
+        self._lent = []
+
+    def _expected(self, size: int) -> int | None:
+        """The need of a forward by those of others: of one that is as large or larger, or what a smaller one's may grow to."""
+        larger = min((known for known in self._needs if known >= size), default=None)
+        if larger is not None:
+            return self._needs[larger]
+        smaller = max(self._needs, default=None)
+        if not smaller:
+            return None
+        return -(-self._needs[smaller] * size * size // (smaller * smaller))  # attention grows with the square, the rest less
+
+    def _measure(self) -> None:
+        """What was taken lately, without weights: those that are passing were there all the time since the last look."""
+        passing = sum(u.layout.nbytes for u in self._streaming.here() if u not in self._lent)
+        self._need = max(self._need, self._gauge.look() - self._base - passing)
+
+    def _slots(self, unit: Unit | None = None) -> int:
+        """Room for weights that come and go beside those that stay, and beside `unit`: one in use, one on its way."""
+        rest = sorted((u.layout.nbytes for u in self._streaming.units if u is not unit and u not in self._lent), reverse=True)
+        return sum(rest[:2])
+
+
+def input_size(args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Elements of what a forward computes with: neither masks nor caches, which grow from token to token."""
+    named = [v for k, v in kwargs.items() if not any(word in k for word in ("mask", "past", "cache"))]
+    return sum(t.numel() for t in tree_iter((args, named)) if isinstance(t, torch.Tensor))

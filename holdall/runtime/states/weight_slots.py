@@ -1,0 +1,99 @@
+"""Nobody reads a weight that is of an earlier step, or not there yet.
+
+A module looks its parameters up in `module._parameters`. While the engine is on, that is a `Slots`: whoever asks it for a
+working weight, be it the module's own forward, its parent, a hook or a lazy tensor, gets one whose update is over and which is
+on the device. What a block call needs was brought before the call, so that a lookup there compares two integers; every other
+reader waits here. (DeepSpeed's ZeRO-3 finds parameters that others than their module read in the same way.)
+
+Whoever walks over all parameters waits for their updates, but nothing is fetched: most ask for a dtype or a device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from holdall.runtime.states.unit import Unit
+
+
+class Reads:
+    """What all slots of a model share: the number of the forward, and who brings a unit up to date."""
+
+    __slots__ = ("bring", "turn", "wait")
+
+    def __init__(self, bring: Callable[[Unit], None], wait: Callable[[Unit], None]) -> None:
+        self.turn = 0  # a unit whose own `turn` is this one may be read
+        self.bring = bring  # its update is over, and it is on the device
+        self.wait = wait  # its update is over
+
+
+class Slots(dict[str, Any]):
+    """The parameters of one module."""
+
+    __slots__ = ("reads", "units")
+
+    def __init__(self, values: dict[str, Any], reads: Reads) -> None:
+        super().__init__(values)
+        self.reads = reads
+        self.units: dict[str, Unit] = {}  # name -> the unit whose working weight is there now
+
+    def __getitem__(self, name: str) -> Any:
+        unit = self.units.get(name)
+        if unit is not None and unit.turn != self.reads.turn:
+            self.reads.bring(unit)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+        return self[name] if name in self else default  # noqa: SIM401 - this is what `get` is
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def _wait(self) -> None:
+        for unit in self.units.values():
+            if unit.turn != self.reads.turn:
+                self.reads.wait(unit)
+
+    # a copy of the module has parameters of its own, which nobody brings
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce__(self) -> Any:
+        return dict, (list(self.items()),)
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+
+def put_slots(model: torch.nn.Module, reads: Reads) -> Callable[[], None]:
+    """Let every module of the model look its parameters up in `Slots`; call the result to undo it."""
+    before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+    for module in _with_parameters(model):
+        before.append((module, module._parameters))
+        module.__dict__["_parameters"] = Slots(module._parameters, reads)
+
+    def undo() -> None:
+        for module, plain in before:
+            now = dict.items(module._parameters)
+            plain.clear()
+            plain.update(now)
+            module.__dict__["_parameters"] = plain
+
+    return undo
+
+
+def _with_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    return (module for module in model.modules() if module._parameters)

@@ -1,0 +1,1 @@
+"""Which plan a step runs by, and when that changes."""

@@ -1,0 +1,1 @@
+"""How long ops take, measured on this machine."""

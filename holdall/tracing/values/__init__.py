@@ -1,0 +1,1 @@
+"""What a step asks for while it is traced, and ops whose sizes depend on it."""

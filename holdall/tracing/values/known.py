@@ -1,0 +1,166 @@
+"""Small values that are known although the tensors are fake.
+
+Models look at their inputs: is this mask all ones, are these positions packed, has the step counter moved. Under fake tensors
+such a question has no answer, and frameworks take another branch than they would in a real run, so that the plan would be for
+another program. Batches, counters and what is derived from them are small, so their real values travel beside the fakes. For
+random numbers see `drawn.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from holdall.errors import HoldallError
+from holdall.tracing.fake_gaps import KERNELS
+from holdall.tracing.values import drawn
+from holdall.tracing.values.chosen import choose, deciding
+
+_LARGEST = 2**21  # elements; enough for masks of a sample batch, small beside the model
+_LARGEST_FLOAT = 2**12  # floats are activations more often than they are answers
+
+
+class UnknownValue(HoldallError):
+    """The step asks for a value that depends on the weights: it cannot be traced without running it."""
+
+
+class KnownValues:
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        self._mode = mode
+        self._known: Any = WeakIdKeyDictionary()
+        self._carried: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}
+        self._from: Any = WeakIdKeyDictionary()  # known value -> numbers of the batch's tensors that it was made from
+        self.looked_at: set[int] = set()  # tensors of the batch whose values the step's course depends on
+        self.guess = False  # answer 1.0 where a value is not known: an optimizer's scalars do not change what it allocates
+
+    def tell(self, fake: torch.Tensor, value: torch.Tensor, number: int) -> None:
+        """`fake` stands for `value`, the tensor of this number in the batch."""
+        if _small(value):
+            with _disable_current_modes():
+                self._known[fake] = value.detach().cpu()
+            self._from[fake] = frozenset((number,))
+
+    def carry(self, fake: torch.Tensor, key: int) -> None:
+        """Remember the value of a tensor that autograd saves, under the save's number."""
+        if self._mode is not None and fake in self._known:
+            self._carried[key] = self._known[fake], self._from.get(fake, frozenset())
+
+    def restore(self, key: int, fake: torch.Tensor) -> None:
+        if key in self._carried:
+            self._known[fake], self._from[fake] = self._carried[key]
+
+    def forget(self, key: int) -> None:
+        self._carried.pop(key, None)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op; where its inputs are known, know its outputs too."""
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if self._mode is None:
+            out = func(*args, **kwargs)
+            if is_random and (value := drawn.fraction(func, args, kwargs, out)) is not None:
+                out.detach().copy_(value)
+            return out
+        leaves, _ = tree_flatten((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        known = all(not isinstance(t, FakeTensor) or t in self._known for t in tensors)
+        if known and (tensors or _is_factory(func)) and not is_random:
+            return self._run_known(func, args, kwargs, factory=not tensors)
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            for t in tensors:  # a known value was changed by an unknown one: which, does not matter
+                self._known.pop(t, None)
+        kernel = KERNELS.get(str(func))
+        if kernel is None and func is torch.ops.aten.embedding.default:
+            self._check_range(args[0], args[1])
+        if self.guess and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        try:
+            out = func(*args, **kwargs) if kernel is None else kernel(func, args, kwargs)
+            if is_random:
+                self._tell_drawn(func, args, kwargs, out)
+            return out
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            out = choose(func, args, self._known.get)
+            if out is None:
+                raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+        self.looked_at.update(*(self._from.get(t, ()) for t in deciding(func, args)))
+        return out
+
+    def _run_known(self, func: Any, args: Any, kwargs: Any, *, factory: bool) -> Any:
+        if factory and not _small_request(args, kwargs):
+            return func(*args, **kwargs)
+        real_args, real_kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        if "device" in real_kwargs:
+            real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+        sources = frozenset().union(*(self._from.get(t, ()) for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)))
+        value: Any = None
+        try:
+            with _disable_current_modes():
+                value = func(*real_args, **real_kwargs)
+            have = True
+        except (RuntimeError, NotImplementedError):
+            have = False
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not have:
+                raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+            assert self._mode is not None
+            mode = self._mode
+            self.looked_at |= sources
+            out = tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), value)
+        if not all(isinstance(x, torch.Tensor) for x in tree_iter(out)):  # an answer in Python
+            self.looked_at |= sources
+        if have:
+            for fake, real in zip(tree_iter(out), tree_iter(value), strict=False):
+                if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor) and _small(real):
+                    self._known[fake], self._from[fake] = real, sources
+        return out
+
+    def _tell_drawn(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Random numbers that the step may ask for."""
+        value = drawn.fraction(func, args, kwargs, out)
+        if value is None:
+            value = drawn.integers(func, args, kwargs, out)
+        if value is not None and isinstance(out, FakeTensor):
+            self._known[out], self._from[out] = value, frozenset()
+
+    def _check_range(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
+        """A fake look-up never fails; a real one does, and people would rather know now."""
+        if indices in self._known and indices.numel():
+            with _disable_current_modes():
+                largest = int(self._known[indices].max())
+            if largest >= weight.shape[0]:
+                raise IndexError(f"index {largest} is out of range for an embedding of {weight.shape[0]} rows")
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._known[tensor] if isinstance(tensor, FakeTensor) else tensor
+
+
+def _small(value: torch.Tensor) -> bool:
+    return value.numel() <= (_LARGEST_FLOAT if value.is_floating_point() else _LARGEST)
+
+
+_FACTORIES = ("arange", "full", "zeros", "ones", "scalar_tensor", "eye")
+
+
+def _is_factory(func: Any) -> bool:
+    return str(func).split(".")[1] in _FACTORIES if "." in str(func) else False
+
+
+def _small_request(args: Any, kwargs: Any) -> bool:
+    """Whether a factory call makes something small: no sum of its integers can say more than the result's size."""
+    sizes = [n for n in tree_iter((args, kwargs)) if isinstance(n, int) and not isinstance(n, bool)]
+    product = 1
+    for n in sizes:
+        product *= max(1, abs(n))
+    return product <= _LARGEST

@@ -1,0 +1,53 @@
+"""`host_adam.cpp` as a shared library: compiled on first use by the system's compiler, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("_host_adam.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
+_private: list[tempfile.TemporaryDirectory[str]] = []  # libraries that could not go to the cache; they go with the process
+
+
+def build(compiler: str, fusion: int) -> Path:
+    """The compiled source, from the user's cache if it is there. Its name is a hash of all that made it."""
+    flags = (*FLAGS, f"-DFUSE={fusion}")
+    key = "\0".join((SOURCE.read_text(), compiler, *flags, _cpu()))
+    name = f"host_adam-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdall"
+    if (folder / name).exists():
+        return folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        scratch = tempfile.TemporaryDirectory(dir=folder)
+    except OSError:  # a home that cannot be written: compile for this process alone
+        scratch = tempfile.TemporaryDirectory(prefix="holdall-")
+        folder = Path(scratch.name)
+        _private.append(scratch)
+    fresh = Path(scratch.name) / "fresh.so"
+    command = [compiler, *flags, "-shared", "-fPIC", str(SOURCE), "-o", str(fresh)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode != 0:
+            complaint = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+            raise RuntimeError(f"{compiler} says: {complaint[0]}")
+        os.replace(fresh, folder / name)  # at once, for other processes may be looking
+    finally:
+        if scratch not in _private:
+            scratch.cleanup()
+    return folder / name
+
+
+def _cpu() -> str:
+    """The model and its instructions: what `-march=native` depends on."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    telling = ("vendor_id", "model", "flags", "Features", "CPU ")
+    return platform.machine() + "".join(line for line in first.splitlines() if line.startswith(telling))
