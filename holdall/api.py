@@ -115,11 +115,11 @@ def plan(
     """
     from holdall.fitting.remembering import remember_plan
 
+    chosen = build_member("planners", planner, options, f"planner {planner}")
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
     problem = make_problem(
         read, budget=budget, hardware=hardware, allow=allow, clips=clips, accumulate=accumulate, progress=progress
     )
-    chosen = build_member("planners", planner, options, f"planner {planner}")
     with _no_collection():
         return remember_plan(problem, chosen, lambda: chosen(problem))
 
@@ -172,7 +172,7 @@ def bare_problem(
         trace=trace,
         hardware=hardware,
         budget=resolve_budget(budget, hardware),
-        allow=_resolve_allow(allow),
+        allow=resolve_allow(allow),
         clips=clips,
         accumulate=accumulate,
         progress=progress,
@@ -293,8 +293,12 @@ def fit(
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
     kept on disk for the next time (`holdall cache`).
     """
+    from holdall.fitting.arguments import check_arguments
     from holdall.fitting.plan_book import Sizes
 
+    given = {"budget": budget, "planner": planner, "loss": loss, "hardware": hardware, "allow": allow, "precision": precision}
+    given |= {"head": head, "clips": clips, "accumulate": accumulate, "enforce": enforce, "lengths": lengths, "repeat": repeat}
+    check_arguments(model, optimizer, batch, given, options)
     refuse_planned(model)
     resolve_backend(compile)  # before anything slow
     told = progress or silent
@@ -429,7 +433,8 @@ def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
     return {name: resolved.get(name, hardware.tier(name).capacity) for name in names}
 
 
-def _resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
+def resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
+    """Names of the actions that may be used."""
     if allow is None:
         return frozenset(_ALLOWED)
     names = [allow] if isinstance(allow, str) else list(allow)

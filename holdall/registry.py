@@ -1,4 +1,4 @@
-"""The folders `actions`, `planners`, `tiers` and `optim` are the registries: a file or a package there is a member of that name.
+"""The folders `actions`, `planners`, `tiers` and `optim` are the registries: a file or package there is a member of that name.
 
 Members are imported when asked for, so that a missing solver breaks only its own planner. Names that begin with an underscore
 are helpers. Packages elsewhere add planners through the entry-point group `holdall.planners`.

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from holdall.cli import _words as words
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A preset such as gpt2 or llama-3.2-1b, a Hugging Face folder, or a config.json.")
 ]
@@ -25,28 +27,40 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="NAME",
+        callback=words.known_dtype,
         help="Of weights and computation: float32, bfloat16, float16; bf16-mixed: float32 weights, computed in bf16.",
     ),
 ]
 Autocast = Annotated[
     str | None,
     typer.Option(
-        "--autocast", metavar="NAME", help="The loop runs forward and loss under autocast to bf16 or fp16.", show_default=False
+        "--autocast",
+        metavar="NAME",
+        callback=words.known_autocast,
+        help="The loop runs forward and loss under autocast to bf16 or fp16.",
+        show_default=False,
     ),
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help="adamw, sgd or none.")]
+Optimizer = Annotated[
+    str, typer.Option("--optimizer", metavar="NAME", callback=words.known_optimizer, help="adamw, sgd or none.")
+]
 Budget = Annotated[
     str,
     typer.Option(
         "--budget",
         metavar="SIZE",
+        callback=words.a_budget,
         help="24GiB, 24GB, 0.9 of the device, auto (all of it), or one per tier: gpu=24GiB,cpu=64GiB.",
     ),
 ]
 Gpu = Annotated[
     str | None,
     typer.Option(
-        "--gpu", metavar="NAME", help="Plan for this GPU from its datasheet; none is needed here.", show_default=False
+        "--gpu",
+        metavar="NAME",
+        callback=words.known_gpu,
+        help="Plan for this GPU from its datasheet; none is needed here.",
+        show_default=False,
     ),
 ]
 HardwareFile = Annotated[
@@ -55,10 +69,18 @@ HardwareFile = Annotated[
         "--hardware", metavar="FILE", help="Plan for a machine measured with `holdall probe --out`.", show_default=False
     ),
 ]
-Planner = Annotated[str, typer.Option("--planner", metavar="NAME", help="One of `holdall planners`.")]
+Planner = Annotated[
+    str, typer.Option("--planner", metavar="NAME", callback=words.known_planner, help="One of `holdall planners`.")
+]
 Allow = Annotated[
     str | None,
-    typer.Option("--allow", metavar="A,B", help="Actions that may be used, such as recompute,offload.", show_default=False),
+    typer.Option(
+        "--allow",
+        metavar="A,B",
+        callback=words.known_actions,
+        help="Actions that may be used, such as recompute,offload.",
+        show_default=False,
+    ),
 ]
 PlannerOption = Annotated[
     list[str] | None,

@@ -13,7 +13,8 @@ class Notes:
     def __init__(self, kept: list[str]) -> None:
         self._kept = kept
 
-    def __call__(self, message: str) -> None:
-        if message not in self._kept:
+    def __call__(self, message: str, *, kind: str = "") -> None:
+        """`kind`: how messages begin of which one is enough."""
+        if message not in self._kept and not (kind and any(kept.startswith(kind) for kept in self._kept)):
             self._kept.append(message)
             log.warning("holdall: %s", message)

@@ -7,18 +7,18 @@ calls of a block are counted from one backward to the next, those with gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import Unsupported
+from holdall.runtime.notes import Notes
 from holdall.types import Plan
 
 
 class Watch:
-    def __init__(self, plan: Plan, note: Callable[[str], None], *, any_size: bool = False) -> None:
+    def __init__(self, plan: Plan, note: Notes, *, any_size: bool = False) -> None:
         self._note = note
         self._any_size = any_size  # the plan is for batches up to its own
         quiet = set(plan.about.get("quiet", ()))  # calls that were traced without gradients
@@ -36,7 +36,7 @@ class Watch:
         self.again()
         shapes = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not self._any_size and self._batch is not None and shapes and sorted(shapes) != sorted(self._batch):
-            self._note(f"the loop left the trace: a batch of {shapes} where {self._batch} was planned")
+            self._left("a batch", f" of {shapes} where {self._batch} was planned")
 
     def again(self) -> None:
         """Calls are counted anew."""
@@ -68,11 +68,11 @@ class Watch:
         if self._next < len(self._expected):
             expected, shapes = self._expected[self._next]
             if name != expected:
-                self._note(f"the loop left the trace: `{name}` ran where `{expected}` was planned")
+                self._left("another block ran", f": `{name}`, where `{expected}` was planned")
             elif not self._any_size:
                 seen = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
                 if seen != [list(s) for s in shapes]:
-                    self._note(f"the loop left the trace: `{name}` got {seen} where {shapes} was planned")
+                    self._left("other inputs", f": `{name}` got {seen} where {shapes} was planned")
         self._next += 1
         return name
 
@@ -89,9 +89,12 @@ class Watch:
     def end(self) -> None:
         """A step is over."""
         if self._next < len(self._expected):
-            self._note(
-                f"the loop left the trace: {self._next} of {len(self._expected)} blocks ran in the last forward of a step"
-            )
+            self._left("fewer blocks ran", f": {self._next} of {len(self._expected)} in the last forward of a step")
+
+    def _left(self, kind: str, how: str) -> None:
+        """Said once for each kind: a loop that leaves the trace does so again and again."""
+        begins = f"the loop left the trace: {kind}"
+        self._note(f"{begins}{how}", kind=begins)
 
 
 def _by_path(names: Any) -> dict[str, list[str]]:

@@ -1,0 +1,51 @@
+"""Words of the command line that can be refused as soon as they are read, before torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from holdall.errors import unknown_name
+from holdall.machine.presets import gpu_names
+from holdall.registry import member_names
+from holdall.units import TiB, parse_bytes
+
+OPTIMIZERS = ("adamw", "none", "sgd")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "fp32", "bf16", "fp16", "fp64", "bf16-mixed")
+AUTOCASTS = ("bf16", "bfloat16", "fp16", "float16", "no", "off", "fp32", "float32")
+
+Check = Callable[[str | None], str | None]
+
+
+def one_of(what: str, known: Callable[[], Collection[str]]) -> Check:
+    """Refuses a word that is not known, with the closest that is."""
+
+    def check(word: str | None) -> str | None:
+        if word is not None and word not in known():
+            raise unknown_name(what, word, known())
+        return word
+
+    return check
+
+
+known_planner = one_of("planner", lambda: member_names("planners"))
+known_gpu = one_of("GPU", gpu_names)
+known_optimizer = one_of("optimizer", lambda: OPTIMIZERS)
+known_dtype = one_of("dtype", lambda: DTYPES)
+known_autocast = one_of("autocast", lambda: AUTOCASTS)
+
+
+def known_actions(text: str | None) -> str | None:
+    """Actions between commas."""
+    for name in (part.strip() for part in (text or "").split(",")):
+        if name and name not in member_names("actions"):
+            raise unknown_name("action", name, member_names("actions"))
+    return text
+
+
+def a_budget(text: str | None) -> str | None:
+    """One size, or one per tier; of what a share is taken is known later."""
+    sizes = [part.partition("=")[2] for part in text.split(",")] if text and "=" in text else [text]
+    for size in sizes:
+        if size is not None and size.strip() != "auto":
+            parse_bytes(size.strip(), total=TiB)
+    return text
