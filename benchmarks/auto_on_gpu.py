@@ -37,9 +37,10 @@ from gpu_budget_curve import FIELDS, Row, describe_plan
 from peers import ADAMW, SHAPES, build_ids, build_model
 
 import holdall
-from holdall.api import environment, make_problem
+from holdall.api import environment
 from holdall.machine.host_rates import host_rates
 from holdall.planning.finish import outcome_of
+from holdall.problem import make_problem
 from holdall.runtime.budget.meter import device_context
 from holdall.types import Hardware, Plan, Trace
 from holdall.updates import host_adam

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from families_page import write_page
 
-from holdall.api import environment, resolve_hardware
+from holdall.api import environment
+from holdall.problem import resolve_hardware
 from holdall.testing.conformance import Cell, compare, plain
 from holdall.testing.families import FAMILIES
 

@@ -48,7 +48,6 @@ from typing import Any
 import torch
 
 import holdall
-from holdall.api import make_problem, resolve_hardware
 from holdall.experiments.choices import Choice, read_peers, read_planners
 from holdall.experiments.peer_runs import reason, run_peer
 from holdall.experiments.peers import Subject, Variant, all_variants
@@ -56,6 +55,7 @@ from holdall.experiments.request import plain_outcome
 from holdall.experiments.sweep import Target, read_targets, versions
 from holdall.experiments.workload import OPTIMIZERS, Workload, describe_workload
 from holdall.planning.to_programs import by_programs
+from holdall.problem import make_problem, resolve_hardware
 from holdall.registry import member_names
 from holdall.types import Hardware, Outcome, Plan, Trace
 

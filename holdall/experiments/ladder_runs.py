@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from holdall.api import environment, resolve_budget, trace
+from holdall.api import environment, trace
 from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError
@@ -17,6 +17,7 @@ from holdall.experiments.ladder_plans import decide
 from holdall.experiments.ladder_rungs import Rung, Settings, climb
 from holdall.experiments.real_steps import Run, run_steps
 from holdall.models import ModelSource, build
+from holdall.problem import resolve_budget
 from holdall.training.data import Sequences, load_sequences, make_encoder
 from holdall.types import Hardware, Plan, Problem, Progress
 

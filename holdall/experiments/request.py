@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from holdall.api import Budget, plan, resolve_budget
+from holdall.api import plan
 from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
@@ -19,6 +19,7 @@ from holdall.experiments.workload import Workload, describe_workload
 from holdall.machine.presets import gpu, gpu_names
 from holdall.machine.probe import probed
 from holdall.planning.finish import allocator_of
+from holdall.problem import Budget, resolve_budget
 from holdall.registry import build_member, member_class
 from holdall.simulator import simulate
 from holdall.types import Hardware, Kind, Outcome, Plan, Problem, Progress, Tier, Trace

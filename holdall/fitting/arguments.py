@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from holdall import api
 from holdall.errors import InvalidInput, unknown_name
+from holdall.fitting.request import FitRequest
+from holdall.problem import resolve_allow, resolve_budget, resolve_hardware, resolve_precision
 from holdall.registry import build_member, member_names
 from holdall.types import Hardware
 from holdall.units import TiB, parse_bytes
@@ -18,20 +19,20 @@ from holdall.units import TiB, parse_bytes
 _CALL = 'call `holdall.fit(model, optimizer, batch, budget="24GiB")`'
 
 
-def check_arguments(model: Any, optimizer: Any, batch: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise for the first that cannot be right. `given`: the keyword arguments of `fit`; `options`: of its planner."""
+def check_arguments(model: Any, optimizer: Any, batch: Any, request: FitRequest) -> None:
+    """Raise for the first that cannot be right."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(f"`model` is {_kind(model)}, not a torch.nn.Module", hint=_CALL)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput(f"`optimizer` is {_kind(optimizer)}, not a torch.optim.Optimizer", hint=_CALL)
     if isinstance(batch, (torch.optim.Optimizer, torch.nn.Module)) or not _tensors(batch):
         raise InvalidInput(f"`batch` is {_kind(batch)} and holds no tensor", hint=f"{_CALL} with a batch of the loader")
-    _check_planner(given["planner"], options)
-    _check_budget(given["budget"], given["hardware"])
-    _check_precision(given["precision"])
-    _check_head(given["head"])
-    api.resolve_allow(given["allow"])
-    loss, accumulate, lengths = given["loss"], given["accumulate"], given["lengths"]
+    _check_planner(request.planner, request.options)
+    _check_budget(request.budget, request.hardware)
+    _check_precision(request.precision)
+    _check_head(request.head)
+    resolve_allow(request.allow)
+    loss, accumulate, lengths = request.loss, request.accumulate, request.lengths
     if loss is not None and not callable(loss):
         raise InvalidInput(
             f"`loss` is {_kind(loss)}, which cannot be called", hint="pass a function: loss=lambda model, batch: ..."
@@ -41,8 +42,8 @@ def check_arguments(model: Any, optimizer: Any, batch: Any, given: Mapping[str, 
     if lengths is not None and lengths != "auto" and (isinstance(lengths, str) or not isinstance(lengths, Iterable)):
         raise InvalidInput(f"`lengths` is {lengths!r}", hint='use lengths="auto", or a list such as lengths=[512, 2048]')
     for name in ("clips", "enforce", "repeat"):
-        if not isinstance(given[name], bool):
-            raise InvalidInput(f"`{name}` is {given[name]!r}", hint=f"use {name}=True or {name}=False")
+        if not isinstance(value := getattr(request, name), bool):
+            raise InvalidInput(f"`{name}` is {value!r}", hint=f"use {name}=True or {name}=False")
 
 
 def _check_planner(planner: Any, options: Mapping[str, Any]) -> None:
@@ -58,11 +59,11 @@ def _check_planner(planner: Any, options: Mapping[str, Any]) -> None:
 def _check_budget(budget: Any, hardware: Any) -> None:
     """Sizes by themselves, and by tier where the machine is known by now."""
     if isinstance(hardware, str) and not hardware.endswith(".json"):
-        hardware = api.resolve_hardware(hardware, "cuda")
+        hardware = resolve_hardware(hardware, "cuda")
     elif hardware is not None and not isinstance(hardware, (Hardware, str, Path)):
         raise InvalidInput(f"`hardware` is {_kind(hardware)}", hint='name a GPU, as in hardware="rtx-4090", or leave it out')
     if isinstance(hardware, Hardware):
-        api.resolve_budget(budget, hardware)
+        resolve_budget(budget, hardware)
     for size in budget.values() if isinstance(budget, Mapping) else [budget]:
         if size != "auto":
             parse_bytes(size, total=TiB)
@@ -71,7 +72,7 @@ def _check_budget(budget: Any, hardware: Any) -> None:
 def _check_precision(precision: Any) -> None:
     if precision is not None and not isinstance(precision, (str, torch.dtype)):
         raise InvalidInput(f"`precision` is {precision!r}", hint='use precision="bf16", or leave it out')
-    api.resolve_precision(precision)
+    resolve_precision(precision)
 
 
 def _check_head(head: Any) -> None:

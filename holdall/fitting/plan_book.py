@@ -25,6 +25,7 @@ from holdall.fitting.captured import correct_blocks
 from holdall.fitting.correction import Correction, Corrector
 from holdall.fitting.remembering import SLOW, keep_trace, remember_trace
 from holdall.fitting.replan import plan_around
+from holdall.problem import PROBLEM, bare_problem, hardware_for, make_problem, resolve_precision
 from holdall.runtime.budget.meter import device_context
 from holdall.runtime.switching.buckets import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
 from holdall.runtime.switching.recast import Prepared
@@ -99,7 +100,7 @@ class Sizes:
 
     def _captured(self, trace: Trace, given: Mapping[str, Given], plan: Plan | None) -> Trace | None:
         """The trace as captures of its blocks correct it (of those that the plan runs op by op); None: nothing to correct."""
-        dtype = api.resolve_precision(self._tracing.get("precision"))
+        dtype = resolve_precision(self._tracing.get("precision"))
         return correct_blocks(trace, plan, self._model, given, dtype)
 
     def know(self, plan: Plan, trace: Trace) -> Plan:
@@ -151,11 +152,11 @@ class Sizes:
             return None
         if abs(seconds / harness.expected.seconds - 1) <= _OFF:
             return None
-        given = {k: v for k, v in self._planning.items() if k in api.PROBLEM}
-        machine = api.hardware_for(known[1], given.pop("hardware", None))
-        problem = api.bare_problem(known[1], machine, **given)
+        given = {k: v for k, v in self._planning.items() if k in PROBLEM}
+        machine = hardware_for(known[1], given.pop("hardware", None))
+        problem = bare_problem(known[1], machine, **given)
         rate = harness.engine.updater.rate if harness.engine is not None and harness.engine.updater is not None else None
-        options = {k: v for k, v in self._planning.items() if k not in (*api.PROBLEM, "planner")}
+        options = {k: v for k, v in self._planning.items() if k not in (*PROBLEM, "planner")}
         return corrector.ask(
             replace(problem, clipped=not harness.is_mostly_ahead),
             seconds=seconds,
@@ -327,8 +328,8 @@ class Sizes:
             raise Infeasible(fact, hint=error.hint, smallest=error.smallest) from error
 
     def _problem(self, trace: Trace) -> Any:
-        given = {k: v for k, v in self._planning.items() if k in api.PROBLEM}
-        return api.make_problem(trace, **given)
+        given = {k: v for k, v in self._planning.items() if k in PROBLEM}
+        return make_problem(trace, **given)
 
 
 def _context(trace: Trace) -> int:

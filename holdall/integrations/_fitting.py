@@ -11,8 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -23,12 +22,11 @@ from torch.utils._pytree import tree_leaves
 from holdall import api
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, MissingExtra
-from holdall.fitting.plan_book import Sizes
+from holdall.fitting.request import FitRequest
+from holdall.fitting.start import device_of_batch, start
+from holdall.problem import resolve_budget, resolve_hardware
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
-from holdall.runtime.programs.compiled import resolve_backend
-from holdall.runtime.switching.recast import Prepared, Recast
-from holdall.tracing.autocast import resolve_autocast
 from holdall.tracing.step import Loss, call_model, default_loss
 from holdall.types import Hardware, Phase, Plan, Trace
 from holdall.units import GiB, MiB, format_bytes
@@ -68,17 +66,6 @@ def _loss_in(output: Any) -> torch.Tensor:
     return torch.stack([t.float().sum() for t in outputs]).sum()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What the user asks for. `options` are those of `holdall.fit`."""
-
-    budget: api.Budget = "auto"
-    planner: str = "auto"
-    batch: Any = None  # plan for this one (the largest there is, say); None: for the first that is trained
-    loss: Loss | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Fitting:
     """Waits for the first training forward of `model`; from then on it holds a harness, until `close`."""
 
@@ -86,14 +73,14 @@ class Fitting:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        wish: Wish,
+        request: FitRequest,
         *,
-        accumulate: int = 1,
+        batch: Any = None,
         tracing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.harness: Harness | None = None
-        self._model, self._optimizer, self._wish = model, optimizer, wish
-        self._accumulate = accumulate
+        self._model, self._optimizer, self._request = model, optimizer, request
+        self._batch = batch  # to plan for (the largest there is, say); None: the first that is trained
         self._tracing = tracing  # what must be so while the step is traced
         self._silence = _speak_past_the_bar()
         self._hook = model.register_forward_pre_hook(self._first_forward, prepend=True, with_kwargs=True)
@@ -102,8 +89,8 @@ class Fitting:
         if not (torch.is_grad_enabled() and model.training):
             return None  # an evaluation before the first step
         self._hook.remove()
-        if self._wish.batch is not None:
-            self.start(self._wish.batch)
+        if self._batch is not None:
+            self.start(self._batch)
         elif args and kwargs:
             self.start((args, kwargs), loss=_loss_of_a_call)
         else:
@@ -114,9 +101,9 @@ class Fitting:
     def start(self, batch: Any, *, loss: Loss = loss_of_any_output) -> None:
         """Trace, plan and apply now."""
         self._hook.remove()
-        wish = self._wish if self._wish.loss is not None else replace(self._wish, loss=loss)
+        request = self._request if self._request.loss is not None else replace(self._request, loss=loss)
         with _undisturbed(), self._tracing():
-            self.harness = fit(wish, self._model, self._optimizer, batch, self._accumulate)
+            self.harness = fit(request, self._model, self._optimizer, batch)
 
     def metrics(self) -> dict[str, float]:
         """For a trainer's log: the last step, and what was said of it. Empty before the first whole step."""
@@ -157,50 +144,15 @@ class Fitting:
         self.close()
 
 
-def fit(wish: Wish, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, accumulate: int) -> Harness:
+def fit(request: FitRequest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Harness:
     """`holdall.fit`, with some of the budget left to what a trainer keeps beside the step."""
-    options = dict(wish.options)
-    tracing: dict[str, Any] = {
-        name: options.pop(name) for name in ("device", "precision", "autocast", "head") if name in options
-    }
-    applying: dict[str, Any] = {name: options.pop(name) for name in ("enforce", "record", "compile") if name in options}
-    is_compiled = resolve_backend(applying.get("compile", False)) is not None
-    lengths, repeat = options.pop("lengths", None), options.pop("repeat", True)
-    tracing["device"] = tracing.get("device") or api._device_of_batch(batch) or _device_of(model)
-    tracing["autocast"] = resolve_autocast(tracing.get("autocast"), torch.device(tracing["device"]).type) or False
-    machine = api.resolve_hardware(options.pop("hardware", None), torch.device(tracing["device"]).type)
+    device = request.device or device_of_batch(batch) or _device_of(model)
+    machine = resolve_hardware(request.hardware, torch.device(device).type)
     # a trainer reads the batches of a step together, and a loop's variable holds the one before
-    batches = accumulate * sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
-    room = _Room(budget=api.resolve_budget(wish.budget, machine), machine=machine, accumulate=accumulate, batches=batches)
-    asked = {"budget": room.left, "hardware": machine, "accumulate": accumulate, "allow": options.pop("allow", None)}
-
-    def adjust(plan: Plan, trace: Trace) -> Plan:
-        given = {**asked, "clips": options.get("clips", True)}
-        return room.as_measured(api.to_be_compiled(given, plan, trace) if is_compiled else plan, trace)
-
-    sizes = Sizes(
-        model,
-        batch,
-        tracing={"optimizer": optimizer, "loss": wish.loss, **tracing},
-        planning={**asked, "planner": wish.planner, **options},
-        adjust=adjust,
-    )
-    applying["tighten"] = sizes.tighten if repeat else None
-
-    def prepare() -> Prepared:
-        with room.explaining():
-            if lengths is not None:
-                made, buckets = sizes.buckets(lengths)
-                return Prepared(plan=made, buckets=buckets)
-            made, traced = sizes.sample()
-        fallbacks = () if is_compiled else tuple(sizes.know(f, traced) for f in api._fallbacks_for(made, traced, **asked))
-        is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
-        return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
-
-    made = prepare()
-    applying["recast"] = Recast(make=partial(sizes.recast, prepare), forget=sizes.put_aside)
-    applying |= {"fallbacks": made.fallbacks, "correct": made.correct, "buckets": made.buckets}
-    return api.apply(made.plan, model, optimizer, **applying)
+    batches = request.accumulate * sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
+    whole = resolve_budget(request.budget, machine)
+    room = _Room(budget=whole, machine=machine, accumulate=request.accumulate, batches=batches)
+    return start(replace(request, device=device, hardware=machine, budget=room.left), model, optimizer, batch, room=room)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from holdall.api import Budget
 from holdall.errors import InvalidInput, Unsupported
-from holdall.integrations._fitting import Fitting, Wish, need
+from holdall.fitting.request import FitRequest
+from holdall.integrations._fitting import Fitting, need
+from holdall.problem import Budget
 from holdall.tracing.step import Loss
 
 _accelerate = need("accelerate", what="holdall.integrations.accelerate", package="accelerate", extra="hf")
@@ -39,15 +40,15 @@ def fit(
         raise Unsupported(f"there are {accelerator.num_processes} processes", hint="accelerate launch --num_processes 1")
     if "accumulate" in options:
         raise InvalidInput("`accumulate` is the accelerator's", hint="use `Accelerator(gradient_accumulation_steps=...)`")
-    wish = Wish(budget=budget, planner=planner, loss=loss, options=options)
+    steps = accelerator.gradient_accumulation_steps
+    request = FitRequest.of(budget=budget, planner=planner, loss=loss, accumulate=steps, **options)
     wrapped = isinstance(optimizer, _accelerate.optimizer.AcceleratedOptimizer)
     own = accelerator.unwrap_model(model, keep_torch_compile=True)
     is_prepared = hasattr(own, "_original_forward")  # then its forward enters the accelerator's autocast by itself
     fitting = Fitting(
         own,
         optimizer.optimizer if wrapped else optimizer,
-        wish,
-        accumulate=accelerator.gradient_accumulation_steps,
+        request,
         tracing=nullcontext if is_prepared else accelerator.autocast,
     )
     if batch is not None:

@@ -9,9 +9,10 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from holdall.api import Budget
 from holdall.errors import InvalidInput, Unsupported
-from holdall.integrations._fitting import Fitting, Wish, need
+from holdall.fitting.request import FitRequest
+from holdall.integrations._fitting import Fitting, need
+from holdall.problem import Budget
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss
@@ -32,7 +33,8 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
     ) -> None:
         if "accumulate" in options:
             raise InvalidInput("`accumulate` is the trainer's", hint="set `gradient_accumulation_steps`")
-        self._wish = Wish(budget=budget, planner=planner, batch=batch, loss=loss, options=options)
+        self._asked = {"budget": budget, "planner": planner, "loss": loss, **options}
+        self._batch = batch
         self._fitting: Fitting | None = None
 
     @property
@@ -65,7 +67,8 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
         _come_first(self)
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-        self._fitting = Fitting(kwargs["model"], optimizer, self._wish, accumulate=args.gradient_accumulation_steps)
+        request = FitRequest.of(accumulate=args.gradient_accumulation_steps, **self._asked)
+        self._fitting = Fitting(kwargs["model"], optimizer, request, batch=self._batch)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ARG002
         if self._fitting is None or logs is None or not ({"loss", "train_runtime"} & logs.keys()):

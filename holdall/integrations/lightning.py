@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from holdall.api import Budget
 from holdall.errors import InvalidInput, MissingExtra, Unsupported
-from holdall.integrations._fitting import Fitting, Wish, need
+from holdall.fitting.request import FitRequest
+from holdall.integrations._fitting import Fitting, need
+from holdall.problem import Budget
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss
@@ -49,8 +50,8 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
     def __init__(self, budget: Budget = "auto", *, planner: str = "auto", batch: Any = None, **options: Any) -> None:
         if "accumulate" in options:
             raise InvalidInput("`accumulate` is the trainer's", hint="set `accumulate_grad_batches`")
-        sample = None if batch is None else (batch, 0)
-        self._wish = Wish(budget=budget, planner=planner, batch=sample, options=options)
+        self._batch = None if batch is None else (batch, 0)
+        self._asked = {"budget": budget, "planner": planner, **options}
         self._fitting: Fitting | None = None
         self._undo: list[Callable[[], object]] = []
 
@@ -86,8 +87,8 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
         self._fitting = Fitting(
             pl_module,
             optimizer,
-            self._wish,
-            accumulate=trainer.accumulate_grad_batches,
+            FitRequest.of(accumulate=trainer.accumulate_grad_batches, **self._asked),
+            batch=self._batch,
             tracing=lambda: _unlogged(pl_module),
         )
 
@@ -124,9 +125,9 @@ def fit(
     """
     if fabric.world_size > 1:
         raise Unsupported(f"Fabric uses {fabric.world_size} devices", hint="use `Fabric(devices=1)`")
-    wish = Wish(budget=budget, planner=planner, loss=loss, options=options)
+    request = FitRequest.of(budget=budget, planner=planner, loss=loss, accumulate=accumulate, **options)
     own = getattr(model, "module", model)  # within Fabric's wrappers
-    fitting = Fitting(own, getattr(optimizer, "optimizer", optimizer), wish, accumulate=accumulate, tracing=fabric.autocast)
+    fitting = Fitting(own, getattr(optimizer, "optimizer", optimizer), request, tracing=fabric.autocast)
     if batch is not None:
         try:
             fitting.start(batch)

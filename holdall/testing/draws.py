@@ -20,9 +20,9 @@ import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute, obstacle
-from holdall.api import resolve_budget, resolve_hardware
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
+from holdall.problem import resolve_budget, resolve_hardware
 from holdall.runtime.harness import Harness
 from holdall.runtime.head.lazy_logits import chunk_head, head_of
 from holdall.testing.contracts import problem_for

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdall.api import Budget
 from holdall.errors import InvalidInput, unknown_name
 from holdall.models import DTYPES
+from holdall.problem import Budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

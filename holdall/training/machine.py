@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from holdall import api
 from holdall.errors import InvalidInput, Unsupported, unknown_name
+from holdall.problem import resolve_budget, resolve_hardware
 from holdall.registry import member_class
 from holdall.training import TrainOptions
 from holdall.types import Hardware
@@ -26,9 +26,9 @@ def resolve_device(asked: str) -> str:
 def resolve_machine(options: TrainOptions, device: str) -> Hardware:
     """What to plan with. A wrong planner or size is said here, before anything slow."""
     member_class("planners", options.planner)
-    machine = api.resolve_hardware(options.hardware, torch.device(device).type)
+    machine = resolve_hardware(options.hardware, torch.device(device).type)
     if machine.device != torch.device(device).type:
         hint = "leave it out: this machine is then measured"
         raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)
-    api.resolve_budget(options.budget, machine)
+    resolve_budget(options.budget, machine)
     return machine

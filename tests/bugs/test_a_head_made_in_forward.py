@@ -7,9 +7,9 @@ import holdall
 from holdall import models
 from holdall.actions.in_backward import used_up
 from holdall.actions.place import Place
-from holdall.api import make_problem
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
+from holdall.problem import make_problem
 from holdall.simulator import simulate
 
 

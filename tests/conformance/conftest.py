@@ -4,13 +4,12 @@ import warnings
 
 import pytest
 
-from holdall import api
 from holdall.testing.worlds import machine
 
 
 @pytest.fixture(autouse=True)
 def fixed_machine(monkeypatch):
-    monkeypatch.setattr(api, "_probed", lambda device: machine(read=5e9, write=5e9))
+    monkeypatch.setattr("holdall.problem._probed", lambda device: machine(read=5e9, write=5e9))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import holdall
 from holdall.actions.place import Place, streamable
-from holdall.api import resolve_hardware
 from holdall.cost.roofline import cost_trace
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
+from holdall.problem import resolve_hardware
 from holdall.runtime.budget.meter import device_context
 from holdall.runtime.states.unit import Unit
 from holdall.runtime.states.weight_cache import _HOLES, Gauge, Lender

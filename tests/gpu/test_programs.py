@@ -16,9 +16,9 @@ import torch
 import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.reschedule import Reschedule, obstacle, region
-from holdall.api import make_problem
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
+from holdall.problem import make_problem
 from holdall.testing.contracts import train
 
 if not torch.cuda.is_available():

@@ -17,12 +17,12 @@ from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, region
-from holdall.api import resolve_hardware
 from holdall.cost.roofline import cost_trace
 from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
+from holdall.problem import resolve_hardware
 from holdall.types import Problem
 
 STEPS = 6

@@ -10,6 +10,7 @@ from holdall import api
 from holdall.errors import HoldallError
 from holdall.planners.chen import _VARIANTS
 from holdall.planning.finish import over_budget
+from holdall.problem import make_problem
 from holdall.simulator import simulate
 from holdall.testing.worlds import family, machine
 
@@ -43,7 +44,7 @@ def test_auto_is_no_slower_than_any_simple_planner_in_the_same_memory(name, prec
     if "tiny" in name:
         pytest.importorskip("transformers")
     trace = traced(name, precision)
-    problem = api.make_problem(trace, hardware=MACHINE)
+    problem = make_problem(trace, hardware=MACHINE)
     budget = int(share * simulate(problem, []).peak[problem.home])
     mine = plan(trace, budget, "auto")
     for planner, every in SIMPLE.items():

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import holdall
-from holdall.api import make_problem
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planning.to_programs import by_programs
+from holdall.problem import make_problem
 from holdall.testing.worlds import family, machine
 from holdall.tracing.autocast import outside_autocast
 

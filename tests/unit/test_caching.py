@@ -18,6 +18,7 @@ from holdall.cli import app
 from holdall.fitting import remembering
 from holdall.fitting.plan_book import Sizes
 from holdall.machine import probe as probing
+from holdall.problem import make_problem
 from holdall.testing.worlds import machine
 from holdall.tracing.identity import identity_of
 
@@ -309,7 +310,7 @@ def test_a_plan_that_no_longer_fits_beside_the_process_is_made_anew():
 
     from holdall.types import Outcome, Plan
 
-    problem = holdall.api.make_problem(holdall.trace(Net(), (torch.ones(4, 8),)), hardware=machine(far=1000))
+    problem = make_problem(holdall.trace(Net(), (torch.ones(4, 8),)), hardware=machine(far=1000))
     problem = replace(problem, hardware=replace(problem.hardware, device="cuda"))
     plan = Plan(
         planner="auto",

@@ -12,6 +12,7 @@ from holdall.errors import Unsupported
 from holdall.fitting.captured import correct_blocks
 from holdall.planners.auto import search
 from holdall.planning.to_programs import by_programs
+from holdall.problem import make_problem
 from holdall.runtime.programs.capture import capture
 
 WIDTH, ROWS = 32, 512
@@ -109,7 +110,7 @@ def by_ops(model, optimizer):
     """A plan that runs every block op by op that can be, as the ops turn out to be when they are captured."""
     traced, given = holdall.api.trace_calls(model, sample(), optimizer=optimizer, loss=None)
     for _ in range(4):
-        problem = holdall.api.make_problem(traced)
+        problem = make_problem(traced)
         made = by_programs(problem, holdall.plan(traced, planner="nop"))
         corrected = correct_blocks(traced, made, model, given, None)
         if corrected is None:
@@ -267,8 +268,8 @@ def test_a_menu_leaves_out_what_cannot_be_carried_out(monkeypatch):
     monkeypatch.setattr(menus, "memory_curve", refuse)
     model, optimizer = setting(Gated)
     traced = holdall.trace(model, sample(), optimizer=optimizer)
-    menus = menus.try_choices(holdall.api.make_problem(traced))
-    labels = {c.label for choices in menus.found.values() for c in choices}
+    made = menus.try_choices(make_problem(traced))
+    labels = {c.label for choices in made.found.values() for c in choices}
     assert "recompute" in labels and not any("offload" in label for label in labels)
 
 

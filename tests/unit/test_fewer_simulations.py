@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import holdall
-from holdall import api
 from holdall.actions.place import Place
 from holdall.planners.auto import Auto, _Search
 from holdall.planners.auto.placements import Guesses
 from holdall.planners.auto.search import Search
+from holdall.problem import bare_problem, make_problem
 from holdall.simulator import Lowering, simulate
 from holdall.testing.states import Layer
 from holdall.testing.worlds import machine
@@ -34,7 +34,7 @@ def problem(request):
     trace = holdall.trace(
         model, torch.randn(64, 8), optimizer=optimizer, loss=lambda model, x: model(x), precision=request.param
     )
-    return api.make_problem(trace, hardware=machine(overlap=True, read=1e8, write=1e8))
+    return make_problem(trace, hardware=machine(overlap=True, read=1e8, write=1e8))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,13 +68,13 @@ def test_no_bound_is_above_what_the_simulator_says(problem):
             checked.clear()
             return made
 
-    less = api.bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * 6 // 10)
+    less = bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * 6 // 10)
     Watched(less, through=None, ahead=True).run(less)
 
 
 @pytest.mark.parametrize("share", [80, 60, 40])
 def test_leaving_candidates_out_changes_no_plan(problem, share, monkeypatch):
-    less = api.bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * share // 100)
+    less = bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * share // 100)
     try:
         short = Auto()(less)
     except holdall.Infeasible:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import holdall
-from holdall import api
 from holdall.actions.recompute import Recompute
 from holdall.cli import _words as words
 from holdall.planners.nop import Nop
@@ -24,7 +23,7 @@ def nothing_is_traced(monkeypatch):
         raise AssertionError("this takes long")
 
     monkeypatch.setattr("holdall.fitting.plan_book.Sizes.__init__", slow)
-    monkeypatch.setattr(api, "probed", slow)
+    monkeypatch.setattr("holdall.problem.probed", slow)
 
 
 WRONG = [

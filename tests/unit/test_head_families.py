@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import holdall
-from holdall import api
+from holdall.fitting import head as choosing
+from holdall.fitting.head import choose_head
 from holdall.runtime.head.lazy_logits import LazyLogits
 from holdall.testing.worlds import machine
 
@@ -189,7 +190,7 @@ def test_batches_of_other_lengths(name, lengths):
 
 def test_the_head_is_whole_in_short_batches_and_in_rows_in_long_ones(monkeypatch):
     """By the size of the logits; those of a sequence-to-sequence model are as many as the labels."""
-    monkeypatch.setattr(api, "_BIG_LOGITS", 100 * VOCAB * 4)
+    monkeypatch.setattr(choosing, "BIG_LOGITS", 100 * VOCAB * 4)
     model = build("llama")
     batches = [text("llama", length=length) for length in (24, 40, 24)]
     reference = copy.deepcopy(model)
@@ -202,9 +203,9 @@ def test_the_head_is_whole_in_short_batches_and_in_rows_in_long_ones(monkeypatch
     assert losses == pytest.approx(expected, rel=1e-4)
     model, batch = build("t5"), text("t5", length=24)
     batch["input_ids"] = batch["input_ids"].repeat(1, 4)
-    assert api._choose_head(model, batch, "auto") is None
-    assert api._choose_head(model, hf.BatchEncoding(text("t5", length=40)), "auto") == ("lm_head", 256)
-    assert api._choose_head(model, {"input_ids": batch["input_ids"]}, "auto") == ("lm_head", 384)
+    assert choose_head(model, batch, "auto") is None
+    assert choose_head(model, hf.BatchEncoding(text("t5", length=40)), "auto") == ("lm_head", 256)
+    assert choose_head(model, {"input_ids": batch["input_ids"]}, "auto") == ("lm_head", 384)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])

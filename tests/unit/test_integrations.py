@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import holdall
-from holdall import api
 from holdall.errors import Infeasible, InvalidInput, MissingExtra, Unsupported
-from holdall.integrations._fitting import Fitting, Wish, loss_of_any_output
+from holdall.fitting.request import FitRequest
+from holdall.integrations._fitting import Fitting, loss_of_any_output
 from holdall.runtime.budget.ledger import Ledger
 from holdall.testing.worlds import machine
 
@@ -26,7 +26,7 @@ KNOWN = "trainer", "accelerate_loop", "lightning_trainer", "raw_loop"  # no file
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
     """No test here is about the speed of this one."""
-    monkeypatch.setattr(api, "_probed", lambda device: machine())
+    monkeypatch.setattr("holdall.problem._probed", lambda device: machine())
 
 
 def script(name, *, plain=False, budget=None):
@@ -483,7 +483,7 @@ def test_lines_of_the_log_go_above_a_progress_bar(monkeypatch):
     log, said = logging.getLogger("holdall"), []
     monkeypatch.setattr(tqdm, "write", said.append)
     monkeypatch.setattr(log, "propagate", False)  # as where nobody has set up logging
-    with Fitting(Net(), None, Wish()):
+    with Fitting(Net(), None, FitRequest()):
         log.warning("something to know")
     log.propagate = True
     assert said == ["something to know"]

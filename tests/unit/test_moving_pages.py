@@ -10,10 +10,10 @@ import torch
 
 import holdall
 from holdall.actions.place import Place
-from holdall.api import make_problem
 from holdall.machine.presets import gpu
 from holdall.planners import auto
 from holdall.planners.auto.search import Candidate
+from holdall.problem import make_problem
 from holdall.simulator.pages import Exhausted, Pages, churn
 from holdall.units import PAGE, MiB
 

@@ -9,6 +9,7 @@ import torch
 import holdall
 from holdall import api
 from holdall.actions.place import Place
+from holdall.problem import make_problem
 from holdall.simulator import simulate
 from holdall.testing.worlds import machine
 
@@ -52,7 +53,7 @@ def traced(precision):
 def needed(precision):
     """(bytes of the device if everything is there, bytes of the host if all states are there)"""
     trace = traced(precision)
-    problem = api.make_problem(trace, hardware=machine(overlap=True))
+    problem = make_problem(trace, hardware=machine(overlap=True))
     on_device = simulate(problem, [Place.all(trace)] if precision else []).peak["cpu"]
     return on_device, simulate(problem, [Place.all(trace, update="host", when="spill")]).peak["far"]
 

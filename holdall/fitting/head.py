@@ -1,0 +1,39 @@
+"""Whether the vocabulary head is taken whole or in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from holdall.errors import Unsupported, unknown_name
+from holdall.runtime.head.lazy_logits import head_of, rows_for
+from holdall.units import GiB
+
+BIG_LOGITS = GiB  # bytes of logits in float32 from which on they are not made whole
+
+
+def choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
+    """(path of the vocabulary head, rows at a time); None: it stays whole."""
+    if isinstance(head, str) and head not in ("auto", "whole"):
+        raise unknown_name("head", head, ("auto", "whole"))
+    found = head_of(model) if isinstance(model, torch.nn.Module) and head != "whole" else None
+    if found is None:
+        if isinstance(head, int):
+            raise Unsupported("the model has no vocabulary head to take in rows", hint='use head="whole"')
+        return None
+    path, module = found
+    if isinstance(head, int):
+        return path, head
+    tokens, vocabulary = _rows_of_logits(batch), int(module.get_parameter("weight").shape[0])
+    return (path, rows_for(tokens, vocabulary)) if tokens * vocabulary * 4 >= BIG_LOGITS else None
+
+
+def _rows_of_logits(batch: Any) -> int:
+    """How many there will be: one for every label; of a batch without labels, for every entry of its largest table."""
+    leaves, _ = tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)
+    tables = {keystr(path): t.numel() for path, t in leaves if isinstance(t, torch.Tensor) and t.dim() == 2}
+    labels = [numel for name, numel in tables.items() if name.endswith("['labels']")]
+    return max(labels or tables.values(), default=0)

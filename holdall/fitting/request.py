@@ -1,0 +1,50 @@
+"""What `fit` was asked for, whoever asked: a raw loop, or a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdall.problem import Budget
+from holdall.tracing.autocast import Autocast
+from holdall.types import Hardware, Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """The arguments of `holdall.fit`, explained there; `options` are the planner's."""
+
+    budget: Budget = "auto"
+    planner: str = "auto"
+    loss: Any = None
+    hardware: Hardware | str | Path | None = None
+    allow: Iterable[str] | None = None
+    device: str | torch.device | None = None
+    precision: str | torch.dtype | None = None
+    autocast: Autocast = None
+    head: str | int = "auto"
+    clips: bool = True
+    accumulate: int = 1
+    enforce: bool = True
+    lengths: str | Iterable[Any] | None = None
+    repeat: bool = True
+    record: str | Path | None = None
+    compile: bool | str = False
+    progress: Progress | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(**arguments: Any) -> FitRequest:
+        """From keyword arguments as `holdall.fit` takes them: those that it does not name are the planner's."""
+        named = {f.name for f in fields(FitRequest)} - {"options"}
+        own = {name: value for name, value in arguments.items() if name in named}
+        return FitRequest(**own, options={name: value for name, value in arguments.items() if name not in named})
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What every planner is given besides a trace."""
+        return {"budget": self.budget, "hardware": self.hardware, "allow": self.allow, "accumulate": self.accumulate}

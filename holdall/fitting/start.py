@@ -1,0 +1,129 @@
+"""THE fit: trace, plan, and put the plan on the model, for raw loops and trainers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from holdall import api
+from holdall.errors import HoldallError
+from holdall.fitting.arguments import check_arguments
+from holdall.fitting.plan_book import Sizes
+from holdall.fitting.request import FitRequest
+from holdall.problem import make_problem
+from holdall.runtime.harness import Harness, refuse_planned
+from holdall.runtime.programs.compiled import resolve_backend
+from holdall.runtime.switching.recast import Prepared, Recast
+from holdall.tracing import target_device
+from holdall.tracing.autocast import resolve_autocast
+from holdall.types import Plan, Trace
+from holdall.types.plan import silent
+
+_SIMPLE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("chen", {"variant": "all", "last": True}),  # gradient checkpointing as everyone knows it
+    ("zero_offload", {"overlap": True}),
+)
+
+
+class Room(Protocol):
+    """Who keeps a part of the budget to himself, such as a trainer."""
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Around planning: a refusal is told in terms of the whole budget."""
+        ...
+
+    def as_measured(self, plan: Plan, trace: Trace) -> Plan:
+        """A plan for the rest of the budget, with what will be measured."""
+        ...
+
+
+def start(
+    request: FitRequest,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    *,
+    room: Room | None = None,
+) -> Harness:
+    """The harness is on when this returns. `request.budget` is what may be planned for; `room` knows the whole."""
+    check_arguments(model, optimizer, batch, request)
+    refuse_planned(model)
+    is_compiled = resolve_backend(request.compile) is not None  # a bad name is refused before anything slow
+    told = request.progress or silent
+    on = request.device if request.device is not None else device_of_batch(batch)
+    cast = resolve_autocast(request.autocast, target_device(model, on).type) or False
+    planning = {**request.asked, "clips": request.clips}
+
+    def adjust(plan: Plan, trace: Trace) -> Plan:
+        made = to_be_compiled(planning, plan, trace) if is_compiled else plan
+        return made if room is None else room.as_measured(made, trace)
+
+    sizes = Sizes(
+        model,
+        batch,
+        tracing={
+            "optimizer": optimizer,
+            "loss": request.loss,
+            "device": on,
+            "precision": request.precision,
+            "autocast": cast,
+            "head": request.head,
+        },
+        planning={**planning, "planner": request.planner, "progress": told, **request.options},
+        adjust=adjust,
+    )
+
+    def prepare() -> Prepared:
+        with nullcontext() if room is None else room.explaining():
+            if request.lengths is not None:
+                made, buckets = sizes.buckets(request.lengths)
+                return Prepared(plan=made, buckets=buckets)
+            made, traced = sizes.sample()
+        fallbacks = () if is_compiled else tuple(sizes.know(f, traced) for f in _fallbacks(made, traced, request.asked))
+        is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
+        if is_corrected:
+            sizes.expect_corrections(made, traced)
+        return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
+
+    made = prepare()
+    return api.apply(
+        made.plan,
+        model,
+        optimizer,
+        enforce=request.enforce,
+        fallbacks=made.fallbacks,
+        correct=made.correct,
+        buckets=made.buckets,
+        tighten=sizes.tighten if request.repeat else None,
+        recast=Recast(make=partial(sizes.recast, prepare), forget=sizes.put_aside),
+        record=request.record,
+        compile=request.compile,
+        progress=told,
+    )
+
+
+def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
+    """Every block that can be is run by a program: those that are kept too, or compiled ones would stand beside eager ones."""
+    from holdall.planning.to_programs import by_programs
+
+    return by_programs(make_problem(trace, **given), plan)
+
+
+def _fallbacks(made: Plan, traced: Trace, asked: Mapping[str, Any]) -> Iterator[Plan]:
+    """What anyone would do, where it fits: every block recomputed, with the optimizer on the device or on the host."""
+    if made.planner != "auto" or traced.about.get("device") != "cuda" or not made.actions:
+        return  # times mean nothing, or nothing is done
+    for planner, options in _SIMPLE:
+        with suppress(HoldallError):
+            yield api.plan(traced, planner=planner, **options, **asked)
+
+
+def device_of_batch(batch: Any) -> torch.device | None:
+    """Where the batch lies, if that is a GPU."""
+    devices = {t.device for t in tree_leaves(batch) if isinstance(t, torch.Tensor)}
+    return next((d for d in devices if d.type == "cuda"), None)

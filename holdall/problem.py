@@ -1,0 +1,150 @@
+"""What the user typed -> what a planner is given: machine, budget, allowed actions, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdall.cost.roofline import cost_trace
+from holdall.errors import InvalidInput, Unsupported, unknown_name
+from holdall.machine.presets import gpu
+from holdall.machine.probe import probed
+from holdall.registry import member_names
+from holdall.runtime.budget.meter import device_context
+from holdall.types import Hardware, Problem, Progress, Trace
+from holdall.types.plan import silent
+from holdall.units import parse_bytes
+
+Budget = str | int | float | Mapping[str, str | int | float]
+
+PROBLEM = ("budget", "hardware", "allow", "clips", "accumulate", "progress")
+
+_ALLOWED = ("keep", "recompute", "offload", "place", "head")
+
+
+def make_problem(
+    trace: Trace,
+    *,
+    budget: Budget = "auto",
+    hardware: Hardware | str | Path | None = None,
+    allow: Iterable[str] | None = None,
+    clips: bool = True,
+    accumulate: int = 1,
+    progress: Progress = silent,
+) -> Problem:
+    """What a planner is given; see `plan`."""
+    progress("looking at this machine", 0, 0, "")
+    machine = hardware_for(trace, hardware)
+    progress("planning", 0, 0, "")
+    given: dict[str, Any] = {"allow": allow, "clips": clips, "accumulate": accumulate, "progress": progress}
+    return bare_problem(cost_trace(trace, machine), machine, budget=budget, **given)
+
+
+def bare_problem(
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    budget: Budget = "auto",
+    allow: Iterable[str] | None = None,
+    clips: bool = True,
+    accumulate: int = 1,
+    progress: Progress = silent,
+) -> Problem:
+    """The same with the trace as it is: for whoever has costed it, or will."""
+    return Problem(
+        trace=trace,
+        hardware=hardware,
+        budget=resolve_budget(budget, hardware),
+        allow=resolve_allow(allow),
+        clips=clips,
+        accumulate=accumulate,
+        progress=progress,
+    )
+
+
+def hardware_for(trace: Trace, hardware: Hardware | str | Path | None) -> Hardware:
+    """The machine for a trace: with what its kernels came to take where its ops were measured, since they will again."""
+    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
+    if trace.about.get("timed") != machine.name:
+        return machine
+    return replace(machine, context=max(machine.context, int(trace.about.get("context") or 0)))
+
+
+@lru_cache(maxsize=4)
+def _probed(device: str) -> Hardware:
+    return probed(device)
+
+
+def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Hardware:
+    """The machine to plan for: given, read, named, or probed."""
+    if isinstance(hardware, Hardware):
+        return _as_it_is_now(hardware)
+    if hardware is None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise InvalidInput(
+                "the trace is for a GPU, and this machine has none to probe",
+                hint='name the GPU to plan for: hardware="rtx-4090"',
+            )
+        return _as_it_is_now(_probed(device))
+    text = str(hardware)
+    if isinstance(hardware, Path) or text.endswith(".json"):
+        return _as_it_is_now(Hardware.load(hardware))
+    return gpu(text)
+
+
+def _as_it_is_now(hardware: Hardware) -> Hardware:
+    """With what kernels have come to take on this process's GPU, if that is the one: they are loaded when first used."""
+    is_here = hardware.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
+    if not is_here or hardware.name != torch.cuda.get_device_name():
+        return hardware
+    now = device_context(torch.device("cuda", torch.cuda.current_device()))
+    return replace(hardware, context=max(hardware.context, now))
+
+
+def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
+    """Bytes per tier. One value is for the accelerator's own memory."""
+    names = [tier.name for tier in hardware.tiers]
+    given = budget if isinstance(budget, Mapping) else {hardware.home.name: budget}
+    resolved = {}
+    for tier, value in given.items():
+        if tier not in names:
+            raise unknown_name("tier", str(tier), names)
+        capacity = hardware.tier(tier).capacity
+        resolved[tier] = capacity if value == "auto" else parse_bytes(value, total=capacity)
+    return {name: resolved.get(name, hardware.tier(name).capacity) for name in names}
+
+
+def resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
+    """Names of the actions that may be used."""
+    if allow is None:
+        return frozenset(_ALLOWED)
+    names = [allow] if isinstance(allow, str) else list(allow)
+    known = member_names("actions")
+    for name in names:
+        if name not in known:
+            raise unknown_name("action", name, known)
+    return frozenset({"keep", *names})
+
+
+_PRECISIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+def resolve_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
+    """The width to compute in; None: that of the parameters. Whoever gives a dtype knows what it needs."""
+    if precision is None or isinstance(precision, torch.dtype):
+        return precision
+    if precision in ("fp32", "float32"):
+        return None
+    if precision in ("fp16", "float16"):
+        raise Unsupported(
+            "fp16 needs its loss scaled, which a plan does not do: small gradients would become zero",
+            hint='use precision="bf16"; or torch.float16 if the loop scales the loss; or `holdall.precision.prepare("O2")`',
+        )
+    if precision not in _PRECISIONS:
+        raise unknown_name("precision", precision, ("fp32", "bf16"))
+    return _PRECISIONS[precision]
