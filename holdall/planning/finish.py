@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from holdall.actions.head import Head
 from holdall.actions.place import Place
-from holdall.errors import Infeasible
+from holdall.errors import Infeasible, Unsupported
 from holdall.planning.block_rows import block_rows
 from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Plan, Planner, Problem
 from holdall.units import MiB, format_bytes
+
+NEVER = 1 << 62  # bytes of what cannot be carried out
 
 
 def finish(
@@ -60,6 +63,15 @@ def allocator_of(problem: Problem) -> str | None:
 def outcome_of(problem: Problem, actions: Sequence[Action]) -> Outcome:
     """What `finish` will judge: the actions with those that the trace takes for granted, and the device's allocator."""
     return simulate(problem, with_traced(problem, actions), allocator=allocator_of(problem))
+
+
+def outcome_or_never(problem: Problem, actions: Sequence[Action]) -> Outcome:
+    """The outcome of a candidate. One that cannot be carried out takes for ever and fits nowhere, so that no planner chooses
+    it while there is another; `finish` says why where there is none."""
+    try:
+        return outcome_of(problem, actions)
+    except Unsupported:
+        return Outcome(source="simulated", seconds=math.inf, peak={problem.home: NEVER})
 
 
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from holdall.actions.reschedule import Reschedule, obstacle
 from holdall.planning.dag import Answer, Dag, replay
-from holdall.planning.finish import finish, outcome_of, over_budget
+from holdall.planning.finish import finish, outcome_of, outcome_or_never, over_budget
 from holdall.planning.menus import kind_of, program_for
 from holdall.planning.op_graph import OpGraph, op_graph
 from holdall.planning.stages import Limits, everything, squeeze
@@ -40,7 +40,7 @@ def plan_by_ops(planner: Planner, problem: Problem, solver: Solver, *, scope: st
     best: tuple[list[Action], list[str]] = ([], [])
     least = plain.peak[problem.home]
     for actions, why in attempts:
-        outcome = outcome_of(problem, actions)
+        outcome = outcome_or_never(problem, actions)
         if outcome.peak[problem.home] < least:
             least, best = outcome.peak[problem.home], (actions, why)
         if not over_budget(problem, outcome):
@@ -92,7 +92,7 @@ def _room(problem: Problem, graph: OpGraph) -> int:
 
 
 def _excess(problem: Problem, actions: list[Action]) -> int:
-    return max(over_budget(problem, outcome_of(problem, actions)).values(), default=0)
+    return max(over_budget(problem, outcome_or_never(problem, actions)).values(), default=0)
 
 
 def _blocks(problem: Problem, solver: Solver) -> Iterator[tuple[list[Action], list[str]]]:

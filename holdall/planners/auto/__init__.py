@@ -18,9 +18,9 @@ from typing import ClassVar
 
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
-from holdall.planners.auto.placements import NEVER, Guesses, Placements, Spread
+from holdall.planners.auto.placements import Guesses, Placements, Spread
 from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
-from holdall.planning.finish import finish, over_budget
+from holdall.planning.finish import NEVER, finish, over_budget
 from holdall.planning.updates_in_backward import plan_with_updates
 from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Phase, Plan, Problem

@@ -16,10 +16,10 @@ from itertools import accumulate
 from holdall.actions.place import Place, streamable
 from holdall.actions.place.schedule import read_by_hand
 from holdall.cost.updates import host_seconds
+from holdall.planning.finish import NEVER
 from holdall.types import Problem, Unit
 
 _GUESSES = 2  # in a row that may come near from one side only
-NEVER = 1 << 62  # bytes of what cannot be carried out
 _TINY = 1e-3  # share of all parameters below which a unit is not worth moving
 
 

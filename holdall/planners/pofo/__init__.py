@@ -29,7 +29,7 @@ from holdall.actions.recompute import Recompute
 from holdall.errors import InvalidInput
 from holdall.planners.pofo.program import ROUGH, Costs, Link, Node, Segment, Way, solve
 from holdall.planners.rotor.table import Stage, Table
-from holdall.planning.finish import allocator_of, finish, over_budget
+from holdall.planning.finish import NEVER, finish, outcome_or_never, over_budget
 from holdall.planning.menus import Choice, Item, make_menus
 from holdall.planning.segments import runs
 from holdall.simulator import simulate
@@ -268,7 +268,8 @@ class Pofo:
             found.append(candidate)
             if problem.home not in candidate.missing:
                 break
-            allowed -= candidate.missing[problem.home]
+            missing = candidate.missing[problem.home]
+            allowed -= missing if missing < NEVER // 2 else allowed // 20 + 1  # another than what cannot be carried out
         return found
 
     def _smallest(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
@@ -298,8 +299,7 @@ def _ask(
 
 
 def _try(problem: Problem, segments: Sequence[Segment], actions: Sequence[Action]) -> _Candidate:
-    allocator = allocator_of(problem)
-    outcome = simulate(problem, actions, allocator=allocator)
+    outcome = outcome_or_never(problem, actions)
     return _Candidate(list(segments), list(actions), outcome, over_budget(problem, outcome))
 
 

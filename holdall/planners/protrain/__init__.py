@@ -46,8 +46,8 @@ from holdall.planners.protrain.model import (
     modes,
     search,
 )
-from holdall.planning.finish import allocator_of, finish, over_budget, with_traced
-from holdall.simulator import lower, simulate
+from holdall.planning.finish import NEVER, finish, outcome_or_never, over_budget, with_traced
+from holdall.simulator import lower
 from holdall.simulator.curve import Curve, memory_curve
 from holdall.types import Action, Block, Outcome, Phase, Plan, Problem, Trace, Unit
 from holdall.units import format_bytes, format_seconds
@@ -91,7 +91,8 @@ class ProTrain:
                 return tried
             failed.add(tried.setting)
             if len(ranked) > _TRIES:  # too many to try each: the next must be smaller by what was missing
-                limit = tried.peak - max(1, missing.get(problem.home, 0))
+                more = missing.get(problem.home, 0)
+                limit = tried.peak - max(1, more if more < NEVER // 2 else 0)
         return _smallest(problem, profile, mapped)
 
 
@@ -278,8 +279,7 @@ def actions_of(problem: Problem, profile: Profile, setting: Setting) -> list[Act
 
 
 def _simulated(problem: Problem, profile: Profile, setting: Setting) -> Outcome:
-    allocator = allocator_of(problem)
-    return simulate(problem, with_traced(problem, actions_of(problem, profile, setting)), allocator=allocator)
+    return outcome_or_never(problem, actions_of(problem, profile, setting))
 
 
 def _smallest(problem: Problem, profile: Profile, mapped: Sequence[Mapped]) -> Found:
@@ -287,6 +287,8 @@ def _smallest(problem: Problem, profile: Profile, mapped: Sequence[Mapped]) -> F
     found = []
     for n_persist in dict.fromkeys((0, len(profile.chunks))):
         found += nsmallest(3, (m.found(n_persist, 0) for m in mapped), key=lambda f: (f.peak, f.order))
+    every = (m.found(len(profile.chunks), 0) for m in mapped)
+    found += [f for f in every if not f.setting.n_swap and not f.setting.n_ckpt]  # plain training can always be carried out
 
     def miss(f: Found) -> tuple[int, int]:
         outcome = _simulated(problem, profile, f.setting)

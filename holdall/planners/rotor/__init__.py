@@ -18,9 +18,8 @@ from typing import ClassVar
 from holdall.actions.recompute import Inner, Recompute
 from holdall.errors import InvalidInput
 from holdall.planners.rotor.table import Dropped, Item, Stage, Table
-from holdall.planning.finish import allocator_of, finish, over_budget, with_traced
+from holdall.planning.finish import finish, outcome_or_never, over_budget, with_traced
 from holdall.planning.segments import runs
-from holdall.simulator import simulate
 from holdall.simulator.curve import memory_curve
 from holdall.types import Action, Block, Kind, Outcome, Plan, Problem, Trace
 from holdall.units import format_bytes, format_seconds
@@ -89,7 +88,7 @@ class Tried:
 
     def _simulate(self, n: int) -> Outcome:
         if n not in self.outcomes:
-            self.outcomes[n] = simulate(self._problem, self.actions(n), allocator=allocator_of(self._problem))
+            self.outcomes[n] = outcome_or_never(self._problem, self.actions(n))
             self._problem.progress("rotor: schedules", len(self.outcomes), min(len(self._answers), _ALL), "")
         return self.outcomes[n]
 
