@@ -88,7 +88,7 @@ def mid_size_part(rows: list[dict[str, str]]) -> str:
         "",
         *wrapped(
             f"`python benchmarks/families_on_gpu.py` on one {about['hardware']}, torch {about['torch']}, transformers",
-            f"{about['transformers']}, commit {about['commit']}.",
+            f"{about['transformers']}, commits {', '.join(dict.fromkeys(row['commit'] for row in rows))}.",
             '*bf16*: the model on the CPU and `precision="bf16"`, against bf16 working copies with fp32 masters; *autocast*:',
             "the fp32 model on the GPU, `torch.autocast` around the forward. One batch, 12 steps, gradients clipped. Losses",
             "may differ from plain's by 5 % of the loss plus 1 % of the first loss; the column says which share of that",
