@@ -55,7 +55,7 @@ class _Traced:
         return sum(t.nbytes for t in self.trace.tensors.values())
 
 
-class Sizes:
+class PlanBook:
     """`tracing`: what `holdall.trace` is to be given besides model and batch. `planning`: the same of `holdall.plan`.
     `adjust`: what becomes of every plan before it is used."""
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from holdall import api
 from holdall.errors import HoldallError
 from holdall.fitting.arguments import check_arguments
-from holdall.fitting.plan_book import Sizes
+from holdall.fitting.plan_book import PlanBook
 from holdall.fitting.request import FitRequest
 from holdall.problem import make_problem
 from holdall.runtime.harness import Harness, refuse_planned
@@ -63,7 +63,7 @@ def start(
         made = to_be_compiled(planning, plan, trace) if is_compiled else plan
         return made if room is None else room.as_measured(made, trace)
 
-    sizes = Sizes(
+    sizes = PlanBook(
         model,
         batch,
         tracing={

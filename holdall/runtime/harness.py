@@ -43,7 +43,7 @@ from holdall.runtime.switching.retry import Repeat, Tighten
 from holdall.runtime.switching.selector import Choosing
 from holdall.runtime.switching.snapshot import RandomNumbers
 from holdall.runtime.switching.submodule_calls import Parts
-from holdall.runtime.switching.trials import Correct, Rivals
+from holdall.runtime.switching.trials import Correct, PlanTrials
 from holdall.types import Outcome, Plan, Progress
 from holdall.types.plan import silent
 from holdall.updates.planned import PLANNED
@@ -126,7 +126,7 @@ class Harness:
         self._choosing = Choosing(self, buckets, self._repeat) if chooses else None
         self._stop_recording = recorder.start(self.device)
         self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
-        self._rivals = Rivals(fallbacks, correct)
+        self._rivals = PlanTrials(fallbacks, correct)
         self._parts = Parts(self)
         try:
             self._install()
@@ -347,7 +347,7 @@ class Harness:
         try:
             with _disable_current_modes():
                 made = make()
-            self._rivals = Rivals(made.fallbacks, made.correct)
+            self._rivals = PlanTrials(made.fallbacks, made.correct)
             if self._choosing is not None:
                 self._choosing.use(made.buckets)
             assert self._make_store is not None

@@ -21,7 +21,7 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.problem import resolve_hardware
 from holdall.runtime.budget.meter import device_context
-from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.unit import PlacedUnit
 from holdall.runtime.states.weight_cache import _HOLES, Gauge, Lender
 from holdall.types import Problem
 from holdall.units import MiB
@@ -193,7 +193,7 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.arrivals = self.highest = 0
-        resize, reset = Unit.resize, torch.cuda.reset_peak_memory_stats
+        resize, reset = PlacedUnit.resize, torch.cuda.reset_peak_memory_stats
 
         def counted(unit, present):
             self.arrivals += present
@@ -203,7 +203,7 @@ class Watch:
             self.highest = max(self.highest, torch.cuda.max_memory_allocated(*args))
             reset(*args)
 
-        monkeypatch.setattr(Unit, "resize", counted)
+        monkeypatch.setattr(PlacedUnit, "resize", counted)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", remembered)
 
     def of(self, harness, work):

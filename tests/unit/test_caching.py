@@ -16,7 +16,7 @@ from holdall import api
 from holdall.caching import Cache, cache_folder, key_of, open_cache
 from holdall.cli import app
 from holdall.fitting import remembering
-from holdall.fitting.plan_book import Sizes
+from holdall.fitting.plan_book import PlanBook
 from holdall.machine import probe as probing
 from holdall.problem import make_problem
 from holdall.testing.worlds import machine
@@ -238,7 +238,7 @@ def test_identities_are_the_same_in_another_process(tmp_path):
 
 def sizes_for(model, batch, **planning):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Sizes(model, batch, tracing={"optimizer": optimizer}, planning={"hardware": machine(), **planning})
+    return PlanBook(model, batch, tracing={"optimizer": optimizer}, planning={"hardware": machine(), **planning})
 
 
 def sample(batch, traced, **planning):

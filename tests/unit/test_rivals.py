@@ -9,10 +9,10 @@ import torch
 import holdall
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
-from holdall.fitting.plan_book import Sizes
+from holdall.fitting.plan_book import PlanBook
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.switching.trials import LOOK, WARM, Rivals
+from holdall.runtime.switching.trials import LOOK, WARM, PlanTrials
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import family, machine
 from holdall.types import Outcome, Plan
@@ -86,7 +86,7 @@ def plan_of(planner, seconds):
 def test_the_faster_plan_stays(mine, simple, switched):
     plan, fallback = plan_of("mine", 0.9), plan_of("simple", 1.0)
     harness, notes = Watched(plan), []
-    rivals = Rivals([fallback])
+    rivals = PlanTrials([fallback])
     for _ in range(4 * (WARM + LOOK)):
         harness.step_seconds.append(mine if harness.plan is plan else simple)
         rivals.after_step(harness, notes.append)
@@ -103,7 +103,7 @@ def test_a_plan_made_from_what_was_measured_comes_before_the_fallback():
         asked.append((given, seconds))
         return better
 
-    rivals = Rivals([fallback], correct)
+    rivals = PlanTrials([fallback], correct)
     for _ in range(6 * (WARM + LOOK)):
         harness.step_seconds.append(takes[harness.plan.planner])
         rivals.after_step(harness, notes.append)
@@ -117,7 +117,7 @@ def test_a_plan_that_cannot_be_made_anew_is_no_error():
         raise holdall.Infeasible("nothing fits", hint="")
 
     harness = Watched(plan_of("mine", 1.0))
-    rivals = Rivals([], correct)
+    rivals = PlanTrials([], correct)
     for _ in range(WARM + LOOK):
         harness.step_seconds.append(2.0)
         rivals.after_step(harness, pytest.fail)
@@ -131,7 +131,7 @@ def test_slow_host_updates_are_planned_for_once_they_were_measured():
     hardware = replace(machine(overlap=True), updates=1e12)
     trace = holdall.trace(model, batch, optimizer=optimizer)
     fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
-    sizes = Sizes(model, batch, tracing={"optimizer": optimizer}, planning={"budget": fixed, "hardware": hardware})
+    sizes = PlanBook(model, batch, tracing={"optimizer": optimizer}, planning={"budget": fixed, "hardware": hardware})
     made, traced = sizes.sample()
     sizes.expect_corrections(made, traced)
 
@@ -155,7 +155,7 @@ def test_slow_host_updates_are_planned_for_once_they_were_measured():
 def test_the_fallback_that_is_predicted_faster_is_tried_first():
     """Neither is better than both: the slower one is not tried where the faster one keeps what it promised."""
     harness = Watched(plan_of("mine", 0.9))
-    rivals = Rivals([plan_of("slow", 1.4), plan_of("fast", 1.1)])
+    rivals = PlanTrials([plan_of("slow", 1.4), plan_of("fast", 1.1)])
     takes = {"mine": 2.0, "slow": 1.5, "fast": 1.2}
     for _ in range(4 * (WARM + LOOK)):
         harness.step_seconds.append(takes[harness.plan.planner])

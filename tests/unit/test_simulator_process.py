@@ -7,7 +7,7 @@ import torch
 
 import holdall
 from holdall.actions.place import Place
-from holdall.fitting.plan_book import Sizes
+from holdall.fitting.plan_book import PlanBook
 from holdall.machine.presets import gpu
 from holdall.simulator import simulate
 from holdall.tracing.process_memory import own_bytes
@@ -70,7 +70,7 @@ def test_plans_made_in_a_run_do_not_count_what_the_harness_holds(monkeypatch):
 
     monkeypatch.setattr(holdall.api, "trace_calls", trace)
     model = torch.nn.Linear(8, 8)
-    sizes = Sizes(model, torch.randn(2, 8), tracing={"loss": lambda m, x: m(x).sum()}, planning={})
+    sizes = PlanBook(model, torch.randn(2, 8), tracing={"loss": lambda m, x: m(x).sum()}, planning={})
     for rows in (2, 4):
         about = sizes._trace(torch.randn(rows, 8)).trace.about
         assert (about["process"], about["besides"]) == (7, 14)

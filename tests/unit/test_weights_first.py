@@ -19,7 +19,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
-from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
 from holdall.simulator.lower import lower
 from holdall.testing.contracts import machine, problem_for
 from holdall.testing.states import Layer, differences
@@ -95,14 +95,14 @@ def values(model, optimizer):
 def rests(monkeypatch):
     """(times slept before each rest of an update, names of the units that had one)"""
     sleeps, names = [0.0], []
-    catch_up = Beside.catch_up
+    catch_up = OutOfPlaceUpdate.catch_up
 
     def slow(self, unit, order, grads):
         time.sleep(sleeps[0])
         names.append(unit.name)
         catch_up(self, unit, order, grads)
 
-    monkeypatch.setattr(Beside, "catch_up", slow)
+    monkeypatch.setattr(OutOfPlaceUpdate, "catch_up", slow)
     return sleeps, names
 
 
@@ -281,7 +281,7 @@ def test_an_error_in_the_rest_reaches_the_loop_and_leaves_nothing(monkeypatch):
     def fail(*_):
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(Beside, "catch_up", fail)
+    monkeypatch.setattr(OutOfPlaceUpdate, "catch_up", fail)
     model, optimizer, harness = begin("streamed")
     with pytest.raises(RuntimeError, match="no more"), harness:
         for n in range(4):

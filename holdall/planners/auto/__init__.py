@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
-from holdall.planners.auto.placements import Guesses, Placements, Spread
+from holdall.planners.auto.placements import Guesses, Placements, PlacementShape
 from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
 from holdall.planning.finish import NEVER, finish, over_budget
 from holdall.planning.updates_in_backward import plan_with_updates
@@ -137,7 +137,7 @@ class _Search(Search):
         for around in self.best_placements(problem):
             self.hide(problem, around)
 
-    def _spreads(self, problem: Problem) -> list[Spread]:
+    def _spreads(self, problem: Problem) -> list[PlacementShape]:
         """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
         memory, the most on the device and then less and less; and the fewest streamed that fit at all."""
         can = len(self.placements.streamable)
@@ -145,11 +145,11 @@ class _Search(Search):
         for streamed in sorted({0, can // 2, can}):
             counts = self._on_device(problem, streamed)
             if counts is not None:
-                seconds = self._least_seconds(problem, Spread(counts.most, streamed, through=False))
+                seconds = self._least_seconds(problem, PlacementShape(counts.most, streamed, through=False))
                 levels.append((seconds, streamed, counts.most, counts.fewest))
         if not levels:
             full = self._most_on_device(problem, can)  # where it is the host that lacks memory, this lacks the least
-            return [Spread(n, can, through=False) for n in dict.fromkeys((full or 0, 0))]
+            return [PlacementShape(n, can, through=False) for n in dict.fromkeys((full or 0, 0))]
         seconds, streamed, most, fewest = min(levels)
         found = _fewer(most, streamed, fewest=fewest)
         how = self._how_to_pass(problem, found)
@@ -157,7 +157,7 @@ class _Search(Search):
             found = [*(replace(spread, through=True, spills=how.spills) for spread in found), *found]
         close = [level for level in levels if level[1] != streamed and level[0] < CLOSE * seconds]
         found += [spread for _, other, count, least in close for spread in _fewer(count, other, _SHARES[:3], fewest=least)]
-        resident = Spread(levels[0][2], levels[0][1], through=False)
+        resident = PlacementShape(levels[0][2], levels[0][1], through=False)
         if resident.streamed != streamed:
             found += [resident] if resident not in found else []
             how = self._how_to_pass_resident(problem, resident, seconds)
@@ -167,7 +167,7 @@ class _Search(Search):
                 found = [*passing, *found]
         return found
 
-    def _how_to_pass_resident(self, problem: Problem, fewest: Spread, seconds: float) -> Spread | None:
+    def _how_to_pass_resident(self, problem: Problem, fewest: PlacementShape, seconds: float) -> PlacementShape | None:
         """How units pass through the device that could not if their weights came and went too, if a step is so much shorter.
         That is where an optimizer is slow on the host."""
         if fewest.streamed or self.through is False or not (self.through or problem.hardware.updates_beside):
@@ -176,7 +176,7 @@ class _Search(Search):
         found, how = self._fastest_passing(problem, [fewest], below=below)
         return how if found < below else None
 
-    def _how_to_pass(self, problem: Problem, spreads: Sequence[Spread]) -> Spread | None:
+    def _how_to_pass(self, problem: Problem, spreads: Sequence[PlacementShape]) -> PlacementShape | None:
         """How units pass through the device, if they may: as asked for, or if steps are so much shorter that it will show."""
         if self.through is False or not (self.through or problem.hardware.updates_beside):
             return None
@@ -188,8 +188,8 @@ class _Search(Search):
         return self._fastest_passing(problem, spreads, below=_SHOWS * without)[1]
 
     def _fastest_passing(
-        self, problem: Problem, spreads: Sequence[Spread], *, below: float = math.inf
-    ) -> tuple[float, Spread | None]:
+        self, problem: Problem, spreads: Sequence[PlacementShape], *, below: float = math.inf
+    ) -> tuple[float, PlacementShape | None]:
         """(seconds, how), with activations in the least memory, if that takes less than `below`."""
         seconds, how = below, None
         for passing in (passing for spread in spreads for passing in self.placements.passing(spread)):
@@ -240,16 +240,16 @@ class _Search(Search):
         the host. None: no number fits both."""
         for labels in (_LEAST, _LEAST[1:]):  # what is offloaded takes room on the host
             most = self._most_on_device(problem, streamed, labels)
-            if most is not None and self._fits_least(problem, Spread(most, streamed, through=False), labels):
+            if most is not None and self._fits_least(problem, PlacementShape(most, streamed, through=False), labels):
                 break
         else:
             return None
         low, high = 0, most
-        if self._fits_least(problem, Spread(0, streamed, through=False)):
+        if self._fits_least(problem, PlacementShape(0, streamed, through=False)):
             high = 0
         while low < high:
             middle = (low + high) // 2
-            fits = self._fits_least(problem, Spread(middle, streamed, through=False))
+            fits = self._fits_least(problem, PlacementShape(middle, streamed, through=False))
             low, high = (low, middle) if fits else (middle + 1, high)
         return _Counts(fewest=high, most=most)
 
@@ -258,7 +258,7 @@ class _Search(Search):
         most = len(self.placements.movable) - (0 if self.placements.castable else streamed)
 
         def excess(label: str, count: int) -> int:
-            outcome = self._least_of(self.placements.at(Spread(count, streamed, through=False)), label)
+            outcome = self._least_of(self.placements.at(PlacementShape(count, streamed, through=False)), label)
             return outcome.peak[problem.home] - problem.limit(problem.home) if outcome is not None else NEVER
 
         found: int | None = None
@@ -267,10 +267,10 @@ class _Search(Search):
             found = more if more is not None else found
         return found
 
-    def _fits_least(self, problem: Problem, spread: Spread, labels: Sequence[str] = _LEAST) -> bool:
+    def _fits_least(self, problem: Problem, spread: PlacementShape, labels: Sequence[str] = _LEAST) -> bool:
         return any(not over_budget(problem, outcome) for outcome in self._least(spread, labels))
 
-    def _least_seconds(self, problem: Problem, spread: Spread, *, below: float = math.inf) -> float:
+    def _least_seconds(self, problem: Problem, spread: PlacementShape, *, below: float = math.inf) -> float:
         """With activations in the least memory; infinite where there is no room for it, or where it takes `below` or more."""
         place, least = self.placements.at(spread), math.inf
         for label in _LEAST:
@@ -281,7 +281,7 @@ class _Search(Search):
                 least = min(least, outcome.seconds)
         return least if least < below else math.inf
 
-    def _least(self, spread: Spread, labels: Sequence[str] = _LEAST) -> Iterator[Outcome]:
+    def _least(self, spread: PlacementShape, labels: Sequence[str] = _LEAST) -> Iterator[Outcome]:
         """What a placement gives where activations take as little as blocks can."""
         place = self.placements.at(spread)
         found = (self._least_of(place, label) for label in labels)
@@ -290,22 +290,22 @@ class _Search(Search):
     def _least_of(self, place: Place, label: str) -> Outcome | None:
         return self.outcome(self._ahead((*self.uniform(label), place)))
 
-    def _least_of_all(self) -> Spread:
+    def _least_of_all(self) -> PlacementShape:
         """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""
-        return Spread(0, len(self.placements.streamable), through=False, overlap=False)
+        return PlacementShape(0, len(self.placements.streamable), through=False, overlap=False)
 
     def tightest(self) -> list[tuple[Action, ...]]:
         """Placements that take the least of the device."""
         if not self.placements.is_possible:
             return [()]
-        spreads = [self._least_of_all(), Spread(0, 0, through=False)]
+        spreads = [self._least_of_all(), PlacementShape(0, 0, through=False)]
         return [(self.placements.at(spread),) for spread in spreads]
 
 
-def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int = 0) -> list[Spread]:
+def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int = 0) -> list[PlacementShape]:
     """So many units on the device, and fewer."""
     counts = dict.fromkeys(max(fewest, round(most * share)) for share in shares)
-    return [Spread(n, streamed, through=False) for n in counts]
+    return [PlacementShape(n, streamed, through=False) for n in counts]
 
 
 def _lacking(problem: Problem, candidate: Candidate) -> tuple[int, int]:
@@ -313,7 +313,7 @@ def _lacking(problem: Problem, candidate: Candidate) -> tuple[int, int]:
     return sum(over_budget(problem, candidate.outcome).values()), candidate.outcome.peak[problem.home]
 
 
-def _describe(spread: Spread, count: int) -> str:
+def _describe(spread: PlacementShape, count: int) -> str:
     text = f"{spread.device} of {count} units updated on the device"
     text += f", {spread.streamed} streamed" if spread.streamed else ""
     text += ", updates beside the next forward" if spread.spills else ""

@@ -24,7 +24,7 @@ _TINY = 1e-3  # share of all parameters below which a unit is not worth moving
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class PlacementShape:
     """How many units stay for their update, and of how many, those first, the weights come and go."""
 
     device: int
@@ -72,12 +72,12 @@ class Placements:
             return "backward"
         return "spill" if p.hardware.overlap else "step"
 
-    def passing(self, spread: Spread) -> list[Spread]:
+    def passing(self, spread: PlacementShape) -> list[PlacementShape]:
         """The ways in which units of such a placement may pass through the device."""
         can_spill = self.when == "backward" and self.problem.hardware.overlap
         return [replace(spread, through=True, spills=spills) for spills in (False, True)[: 1 + can_spill]]
 
-    def at(self, spread: Spread) -> Place:
+    def at(self, spread: PlacementShape) -> Place:
         stay = {u.name for u in self.movable[: spread.device]}
         rest = [u for u in self.movable if u.name not in stay]
         cast = [u for u in self.castable if u.name in stay][: spread.streamed]
@@ -103,7 +103,7 @@ class Placements:
         can = weights == "resident" or is_narrow or len(unit.grads) == len(unit.weights)
         return self.problem.hardware.overlap and can and unit.numel <= 2 * self._common
 
-    def _host_seconds(self, unit: Unit, spread: Spread) -> float:
+    def _host_seconds(self, unit: Unit, spread: PlacementShape) -> float:
         return host_seconds(unit, self.problem.trace, self.problem.hardware, beside=spread.through)
 
     def _link_seconds(self, unit: Unit) -> float:

@@ -130,7 +130,7 @@ def unpack(held: Any) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
-class Parking:
+class OffloadedSaves:
     """Gathers by storage what one block call keeps for its backward, and lets it leave.
 
     `inputs`: which of its input tensors (counted by storage, in order) are its own; `stay`: storages that never leave.
@@ -160,7 +160,7 @@ class Parking:
         self._entries = {}  # autograd holds `pack` as long as any saved tensor of the block
 
 
-def park_saved(parking: Parking, forward: Forward, args: Any, kwargs: Any) -> Any:
+def park_saved(parking: OffloadedSaves, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Run a block's forward and park what autograd saves in it."""
     with torch.autograd.graph.saved_tensors_hooks(parking.pack, unpack):
         out = forward(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 
 from holdall.ops import backward_nodes
 from holdall.runtime.activations.compress import Compression, compress_saved
-from holdall.runtime.activations.offload import Bank, Group, Parking, park_inputs, park_saved
+from holdall.runtime.activations.offload import Bank, Group, OffloadedSaves, park_inputs, park_saved
 from holdall.runtime.activations.recompute import Segment
 from holdall.runtime.states.engine import Engine
 from holdall.types.program import Nest
@@ -91,7 +91,7 @@ class Blocks:
             parking = None
             if policy.park:
                 group = self._group(policy)
-                parking = Parking(group, (args, kwargs), policy.inputs, self._stay)
+                parking = OffloadedSaves(group, (args, kwargs), policy.inputs, self._stay)
             out = policy.runner(module, forward, args, kwargs, parking)
         elif policy.recompute:
             segment = Segment(policy.inner) if policy.opens or self._open is None else self._open
@@ -106,7 +106,7 @@ class Blocks:
             out = compress_saved(policy.compress, group if policy.park else None, forward, args, kwargs)
         elif policy.park:
             group = self._group(policy)
-            out = park_saved(Parking(group, (args, kwargs), policy.inputs, self._stay), forward, args, kwargs)
+            out = park_saved(OffloadedSaves(group, (args, kwargs), policy.inputs, self._stay), forward, args, kwargs)
         else:
             out = forward(*args, **kwargs)
         if self._leaving:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
-from holdall.runtime.activations.offload import Parking, park_inputs, unpack
+from holdall.runtime.activations.offload import OffloadedSaves, park_inputs, unpack
 from holdall.runtime.activations.recompute import Segment
 from holdall.runtime.programs.capture import Graph, Instruction, Ref, Slot, capture, refs_of, without_autocast
 from holdall.runtime.programs.compiled import Compiler, in_layout
@@ -97,7 +97,7 @@ class Program:
 
     # running
 
-    def __call__(self, inputs: Sequence[torch.Tensor], parking: Parking | None = None) -> Any:
+    def __call__(self, inputs: Sequence[torch.Tensor], parking: OffloadedSaves | None = None) -> Any:
         """Run the forward; autograd knows how to come back. `parking`: takes what is kept until then."""
         differentiable = [t for t in inputs if t.requires_grad]
         call = _Call(self, inputs)
@@ -137,7 +137,12 @@ class Runner:
         self._parts: _Parts | None = None
 
     def __call__(
-        self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, parking: Parking | None = None
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        parking: OffloadedSaves | None = None,
     ) -> Any:
         if self._parts is None or not self._parts.are_of(module):
             self._parts = _Parts(module)
@@ -237,7 +242,7 @@ class _Call:
         self.versions = {s: self.kept[s]._version for s in program.watched}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
 
-    def park(self, parking: Parking, outputs: Sequence[torch.Tensor]) -> None:
+    def park(self, parking: OffloadedSaves, outputs: Sequence[torch.Tensor]) -> None:
         """Let what is kept wait in another tier."""
         self.kept = {slot: parking.pack(t) for slot, t in self.kept.items()}
         self.versions = {s: v for s, v in self.versions.items() if isinstance(self.kept[s], torch.Tensor)}

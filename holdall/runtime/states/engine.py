@@ -30,16 +30,16 @@ from torch.utils._pytree import tree_map_only
 from holdall.errors import Unsupported
 from holdall.runtime.patching import put_method
 from holdall.runtime.states.evaluation import Evaluating
-from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.grad_entry import GradEntry
 from holdall.runtime.states.grad_store import Collector
 from holdall.runtime.states.guard import watch_calls
 from holdall.runtime.states.optimizer_step import BACKWARD, SPILL, STEP, Stepping
 from holdall.runtime.states.pending import Pending
 from holdall.runtime.states.placement import Placing
-from holdall.runtime.states.unit import HOST, Member, Unit, find_members
-from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.unit import HOST, Member, PlacedUnit, find_members
+from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.update_speculative import Ahead
-from holdall.runtime.states.update_through_device import Passing
+from holdall.runtime.states.update_through_device import UpdateViaDevice
 from holdall.runtime.states.updates import Updater
 from holdall.runtime.states.weight_cache import Lender
 from holdall.runtime.states.weight_slots import Reads, put_slots
@@ -77,7 +77,7 @@ class Engine:
         self._queued = False  # a callback at the end of this backward
         self.away: set[int] = set()  # storages in another tier, which whoever counts the device's memory leaves out
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
-        self._passing = Passing(self.updater) if self.updater is not None else None
+        self._passing = UpdateViaDevice(self.updater) if self.updater is not None else None
         _check(model, optimizer)
         self._reads = Reads(self._bring, self._catch_up)
         self._take_slots_off = put_slots(model, self._reads)
@@ -94,7 +94,7 @@ class Engine:
         self._evaluating = Evaluating(self, self.streaming)
         self._pending = Pending(self.units, device, self.settle)
         is_beside = placing.ahead and self.when == SPILL  # there is room for values beside the old ones
-        self._beside = beside = Beside(self.updater) if self.updater is not None else None
+        self._beside = beside = OutOfPlaceUpdate(self.updater) if self.updater is not None else None
         ahead = Ahead(beside, optimizer, is_on=is_beside) if beside is not None and optimizer is not None else None
         self.were_ahead: list[bool] = ahead.were_right if ahead is not None else []
         self._collector = Collector(
@@ -124,14 +124,14 @@ class Engine:
 
     # setting up and taking down
 
-    def _find_units(self, placing: Placing) -> list[Unit]:
+    def _find_units(self, placing: Placing) -> list[PlacedUnit]:
         optimizer = self.optimizer
         trained = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else None
-        units: list[Unit] = []
+        units: list[PlacedUnit] = []
         for placement in placing.units:
             own = {id(p) for p in self.model.parameters()} if trained is None else trained
             members = list(find_members(self.model, placement.params, own))
-            units.append(Unit(placement, members, device=self.device, dtype=placing.dtype))
+            units.append(PlacedUnit(placement, members, device=self.device, dtype=placing.dtype))
         return units
 
     def _set_up(self, *, share: bool) -> None:
@@ -148,7 +148,7 @@ class Engine:
             raise
         self.away |= {m.home.untyped_storage()._cdata for u in self.units for m in u.members if not u.keeps(m)}
 
-    def _set_up_unit(self, unit: Unit, *, into_store: bool, share: bool) -> None:
+    def _set_up_unit(self, unit: PlacedUnit, *, into_store: bool, share: bool) -> None:
         unit.settle_homes(self.store, into_store=into_store)
         unit.make_work()
         if self.store is not None:
@@ -185,7 +185,7 @@ class Engine:
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
 
-    def _hear(self, unit: Unit) -> None:
+    def _hear(self, unit: PlacedUnit) -> None:
         """Of the gradients of working copies; the loop may want those of others later on."""
         for m in unit.members:
             if m.is_swapped and m.work.requires_grad and not m.is_heard:
@@ -266,19 +266,19 @@ class Engine:
             self._make_new(follower)
             self.streaming.fetch(follower)
 
-    def _bring(self, unit: Unit) -> None:
+    def _bring(self, unit: PlacedUnit) -> None:
         """Whoever reads the unit's weights finds those of the last update, on the device."""
         self._make_new(unit)
         self.streaming.arrive(unit)
         unit.check()
         unit.turn = self._reads.turn
 
-    def _catch_up(self, unit: Unit) -> None:
+    def _catch_up(self, unit: PlacedUnit) -> None:
         """Somebody walks over the unit's weights, which need not mean that he reads them."""
         self._make_new(unit)
         self.streaming.wait_if_coming(unit)
 
-    def _make_new(self, unit: Unit) -> None:
+    def _make_new(self, unit: PlacedUnit) -> None:
         """The working weights are those of the homes: after their update, and after what the loop itself wrote into them."""
         self._pending.finish(unit)
         if unit.needs_work and unit.was_written():
@@ -332,7 +332,7 @@ class Engine:
             self._swap(False)
         self.watch()
 
-    def _hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+    def _hook(self, unit: PlacedUnit) -> Callable[[torch.Tensor], None]:
         def arrived(_: torch.Tensor) -> None:
             self._queue_end()
             self._left[unit.name] -= 1
@@ -355,7 +355,7 @@ class Engine:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
-    def _gradient_ready(self, unit: Unit) -> None:
+    def _gradient_ready(self, unit: PlacedUnit) -> None:
         which = tuple(n for n, m in enumerate(unit.trained) if m.work.grad is not None)
         self._left[unit.name] = unit.expected
         if not which:
@@ -473,7 +473,7 @@ class Engine:
     # what is where
 
     @property
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, GradEntry]:
         """Gradients that no step has used yet, by unit."""
         return self._collector.held
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.unit import PlacedUnit
 from holdall.runtime.states.weight_cache import Lender
 from holdall.runtime.states.weight_streaming import Streaming
 from holdall.runtime.switching.submodule_calls import holders
@@ -76,16 +76,16 @@ class Evaluating:
         if self.lender is not None:
             self.lender.look()
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: PlacedUnit) -> None:
         """A unit was just used."""
         if self.lender is not None:
             self.lender.leave(unit)
         else:
             self._streaming.release(unit)
 
-    def end(self, *, failed: bool) -> list[Unit]:
+    def end(self, *, failed: bool) -> list[PlacedUnit]:
         """An evaluation is over, or some forward failed; returns the units whose weights stay on the device."""
-        kept: list[Unit] = []
+        kept: list[PlacedUnit] = []
         if self.lender is not None and not failed:
             self.lender.end()
             kept = self.lender.lent

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from holdall.runtime.states.unit import Layout, Unit
-from holdall.runtime.states.update_out_of_place import Attempt
+from holdall.runtime.states.unit import Layout, PlacedUnit
+from holdall.runtime.states.update_out_of_place import SpeculativeUpdate
 from holdall.tiers import Keeper, Ticket
 
 
-class Held:
+class GradEntry:
     """On the device, on their way to the host, or there; and what is known of them."""
 
-    def __init__(self, unit: Unit, store: Keeper | None) -> None:
+    def __init__(self, unit: PlacedUnit, store: Keeper | None) -> None:
         self.unit = unit
         self.store = store
         self.which: tuple[int, ...] = ()
@@ -22,7 +22,7 @@ class Held:
         self.norms: torch.Tensor | None = None  # of `which`, on the device
         self.sum: Ticket | None = None  # on the host, where more than one backward was added up
         self.flat: torch.Tensor | None = None  # on the device, while it is being copied out
-        self.attempt: Attempt | None = None  # its update, if one was begun ahead
+        self.attempt: SpeculativeUpdate | None = None  # its update, if one was begun ahead
         self.host_norms: torch.Tensor | None = None  # the same on the host, valid after `norms_event`
         self._each: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())  # the norms, and they one by one
         self.norms_event: Any = None

@@ -13,10 +13,10 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.states.offloaded_grad import Gradient
-from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.unit import PlacedUnit
 
 
-def unscale(optimizer: torch.optim.Optimizer, units: Iterable[Unit], *, are_used_up: bool) -> bool:
+def unscale(optimizer: torch.optim.Optimizer, units: Iterable[PlacedUnit], *, are_used_up: bool) -> bool:
     """Take the scale out of all gradients; true: one of them is not finite, and the step is to do nothing."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is not None and are_used_up:

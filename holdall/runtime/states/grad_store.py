@@ -1,8 +1,8 @@
 """Gradients of units from their arrival in backward to their update: held, sent off, added up, and shown to the loop.
 
-What is held of a unit is a `Held`; what the loop sees of it in the meantime is a `Gradient` in every home's `.grad`. Whatever
-the loop does to those is found out again at the step: a factor that is the same for all of a unit, or gradients that take the
-place of those that were held.
+What is held of a unit is a `GradEntry`; what the loop sees of it in the meantime is a `Gradient` in every home's `.grad`.
+Whatever the loop does to those is found out again at the step: a factor that is the same for all of a unit, or gradients that
+take the place of those that were held.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from holdall.errors import Unsupported
-from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.grad_entry import GradEntry
 from holdall.runtime.states.offloaded_grad import Gradient
-from holdall.runtime.states.unit import DEVICE, Unit
+from holdall.runtime.states.unit import DEVICE, PlacedUnit
 from holdall.runtime.states.update_speculative import Ahead, wait_for_attempt
 from holdall.tiers import Keeper
 from holdall.tiers._chaos import current
@@ -35,19 +35,19 @@ class Collector:
         ahead: Ahead | None,
         quiet: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.held: dict[str, Held] = {}  # by unit, until the step takes them
+        self.held: dict[str, GradEntry] = {}  # by unit, until the step takes them
         self._store = store
         self._device = device
         self._are_used_up = are_used_up
         self._overlap = overlap
         self._ahead = ahead
         self._quiet = quiet
-        self._leaving: list[Held] = []
+        self._leaving: list[GradEntry] = []
         self._norms: torch.Tensor | None = None  # pinned
 
     # arriving
 
-    def collect(self, unit: Unit, which: tuple[int, ...], grads: list[torch.Tensor]) -> Held:
+    def collect(self, unit: PlacedUnit, which: tuple[int, ...], grads: list[torch.Tensor]) -> GradEntry:
         """A unit has got its gradients, those of the trained members `which`; they go to where the update will want them."""
         if self._are_used_up and any(not _is_cleared(unit.trained[n].home.grad) for n in which):
             raise Unsupported(
@@ -59,7 +59,7 @@ class Collector:
             self._drop(held)  # the loop cleared its gradients instead of stepping
             held = None
         if held is None:
-            held = self.held[unit.name] = Held(unit, self._store)
+            held = self.held[unit.name] = GradEntry(unit, self._store)
             held.which = which
             self._hold(held, grads)
             if self._ahead is not None:
@@ -68,7 +68,7 @@ class Collector:
             self._add(held, which, grads)
         return held
 
-    def _hold(self, held: Held, grads: list[torch.Tensor]) -> None:
+    def _hold(self, held: GradEntry, grads: list[torch.Tensor]) -> None:
         if not self._are_used_up:
             held.norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32 if held.unit.is_narrow else None))
         if held.unit.update == DEVICE:
@@ -76,7 +76,7 @@ class Collector:
         else:
             self._send(held, grads)
 
-    def _send(self, held: Held, grads: list[torch.Tensor]) -> None:
+    def _send(self, held: GradEntry, grads: list[torch.Tensor]) -> None:
         """Gather the gradients and let them leave; those sent before are let go first, so that one set is on the way."""
         assert self._store is not None
         self.let_go()
@@ -102,7 +102,7 @@ class Collector:
             held.flat = None
         self._leaving = []
 
-    def _add(self, held: Held, which: tuple[int, ...], grads: list[torch.Tensor]) -> None:
+    def _add(self, held: GradEntry, which: tuple[int, ...], grads: list[torch.Tensor]) -> None:
         """Another backward before the update: gradients are added up in the homes' precision."""
         unit = held.unit
         if which != held.which:
@@ -143,7 +143,7 @@ class Collector:
             for n in which:
                 views[n].add_(new[n])
 
-    def _widen(self, held: Held) -> None:
+    def _widen(self, held: GradEntry) -> None:
         """The gradients move out of their buffer, as wide as the homes."""
         assert self._store is not None
         layout = held.unit.wide
@@ -197,12 +197,12 @@ class Collector:
 
     # leaving
 
-    def take(self) -> dict[str, Held]:
+    def take(self) -> dict[str, GradEntry]:
         """They are the step's from here on."""
         held, self.held = self.held, {}
         return held
 
-    def asked(self, held: Held) -> torch.Tensor | None:
+    def asked(self, held: GradEntry) -> torch.Tensor | None:
         """What the loop did to the gradients: the factor, if it is the same for all; else they are replaced."""
         grads = [held.unit.trained[n].home.grad for n in held.which]
         kept = [n for n, m in enumerate(held.unit.trained) if m.home.grad is not None]  # also those that it has put there
@@ -217,16 +217,16 @@ class Collector:
         self._replace(held, kept)
         return None
 
-    def given(self, unit: Unit) -> Held | None:
+    def given(self, unit: PlacedUnit) -> GradEntry | None:
         """Gradients that the loop itself has put there, or zeroed and kept, where no backward has brought any."""
         kept = [n for n, m in enumerate(unit.trained) if m.home.grad is not None and not _is_gone(m.home.grad)]
         if not kept:
             return None
-        held = Held(unit, self._store)
+        held = GradEntry(unit, self._store)
         self._replace(held, kept)
         return held
 
-    def _replace(self, held: Held, kept: list[int]) -> None:
+    def _replace(self, held: GradEntry, kept: list[int]) -> None:
         """The gradients as the loop left them take the place of those that were held."""
         unit = held.unit
         values = {}
@@ -271,12 +271,12 @@ class Collector:
             wait_for_attempt(held)  # it reads the memory that the gradient comes to again
             self._drop(held)
 
-    def _drop(self, held: Held) -> None:
+    def _drop(self, held: GradEntry) -> None:
         if held.sum is not None and self._store is not None:
             self._store.free(held.sum)
         del self.held[held.unit.name]
 
-    def unused(self, units: Iterable[Unit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def unused(self, units: Iterable[PlacedUnit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Gradients that no step has used yet, as plain tensors: the loop may go on without us."""
         found = []
         for home in (m.home for u in units if u.needs_work for m in u.members):
@@ -288,7 +288,7 @@ class Collector:
         self.held, self._ahead = {}, None
 
 
-def spend(held: Held) -> None:
+def spend(held: GradEntry) -> None:
     """What held the gradient is the update's now; whoever still wants it is told so."""
     for m in held.unit.trained:
         if isinstance(m.home.grad, Gradient):
@@ -296,7 +296,7 @@ def spend(held: Held) -> None:
             m.home.grad.here = None
 
 
-def is_spent(unit: Unit) -> bool:
+def is_spent(unit: PlacedUnit) -> bool:
     """Whether a step has used the unit's gradient, and no other has come since."""
     return any(isinstance(m.home.grad, Gradient) and bool(m.home.grad.spent) for m in unit.trained)
 
@@ -309,5 +309,5 @@ def _is_cleared(grad: torch.Tensor | None) -> bool:
     return grad is None or (isinstance(grad, Gradient) and grad.is_cleared)
 
 
-def _are_cleared(held: Held) -> bool:
+def _are_cleared(held: GradEntry) -> bool:
     return all(_is_cleared(held.unit.trained[n].home.grad) for n in held.which)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported
-from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.grad_entry import GradEntry
 from holdall.runtime.states.grad_scaler import unscale
 from holdall.runtime.states.grad_store import Collector, is_spent, spend
 from holdall.runtime.states.pending import Pending
-from holdall.runtime.states.unit import DEVICE, THROUGH, Unit
-from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.unit import DEVICE, THROUGH, PlacedUnit
+from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.update_speculative import Ahead
-from holdall.runtime.states.update_through_device import Passing
+from holdall.runtime.states.update_through_device import UpdateViaDevice
 from holdall.runtime.states.update_weights_first import WeightsFirst
 from holdall.runtime.states.updates import Order, Updater
 from holdall.tiers._chaos import current
@@ -36,12 +36,12 @@ class Stepping:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[PlacedUnit],
         updater: Updater,
-        passing: Passing,
+        passing: UpdateViaDevice,
         collector: Collector,
         pending: Pending,
-        beside: Beside,
+        beside: OutOfPlaceUpdate,
         ahead: Ahead,
         *,
         when: str,
@@ -113,7 +113,7 @@ class Stepping:
 
     # one update
 
-    def update(self, held: Held, groups: Groups, scale: torch.Tensor | None) -> None:
+    def update(self, held: GradEntry, groups: Groups, scale: torch.Tensor | None) -> None:
         """Make the update, or have it made."""
         unit, updater = held.unit, self._updater
         if not held.which:
@@ -142,7 +142,7 @@ class Stepping:
             else:
                 self._pending.add(unit, updater.submit(job))
 
-    def _on_host(self, held: Held, order: Order, is_right: bool) -> Any:
+    def _on_host(self, held: GradEntry, order: Order, is_right: bool) -> Any:
         if held.attempt is not None and is_right:
             return self._beside.accept(held.unit, held.attempt, order)
         grads = held.on_host()
@@ -153,7 +153,7 @@ class Stepping:
         self._free_sum(held)
         return event
 
-    def _prepare_room(self, held: Iterable[Held]) -> None:
+    def _prepare_room(self, held: Iterable[GradEntry]) -> None:
         """Memory for the units that pass through the device, from here until they all have."""
         those = [h for h in held if h.unit.update == THROUGH]
         for h in those:
@@ -162,7 +162,7 @@ class Stepping:
             most = max(self._passing.through_bytes(h.unit, h.layout) for h in those)
             self._passing.room(most, min(self._slots, len(those)))
 
-    def _pass_through(self, held: Held, order: Order) -> None:
+    def _pass_through(self, held: GradEntry, order: Order) -> None:
         inline = self._device.type != "cuda"
         is_alone = inline or self._when == BACKWARD  # room for this unit alone; at a step, several share it
         if is_alone:
@@ -174,7 +174,7 @@ class Stepping:
             self._pending.finish(held.unit)
         self._free_sum(held)
 
-    def _free_sum(self, held: Held) -> None:
+    def _free_sum(self, held: GradEntry) -> None:
         if held.sum is not None:
             assert self._updater.store is not None
             self._updater.store.free(held.sum)

@@ -16,31 +16,31 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.states.guard import Guard
-from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.unit import PlacedUnit
 from holdall.tiers import let_wait
 
 
 class Pending:
     """`settle`: called when the loop touches what an update is about to change."""
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, settle: Callable[[], None]) -> None:
+    def __init__(self, units: Sequence[PlacedUnit], device: torch.device, settle: Callable[[], None]) -> None:
         self._units = units
         self._device = device
         self._settle = settle
         self._updates: dict[str, Any] = {}  # unit -> future or event of its update
-        self._rests: list[tuple[Unit, Future[None]]] = []  # of parameters and states whose new weights were made first
+        self._rests: list[tuple[PlacedUnit, Future[None]]] = []  # of parameters and states whose new weights were made first
         self._homes: set[int] = set()  # storages of homes whose update is under way
         self._by_home = {id(m.home): u for u in units for m in u.members if m.is_swapped}
         self._by_work = {id(m.work): m for u in units for m in u.members if m.is_swapped}
         self.guard = Guard(self)
 
-    def add(self, unit: Unit, update: Any) -> None:
+    def add(self, unit: PlacedUnit, update: Any) -> None:
         """An update was begun. `update`: a future of an event, an event, or None where it is over already."""
         if unit.name in self._updates:  # nobody read the unit since the one before
             self.finish(unit)
         self._updates[unit.name] = update
 
-    def add_rest(self, unit: Unit, rest: Future[None]) -> None:
+    def add_rest(self, unit: PlacedUnit, rest: Future[None]) -> None:
         """The unit's weights are its update's; its parameters and states follow."""
         self._rests.append((unit, rest))
 
@@ -56,7 +56,7 @@ class Pending:
             rest.result()  # an error is raised
         return len(self._rests)
 
-    def finish(self, unit: Unit) -> None:
+    def finish(self, unit: PlacedUnit) -> None:
         """From here on the unit's new weights may be used."""
         if unit.name not in self._updates:
             return

@@ -107,7 +107,7 @@ class Layout:
         return found
 
 
-class Unit:
+class PlacedUnit:
     """Parameters that move together. What happens to them and when is the engine's business."""
 
     def __init__(self, placement: Placement, members: list[Member], *, device: torch.device, dtype: torch.dtype | None) -> None:

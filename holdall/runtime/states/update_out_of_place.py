@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from holdall.errors import OverBudget
-from holdall.runtime.states.unit import HOST, Layout, Member, Unit, like
+from holdall.runtime.states.unit import HOST, Layout, Member, PlacedUnit, like
 from holdall.runtime.states.updates import Order, Updater
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor, touch
@@ -29,7 +29,7 @@ from holdall.updates.parts import Groups, snapshot
 
 
 @dataclass(slots=True)
-class Attempt:
+class SpeculativeUpdate:
     """An update made before it is known whether its gradients will be clipped; its values lie beside the old ones."""
 
     groups: Groups
@@ -48,7 +48,7 @@ class Spare:
     weights: list[torch.Tensor]
 
 
-class Beside:
+class OutOfPlaceUpdate:
     """Makes them, by the updater's kernel. All that changes a unit here runs in the updater's one thread, in order."""
 
     def __init__(self, updater: Updater) -> None:
@@ -59,8 +59,8 @@ class Beside:
     # begun ahead
 
     def attempt(
-        self, unit: Unit, groups: Groups, which: tuple[int, ...], grads: Callable[[], list[torch.Tensor]]
-    ) -> Attempt | None:
+        self, unit: PlacedUnit, groups: Groups, which: tuple[int, ...], grads: Callable[[], list[torch.Tensor]]
+    ) -> SpeculativeUpdate | None:
         """Begin the update as if gradients were not clipped, without touching what is there; None: not for this unit."""
         if unit.is_streamed and len(unit.trained) < len(unit.members):
             return None
@@ -69,7 +69,7 @@ class Beside:
         if spare is None:
             return None
         states = self._updater.states(members)
-        attempt = Attempt(groups, which, members)
+        attempt = SpeculativeUpdate(groups, which, members)
         order = Order(groups, which, None, None)
 
         def job() -> None:
@@ -91,7 +91,7 @@ class Beside:
         attempt.done = self._updater.submit(job)
         return attempt
 
-    def accept(self, unit: Unit, attempt: Attempt, order: Order) -> Any:
+    def accept(self, unit: PlacedUnit, attempt: SpeculativeUpdate, order: Order) -> Any:
         """The gradients were not clipped: the attempt's values become the parameters and states. Returns as `on_host`."""
         spare, updater = self._spares[unit.name], self._updater
         assert spare is not None and attempt.done is not None and updater.back is not None and unit.flat is not None
@@ -120,13 +120,13 @@ class Beside:
 
     # weights first
 
-    def can_be_first(self, unit: Unit, order: Order) -> bool:
+    def can_be_first(self, unit: PlacedUnit, order: Order) -> bool:
         """Whether the weights may be made apart: all of the unit is updated, and its buffers can change places."""
         is_whole = len(order.which) == len(unit.members)
         swaps = not unit.is_streamed or unit.source is unit.buffer
         return is_whole and swaps and self._spare(unit, order.groups, unit.trained) is not None
 
-    def weights_first(self, unit: Unit, order: Order, grads: list[torch.Tensor]) -> Any:
+    def weights_first(self, unit: PlacedUnit, order: Order, grads: list[torch.Tensor]) -> Any:
         """Make the new weights; returns as `on_host`. The gradients stay, in what is the spare buffer from here on."""
         spare, updater = self._spares[unit.name], self._updater
         assert spare is not None and updater.back is not None and unit.flat is not None
@@ -139,7 +139,7 @@ class Beside:
         assert unit.buffer is not None
         return updater.back.pull(unit.buffer, unit.flat, after=order.after)
 
-    def catch_up(self, unit: Unit, order: Order, grads: list[torch.Tensor]) -> None:
+    def catch_up(self, unit: PlacedUnit, order: Order, grads: list[torch.Tensor]) -> None:
         """Parameters and states of what `weights_first` has begun."""
         with self._updater.quiet():
             states = self._updater.states(unit.trained)
@@ -148,7 +148,7 @@ class Beside:
 
     # spare room
 
-    def reserve(self, units: Sequence[Unit], progress: Progress = silent) -> None:
+    def reserve(self, units: Sequence[PlacedUnit], progress: Progress = silent) -> None:
         """Take all of it, before the first step: a page that is touched for the first time costs more than the update of it."""
         updater = self._updater
         groups = snapshot(updater.optimizer)
@@ -161,7 +161,7 @@ class Beside:
                 with updater.quiet():
                     touch(updater.lane.memory(spare.tickets[0]))  # the other was touched when it was pinned
 
-    def _spare(self, unit: Unit, groups: Groups, members: list[Member]) -> Spare | None:
+    def _spare(self, unit: PlacedUnit, groups: Groups, members: list[Member]) -> Spare | None:
         """Room for the unit's new values; None: there is none, or its update is not by the fast kernel."""
         updater = self._updater
         if not self._may_have_spare(unit, groups, members) or not all(updater.states(members)):
@@ -170,11 +170,11 @@ class Beside:
             self._spares[unit.name] = _make_spare(unit, updater.lane)
         return self._spares[unit.name]
 
-    def _may_have_spare(self, unit: Unit, groups: Groups, members: list[Member]) -> bool:
+    def _may_have_spare(self, unit: PlacedUnit, groups: Groups, members: list[Member]) -> bool:
         updater = self._updater
         return updater.lane is not None and unit.is_narrow and updater.is_plain_adam(groups, members)
 
-    def _exchange(self, unit: Unit, spare: Spare) -> None:
+    def _exchange(self, unit: PlacedUnit, spare: Spare) -> None:
         """The new weights are those that will be fetched, or sent; what was there before is room for the next ones."""
         lane = self._updater.lane
         old, new = unit.buffer, spare.tickets[1]
@@ -186,7 +186,7 @@ class Beside:
         spare.tickets = (spare.tickets[0], old)
         spare.weights = unit.grads.views(lane.memory(old))
 
-    def has_moved(self, unit: Unit) -> bool:
+    def has_moved(self, unit: PlacedUnit) -> bool:
         """Whether the unit's parameters lie in what was spare room once."""
         return unit.name in self._moved
 
@@ -198,7 +198,7 @@ class Beside:
         self._spares = {}
 
 
-def _make_spare(unit: Unit, lane: Keeper) -> Spare | None:
+def _make_spare(unit: PlacedUnit, lane: Keeper) -> Spare | None:
     layout = Layout.of(pattern for m in unit.trained for pattern in (like(m.home),) * 3)
     try:
         values = lane.reserve(layout.nbytes, pinned=False)

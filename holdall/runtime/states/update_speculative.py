@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.grad_entry import GradEntry
 from holdall.runtime.states.unit import HOST
-from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.updates import Order
 from holdall.updates.parts import snapshot
 
@@ -19,7 +19,7 @@ from holdall.updates.parts import snapshot
 class Ahead:
     """Begins updates, and learns from every step whether that is worth while. `is_on`: the plan asks for it."""
 
-    def __init__(self, beside: Beside, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
+    def __init__(self, beside: OutOfPlaceUpdate, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
         self._beside = beside
         self._optimizer = optimizer
         self._is_on = is_on  # begin updates on the host before it is known whether gradients are clipped
@@ -29,7 +29,7 @@ class Ahead:
 
     # in backward
 
-    def begin(self, held: Held) -> None:
+    def begin(self, held: GradEntry) -> None:
         """Begin the update in the hope that the loop will not clip, where it did not in the step before."""
         if not self._is_on or held.unit.update != HOST:
             return
@@ -37,7 +37,7 @@ class Ahead:
             return
         held.attempt = self._beside.attempt(held.unit, snapshot(self._optimizer), held.which, held.on_host)
 
-    def give_up(self, held: Held) -> None:
+    def give_up(self, held: GradEntry) -> None:
         """Gradients are added to: what was begun is not asked for, and nothing is begun ahead from here on."""
         if held.attempt is not None and held.attempt.done is not None:
             held.attempt.done.result()  # it reads the buffer that the next gradient goes to
@@ -49,7 +49,7 @@ class Ahead:
         self._tried = self._right = 0
         self._is_plain = True
 
-    def judge(self, held: Held, order: Order) -> bool:
+    def judge(self, held: GradEntry, order: Order) -> bool:
         """Whether what was begun ahead is what the loop asks for now; that is remembered."""
         is_right = _is_right(held, order)
         self._tried += held.attempt is not None
@@ -62,13 +62,13 @@ class Ahead:
         self.were_right.append(0 < self._tried == self._right)
 
 
-def wait_for_attempt(held: Held) -> None:
+def wait_for_attempt(held: GradEntry) -> None:
     """If an update of these gradients was begun ahead, it reads them no more after this."""
     if held.attempt is not None and held.attempt.done is not None:
         held.attempt.done.result()
 
 
-def _is_right(held: Held, order: Order) -> bool:
+def _is_right(held: GradEntry, order: Order) -> bool:
     attempt = held.attempt
     if attempt is None or held.sum is not None or attempt.which != order.which or held.unit.was_written():
         return False

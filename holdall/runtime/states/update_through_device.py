@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from holdall.runtime.states.unit import DEVICE, Layout, Member, Unit, like
+from holdall.runtime.states.unit import DEVICE, Layout, Member, PlacedUnit, like
 from holdall.runtime.states.updates import Order, Updater
 from holdall.tiers import Keeper, Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
@@ -43,7 +43,7 @@ class Slot:
         self.free: Any = None  # event after which it may be overwritten
 
 
-class Passing:
+class UpdateViaDevice:
     """Lets units pass."""
 
     def __init__(self, updater: Updater) -> None:
@@ -74,14 +74,14 @@ class Passing:
             self._lane.wait(ticket)
         self._sent, self._slots = [], []
 
-    def through_bytes(self, unit: Unit, grads: Layout) -> int:
+    def through_bytes(self, unit: PlacedUnit, grads: Layout) -> int:
         """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
         chunk = self._chunks[unit.name]
         wide = min(PIECE * 4, 4 * sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0
         staged = unit.layout.nbytes if unit.is_streamed and unit.is_narrow else 0
         return chunk.layout.nbytes + grads.nbytes + staged + wide
 
-    def adopt(self, unit: Unit) -> None:
+    def adopt(self, unit: PlacedUnit) -> None:
         """Move a unit's homes and states into one chunk. A step may have added to the states, the first one makes them, or
         others were loaded: then all move into another."""
         states = self._updater.states(unit.trained)
@@ -123,7 +123,7 @@ class Passing:
     def _is_in(self, chunk: Chunk | None, state: torch.Tensor) -> bool:
         return chunk is not None and state.data_ptr() in chunk.span(self._lane)
 
-    def refill_chunks(self, units: Sequence[Unit]) -> None:
+    def refill_chunks(self, units: Sequence[PlacedUnit]) -> None:
         """The optimizer's states were replaced by loaded ones: they move into the chunks, where they are as those were."""
         outside = 0
         for unit in units:
@@ -140,7 +140,7 @@ class Passing:
                 outside += sum(v.nbytes for v in kept)
         self._updater.outside = outside
 
-    def through(self, unit: Unit, order: Order, ticket: Ticket, layout: Layout) -> Any:
+    def through(self, unit: PlacedUnit, order: Order, ticket: Ticket, layout: Layout) -> Any:
         """Update on the device, states in and out. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
         chunk = self._chunks[unit.name]
         slot = self._slots[self._turn % len(self._slots)]
@@ -200,7 +200,7 @@ class Passing:
 
     def _take_back(
         self,
-        unit: Unit,
+        unit: PlacedUnit,
         chunk: Chunk,
         views: Sequence[torch.Tensor],
         own: Sequence[dict[str, Any]],

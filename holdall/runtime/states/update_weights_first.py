@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from holdall.runtime.states.grad_entry import Held
+from holdall.runtime.states.grad_entry import GradEntry
 from holdall.runtime.states.pending import Pending
-from holdall.runtime.states.unit import Unit
-from holdall.runtime.states.update_out_of_place import Beside
+from holdall.runtime.states.unit import PlacedUnit
+from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.updates import Order
 
 Submit = Callable[[Callable[[], Any]], Future[Any]]
@@ -24,21 +24,21 @@ Submit = Callable[[Callable[[], Any]], Future[Any]]
 class WeightsFirst:
     """Chooses the units, as many as the host can catch up with until the next step. `is_on`: the plan left room for it."""
 
-    def __init__(self, beside: Beside, pending: Pending, submit: Submit, *, is_on: bool) -> None:
+    def __init__(self, beside: OutOfPlaceUpdate, pending: Pending, submit: Submit, *, is_on: bool) -> None:
         self._beside = beside
         self._pending = pending
         self._submit = submit
         self._is_on = is_on
         self._most = 1 << 30  # units in this step; less, if the host was late in the step before
         self._taken = 0
-        self._rests: list[tuple[Unit, Callable[[], None]]] = []
+        self._rests: list[tuple[PlacedUnit, Callable[[], None]]] = []
 
     def begin_step(self) -> None:
         late = self._pending.count_late()
         self._most = max(0, self._taken - late) if late else self._most + 1
         self._taken = 0
 
-    def take(self, held: Held, order: Order) -> Callable[[], Any] | None:
+    def take(self, held: GradEntry, order: Order) -> Callable[[], Any] | None:
         """What makes the unit's weights; None: its update is to be made in one piece."""
         unit = held.unit
         if not self._is_on or self._taken >= self._most or held.sum is not None or not self._beside.can_be_first(unit, order):

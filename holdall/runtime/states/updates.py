@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdall.runtime.states.host_threads import Threads, host_threads
-from holdall.runtime.states.unit import DEVICE, Member, Unit
+from holdall.runtime.states.unit import DEVICE, Member, PlacedUnit
 from holdall.tiers import Keeper
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import late_job
@@ -72,12 +72,12 @@ class Updater:
             self._pool.shutdown(wait=True)
             self._pool = None
 
-    def take(self, unit: Unit) -> None:
+    def take(self, unit: PlacedUnit) -> None:
         """Take a unit on. While a step runs, the optimizer's groups are empty, so what is to be known of them is learnt now."""
         self._parts[unit.name] = Part(self.optimizer, [m.home for m in unit.trained])
         self._bring_states(unit)
 
-    def part(self, unit: Unit) -> Part:
+    def part(self, unit: PlacedUnit) -> Part:
         return self._parts[unit.name]
 
     def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
@@ -91,14 +91,14 @@ class Updater:
                 there = [m.home, *(v for v in state.values() if isinstance(v, torch.Tensor))]
                 self.away.update(t.untyped_storage()._cdata for t in there)
 
-    def _bring_states(self, unit: Unit) -> None:
+    def _bring_states(self, unit: PlacedUnit) -> None:
         """States that are there already go where their parameters went."""
         for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and self.follows(m, key, value):
                     state[key] = value.to(m.home.device)
 
-    def return_states(self, unit: Unit) -> None:
+    def return_states(self, unit: PlacedUnit) -> None:
         """States as ordinary memory where their parameters came from; also of those that the optimizer was told of later."""
         for m, state in zip(unit.members, self.states(unit.members), strict=True):
             for key, value in state.items():
@@ -114,7 +114,7 @@ class Updater:
 
     # on the device
 
-    def on_device(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> None:
+    def on_device(self, unit: PlacedUnit, order: Order, grads: Sequence[torch.Tensor]) -> None:
         members = [unit.trained[n] for n in order.which]
         states = self.states(members)
         narrow = [m.work.detach() for m in members] if unit.is_narrow and unit.is_here else None
@@ -149,7 +149,7 @@ class Updater:
             )
         return self._pool.submit(late_job(job))
 
-    def on_host(self, unit: Unit, order: Order, grads: Sequence[torch.Tensor]) -> Any:
+    def on_host(self, unit: PlacedUnit, order: Order, grads: Sequence[torch.Tensor]) -> Any:
         """Returns the event after which the device has the new weights (None: now, or they are fetched when needed)."""
         assert self.lane is not None
         members = [unit.trained[n] for n in order.which]
@@ -188,7 +188,7 @@ class Updater:
 
     def one_pass(
         self,
-        unit: Unit,
+        unit: PlacedUnit,
         order: Order,
         members: Sequence[Member],
         grads: Sequence[torch.Tensor],
@@ -243,7 +243,7 @@ class Updater:
         """Parameters per second that the host has shown; None: it has not."""
         return self._done / self._took if self._took else None
 
-    def refresh(self, unit: Unit, order: Order) -> Any:
+    def refresh(self, unit: PlacedUnit, order: Order) -> Any:
         """The device's working weights from what lies on the host."""
         assert self.back is not None and unit.flat is not None
         if unit.is_narrow and len(unit.trained) == len(unit.members):

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from holdall.runtime.budget.ledger import Ledger
-from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.unit import PlacedUnit
 from holdall.runtime.states.weight_streaming import Streaming
 
 _HOLES = 32  # one part in so many of the budget may be lost between tensors, where an allocator places them
@@ -78,13 +78,13 @@ class Lender:
         self._gauge = gauge
         self._known: dict[frozenset[str], dict[int, int]] = {}  # kind of call -> size of its input -> need, without weights
         self._needs: dict[int, int] = {}  # of the kind that is running
-        self._lent: list[Unit] = []
+        self._lent: list[PlacedUnit] = []
         self._size: int | None = None  # of the evaluation that is running; None: none is, or nothing may be lent
         self._reserve: int | None = None  # bytes that must stay free for it; None: not known yet
         self._base = self._need = 0
 
     @property
-    def lent(self) -> list[Unit]:
+    def lent(self) -> list[PlacedUnit]:
         """Units that stay, in the order of their use."""
         self._lent = [u for u in self._lent if u.is_here]  # whoever releases all of them need not tell us
         return self._lent
@@ -116,7 +116,7 @@ class Lender:
         if self._size is not None and not self._is_settled():
             self._measure()
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: PlacedUnit) -> None:
         """A unit was just used: it stays, or it goes."""
         if self._size is None:
             self._streaming.release(unit)
@@ -132,7 +132,7 @@ class Lender:
         """Everything stays, so nothing comes and goes that would have to be told from what the forward needs itself."""
         return len(self.lent) == len(self._streaming.units)
 
-    def _keeps(self, unit: Unit) -> bool:
+    def _keeps(self, unit: PlacedUnit) -> bool:
         if unit in self.lent:
             return True
         passing = sum(u.layout.nbytes for u in self._streaming.here() if u is not unit and u not in self._lent)
@@ -170,7 +170,7 @@ class Lender:
         passing = sum(u.layout.nbytes for u in self._streaming.here() if u not in self._lent)
         self._need = max(self._need, self._gauge.look() - self._base - passing)
 
-    def _slots(self, unit: Unit | None = None) -> int:
+    def _slots(self, unit: PlacedUnit | None = None) -> int:
         """Room for weights that come and go beside those that stay, and beside `unit`: one in use, one on its way."""
         rest = sorted((u.layout.nbytes for u in self._streaming.units if u is not unit and u not in self._lent), reverse=True)
         return sum(rest[:2])

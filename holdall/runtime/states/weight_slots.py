@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from holdall.runtime.states.unit import Unit
+    from holdall.runtime.states.unit import PlacedUnit
 
 
 class Reads:
@@ -25,7 +25,7 @@ class Reads:
 
     __slots__ = ("bring", "turn", "wait")
 
-    def __init__(self, bring: Callable[[Unit], None], wait: Callable[[Unit], None]) -> None:
+    def __init__(self, bring: Callable[[PlacedUnit], None], wait: Callable[[PlacedUnit], None]) -> None:
         self.turn = 0  # a unit whose own `turn` is this one may be read
         self.bring = bring  # its update is over, and it is on the device
         self.wait = wait  # its update is over
@@ -39,7 +39,7 @@ class Slots(dict[str, Any]):
     def __init__(self, values: dict[str, Any], reads: Reads) -> None:
         super().__init__(values)
         self.reads = reads
-        self.units: dict[str, Unit] = {}  # name -> the unit whose working weight is there now
+        self.units: dict[str, PlacedUnit] = {}  # name -> the unit whose working weight is there now
 
     def __getitem__(self, name: str) -> Any:
         unit = self.units.get(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdall.runtime.states.unit import Unit
+from holdall.runtime.states.unit import PlacedUnit
 from holdall.tiers import Keeper, let_wait
 
 
@@ -17,7 +17,7 @@ class Streaming:
     def __init__(
         self,
         model: torch.nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[PlacedUnit],
         calls: Sequence[str],
         *,
         store: Keeper | None,
@@ -38,11 +38,11 @@ class Streaming:
     def is_needed(self) -> bool:
         return bool(self._streamed)
 
-    def used_by(self, call: str) -> Sequence[Unit]:
+    def used_by(self, call: str) -> Sequence[PlacedUnit]:
         """The units whose parameters are used inside the module of a block call (`path`, or `path#n`)."""
         return self._users.get(call.partition("#")[0], ())
 
-    def fetch(self, unit: Unit) -> None:
+    def fetch(self, unit: PlacedUnit) -> None:
         """Take memory for the weights and start copying them."""
         if unit.is_here or unit.is_cast or self._store is None:
             return
@@ -51,7 +51,7 @@ class Streaming:
         self._tell(unit.flat.untyped_storage())
         self._copies[unit.name] = self._store.pull(unit.source, unit.flat)
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: PlacedUnit) -> None:
         """The weights are on the device when this stream goes on."""
         if unit.is_cast and not unit.is_here:
             unit.resize(True)
@@ -64,7 +64,7 @@ class Streaming:
         if unit.is_streamed:
             unit.check()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: PlacedUnit) -> None:
         """Give the memory back, if it was taken."""
         if unit.is_streamed and unit.is_here:
             self._wait(unit)
@@ -73,15 +73,15 @@ class Streaming:
             self._tell(unit.flat.untyped_storage())
 
     @property
-    def units(self) -> Sequence[Unit]:
+    def units(self) -> Sequence[PlacedUnit]:
         """Those whose weights come and go."""
         return self._streamed
 
-    def here(self) -> list[Unit]:
+    def here(self) -> list[PlacedUnit]:
         """Those that take memory of the device now."""
         return [u for u in self._streamed if u.is_here]
 
-    def release_all(self, but: Collection[Unit] = ()) -> None:
+    def release_all(self, but: Collection[PlacedUnit] = ()) -> None:
         for unit in self._streamed:
             if unit not in but:
                 self.release(unit)
@@ -102,35 +102,35 @@ class Streaming:
             if earlier.name in self._returning:
                 self.fetch(earlier)
 
-    def wait_if_coming(self, unit: Unit) -> None:
+    def wait_if_coming(self, unit: PlacedUnit) -> None:
         """If the weights are on their way, they are on the device when this stream goes on."""
         if unit.is_streamed:
             self._wait(unit)
 
-    def _wait(self, unit: Unit) -> None:
+    def _wait(self, unit: PlacedUnit) -> None:
         event = self._copies.pop(unit.name, None)
         if event is not None:
             let_wait(event, self._device)
 
-    def _neighbours(self, calls: Sequence[str]) -> dict[str, list[Unit]]:
-        found: dict[str, list[Unit]] = {}
-        following: list[Unit] = []
+    def _neighbours(self, calls: Sequence[str]) -> dict[str, list[PlacedUnit]]:
+        found: dict[str, list[PlacedUnit]] = {}
+        following: list[PlacedUnit] = []
         for call in reversed(calls):
             found[call] = following
             following = [u for u in self.used_by(call) if u.is_streamed and not u.is_cast] or following
         return found
 
 
-def _find_users(model: torch.nn.Module, units: Sequence[Unit]) -> dict[str, list[Unit]]:
+def _find_users(model: torch.nn.Module, units: Sequence[PlacedUnit]) -> dict[str, list[PlacedUnit]]:
     """Module path -> units whose parameters are used inside it."""
-    owners: dict[int, list[Unit]] = {}
+    owners: dict[int, list[PlacedUnit]] = {}
     for unit in units:
         for m in unit.members:
             for slots, _ in m.slots:
                 found = owners.setdefault(id(slots), [])
                 if unit not in found:
                     found.append(unit)
-    users: dict[str, list[Unit]] = {}
+    users: dict[str, list[PlacedUnit]] = {}
     for path, module in model.named_modules():
         found = []
         for inner in module.modules():

@@ -35,7 +35,7 @@ class Pending(Protocol):
 Correct = Callable[[Any, float], Pending | Plan | None]  # (harness, seconds of a step) -> a plan from that; None: no need
 
 
-class Rivals:
+class PlanTrials:
     """`correct`: makes a plan from what was measured. `fallbacks`: what anyone would do."""
 
     def __init__(self, fallbacks: Sequence[Plan] = (), correct: Correct | None = None) -> None:
