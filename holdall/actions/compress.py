@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.actions.offload import own_inputs
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Copy, Hardware, Kind, Problem, Run, Save, Schedule, Step, TensorInfo, Trace, Wait
+from holdall.types import Block, Copy, Facts, Hardware, Kind, Problem, Run, Save, Schedule, Step, TensorInfo, Trace, Wait
 
 if TYPE_CHECKING:  # torch is loaded when something is coded, not when actions are listed
     from holdall.codecs import Codec
@@ -31,7 +31,7 @@ _RELU_BACKWARD = "aten.threshold_backward.default"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compress:
+class Compress(Facts):
     block: str
     codec: str = "group"
     saves: tuple[int, ...] = ()  # which of the block's saves are coded, counted as autograd makes them
@@ -45,6 +45,10 @@ class Compress:
     exact: ClassVar[bool] = False
     rank: ClassVar[int] = 25
     alone: ClassVar[bool] = True  # what it codes is neither recomputed nor offloaded; `swap` offloads the codes
+
+    @property
+    def uses_store(self) -> bool:
+        return self.swap
 
     @staticmethod
     def of(

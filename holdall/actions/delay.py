@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.errors import Unsupported
-from holdall.types import Copy, Kind, Phase, Problem, Run, Schedule, Step, Trace
+from holdall.types import Copy, Facts, Kind, Phase, Problem, Run, Schedule, Step, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ _HANDLING = 0.4  # of an update's time: gradients taken over (6 bytes per parame
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delay:
+class Delay(Facts):
     warmup: int = 40  # ordinary steps before it begins
 
     name: ClassVar[str] = "delay"

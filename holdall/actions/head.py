@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from holdall.errors import Unsupported
-from holdall.types import Problem, Schedule, Trace
+from holdall.types import Facts, Problem, Schedule, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(Facts):
     module: str  # path of the head
     rows: int  # how many at a time
 
     name: ClassVar[str] = "head"
     exact: ClassVar[bool] = False  # the tolerance is in runtime/head/chunked_loss.py
     rank: ClassVar[int] = 5
+    by_default: ClassVar[bool] = True
 
     @staticmethod
     def samples(trace: Trace) -> list[Head]:

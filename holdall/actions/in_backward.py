@@ -23,12 +23,12 @@ from typing import Any, ClassVar
 from holdall.actions.place import Place
 from holdall.actions.reschedule import region
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Action, Kind, Op, Phase, Problem, Run, Schedule, Trace, Unit
+from holdall.types import Action, Facts, Kind, Op, Phase, Problem, Run, Schedule, Trace, Unit
 from holdall.types.trace import OpId, TensorId
 
 
 @dataclass(frozen=True, kw_only=True)
-class InBackward:
+class InBackward(Facts):
     late: tuple[str, ...] = ()  # blocks that hand all their gradients over when their backward is over: those run op by op
     max_norm: float | None = None  # clip by the global norm, for which gradients are held until backward is over
     accumulate: int = 1  # backwards per step, with `max_norm` only
@@ -36,6 +36,7 @@ class InBackward:
     name: ClassVar[str] = "in_backward"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 35  # after everything that moves what backward reads
+    settles_states: ClassVar[bool] = True
 
     @staticmethod
     def of(trace: Trace, actions: Iterable[Action] = (), *, max_norm: float | None = None, accumulate: int = 1) -> Action:
@@ -47,7 +48,7 @@ class InBackward:
                     hint="use `place`, under which the loop may do both",
                 )
             return Place.all(trace, when="backward")
-        late = tuple(getattr(a, "block", "") for a in actions if a.name == "reschedule")
+        late = tuple(getattr(a, "block", "") for a in actions if a.by_program)
         return InBackward(late=late, max_norm=max_norm, accumulate=accumulate)
 
     @staticmethod

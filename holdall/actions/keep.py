@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from holdall.types import Problem, Schedule, Trace
+from holdall.types import Facts, Problem, Schedule, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class Keep(Facts):
     block: str
 
     name: ClassVar[str] = "keep"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 0
+    by_default: ClassVar[bool] = True
 
     @staticmethod
     def samples(trace: Trace) -> list[Keep]:

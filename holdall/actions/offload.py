@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from holdall.errors import Unsupported
-from holdall.types import Block, Copy, Problem, Schedule, Trace, Wait
+from holdall.types import Block, Copy, Facts, Problem, Schedule, Trace, Wait
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
+class Offload(Facts):
     block: str
     inputs: tuple[int, ...] = ()  # positions of inputs that nobody else needs
     lag: bool = False  # free the device's copy when the next block's forward is over, so that copying overlaps
@@ -25,6 +25,11 @@ class Offload:
     name: ClassVar[str] = "offload"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 20
+    by_default: ClassVar[bool] = True
+
+    @property
+    def uses_store(self) -> bool:
+        return True
 
     @staticmethod
     def of(trace: Trace, block: Block, *, overlap: bool) -> Offload:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Kind, Op, Problem, Run, Schedule, Trace
+from holdall.types import Block, Facts, Kind, Op, Problem, Run, Schedule, Trace
 from holdall.types.program import Nest
 from holdall.types.schedule import Mark, reading
 from holdall.types.trace import Save
@@ -33,7 +33,7 @@ class Inner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute:
+class Recompute(Facts):
     blocks: tuple[str, ...]  # consecutive block calls, replayed together
     keep: tuple[str, ...] = ()  # op results that stay, as `aten.mm.default#3`, counted within each block
     state: tuple[str, ...] = ()  # buffers that the blocks change, put back after the replay
@@ -43,6 +43,7 @@ class Recompute:
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 10
+    by_default: ClassVar[bool] = True
 
     @staticmethod
     def of(

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
+from holdall.types import Block, Facts, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
 from holdall.types.program import Effect, fault, lazily
 from holdall.types.schedule import Kept
 from holdall.types.trace import TensorId, digest_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reschedule:
+class Reschedule(Facts):
     block: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -32,6 +32,7 @@ class Reschedule:
     alone: ClassVar[bool] = True  # no other action may treat the same block
     beside: ClassVar[frozenset[str]] = frozenset({"offload"})  # but for these: what a program keeps may wait elsewhere
     rank: ClassVar[int] = 5
+    by_program: ClassVar[bool] = True
 
     @staticmethod
     def of(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Reschedule:

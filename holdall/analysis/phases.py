@@ -102,7 +102,7 @@ class _There:
         masters = {t.name.removesuffix(_MASTER): t.nbytes for t in trace.tensors.values() if t.name.endswith(_MASTER)}
         params = {t.name: t.nbytes for t in trace.tensors.values() if t.kind is Kind.PARAM}
         states = [t.nbytes for t in trace.tensors.values() if t.kind is Kind.STATE and not t.name.endswith(_MASTER)]
-        rows = {row[0]: row[2] for a in plan.actions if a.name == "place" for row in getattr(a, "units", ())}
+        rows = {row[0]: row[2] for a in plan.actions if a.places_states for row in getattr(a, "units", ())}
         by_host = [x for u in trace.units if rows.get(u.name) == "host" for x in u.states]
         return _There(
             problem=problem,
@@ -225,7 +225,7 @@ def _without_states(trace: Trace) -> Trace:
 
 def _streamed_sizes(there: _There) -> list[int]:
     """Bytes of the units whose weights come and go, largest first: two are there at once, more where there is room."""
-    rows = {row[0] for a in there.actions if a.name == "place" for row in getattr(a, "units", ()) if row[1] == "streamed"}
+    rows = {row[0] for a in there.actions if a.places_states for row in getattr(a, "units", ()) if row[1] == "streamed"}
     tensors = there.problem.trace.tensors
     units = [u for u in there.problem.trace.units if u.name in rows]
     return sorted((sum(-(-tensors[x].nbytes // ALIGN) * ALIGN for x in u.weights) for u in units), reverse=True)

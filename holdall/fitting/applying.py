@@ -28,7 +28,7 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
             )
     device = next((p.device.type for p in model.parameters()), "cpu")
     planned = plan.about.get("device")
-    moves = any(action.name == "place" for action in plan.actions) and device == "cpu"
+    moves = any(action.places_states for action in plan.actions) and device == "cpu"
     if planned and device not in (planned, "meta") and not moves:
         raise TraceMismatch(
             f"the plan is for {planned}, but the model lies on {device}",
@@ -39,7 +39,7 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
 def store_for(plan: Plan, model: torch.nn.Module) -> Any:
     """The far tier of the plan, if any action uses one."""
     tiers = list(plan.budget)
-    uses = any(action.name in ("offload", "place") or getattr(action, "swap", False) for action in plan.actions)
+    uses = any(action.uses_store for action in plan.actions)
     if len(tiers) < 2 or not uses:
         return None
     if tiers[1] not in member_names("tiers"):

@@ -341,7 +341,7 @@ def _context(trace: Trace) -> int:
 
 def _settled(plan: Plan) -> tuple[Action, ...]:
     """What must stay as it is between steps: where states live and when they are updated."""
-    kept = [a for a in plan.actions if a.name in ("place", "in_backward")]
+    kept = [a for a in plan.actions if a.settles_states]
     return tuple(replace(a, late=()) if isinstance(a, InBackward) else a for a in kept)
 
 

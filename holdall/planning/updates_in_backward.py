@@ -35,7 +35,7 @@ def plan_with_updates(planner: Planner, problem: Problem) -> Plan:
 
 def with_updates(problem: Problem, actions: Iterable[Action]) -> list[Action]:
     """The actions with updates in backward; a `place` that only makes working copies is replaced."""
-    kept = [a for a in actions if a.name != "place"]
+    kept = [a for a in actions if not a.places_states]
     return [*kept, InBackward.of(problem.trace, kept)]
 
 

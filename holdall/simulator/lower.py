@@ -32,7 +32,7 @@ class Lowering:
     def lower(self, actions: Iterable[Action]) -> Schedule:
         ordered = sorted(actions, key=lambda a: a.rank)
         _once_per_block(ordered)
-        count = next((n for n, action in enumerate(ordered) if action.name == "place"), 0)
+        count = next((n for n, action in enumerate(ordered) if action.places_states), 0)
         if not count:
             return self._rewritten(self._begin(ordered), ordered)
         before = tuple(ordered[:count])
@@ -48,7 +48,7 @@ class Lowering:
         problem = self._problem
         schedule = Schedule(trace=problem.trace, home=problem.home)
         _leave_to_process(schedule, problem)
-        if not any(action.name == "place" for action in actions):  # which says itself where gradients are added up
+        if not any(action.places_states for action in actions):  # which says itself where gradients are added up
             schedule = accumulated(schedule, problem)
         return schedule
 
@@ -92,7 +92,7 @@ def _once_per_block(actions: Iterable[Action]) -> None:
 def excludes(action: Action, other: Action, block: str) -> bool:
     """Whether an action that claims the block, or the whole model, cannot have the other beside it."""
     is_same = block in blocks_of(action) and block in blocks_of(other)
-    return getattr(action, "alone", False) and not (is_same and other.name in getattr(action, "beside", ()))
+    return action.alone and not (is_same and other.name in action.beside)
 
 
 def close(schedule: Schedule) -> list[Step]:

@@ -19,7 +19,7 @@ op k's completion and the start of op k + 1; -1 is the moment before the first o
 
 from holdall.types.hardware import Hardware, Rate, Tier
 from holdall.types.outcome import Holder, Moment, Outcome, Span
-from holdall.types.plan import Action, Plan, Planner, Problem, Progress
+from holdall.types.plan import Action, Facts, Plan, Planner, Problem, Progress
 from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
 from holdall.types.trace import Block, Kind, Op, Phase, Save, Site, TensorInfo, Trace, Unit
 
@@ -28,6 +28,7 @@ __all__ = [
     "Block",
     "Copy",
     "Drop",
+    "Facts",
     "Hardware",
     "Holder",
     "Kind",

@@ -56,6 +56,15 @@ class Action(Protocol):
     name: ClassVar[str]
     exact: ClassVar[bool]  # the same bits as the untouched model
     rank: ClassVar[int]  # actions are rewritten and installed in this order, whatever their order in the plan
+    by_default: ClassVar[bool]  # this and the following: see `Facts`
+    alone: ClassVar[bool]
+    beside: ClassVar[frozenset[str]]
+    places_states: ClassVar[bool]
+    settles_states: ClassVar[bool]
+    by_program: ClassVar[bool]
+
+    @property
+    def uses_store(self) -> bool: ...
 
     @staticmethod
     def samples(trace: Trace) -> Sequence[Action]:
@@ -65,6 +74,22 @@ class Action(Protocol):
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule: ...
 
     def install(self, harness: Any) -> None: ...
+
+
+class Facts:
+    """What others ask of an action, in the place of its name. Every action inherits these, and overrides what differs."""
+
+    by_default: ClassVar[bool] = False  # a planner may use it without being told
+    alone: ClassVar[bool] = False  # no other action may treat the same block
+    beside: ClassVar[frozenset[str]] = frozenset()  # but for the actions of these names
+    places_states: ClassVar[bool] = False  # it says where model states live, and adds gradients up itself
+    settles_states: ClassVar[bool] = False  # model states or their updates depend on it: the same in all plans of a run
+    by_program: ClassVar[bool] = False  # its block runs op by op
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether it copies bytes to a farther tier."""
+        return False
 
 
 class Planner(Protocol):

@@ -15,14 +15,14 @@ from holdall.errors import InvalidInput
 from holdall.reporting import BlockRow, Report, chrome_trace, render_html
 from holdall.reporting.html import LIMIT, thin_moments, thin_spans
 from holdall.reporting.text import bars, blocks_text, plan_text, report_text
-from holdall.types import Action, Holder, Kind, Moment, Outcome, Plan, Span
+from holdall.types import Action, Facts, Holder, Kind, Moment, Outcome, Plan, Span
 from holdall.units import GiB, MiB
 
 EVIL = "</script><script>alert('x')</script>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Forget:
+class Forget(Facts):
     name: ClassVar[str] = "forget"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 10

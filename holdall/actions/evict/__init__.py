@@ -21,7 +21,7 @@ from holdall.runtime.eviction.pool import Driver, Pool
 from holdall.runtime.eviction.room import Holes, Room, Windows
 from holdall.runtime.eviction.scores import score_named
 from holdall.runtime.eviction.storages import Rates
-from holdall.types import Problem, Schedule, Trace
+from holdall.types import Facts, Problem, Schedule, Trace
 
 if TYPE_CHECKING:
     from holdall.runtime.eviction.evictor import Evictor
@@ -30,7 +30,7 @@ WAYS = ("bytes", "holes", "windows")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evict:
+class Evict(Facts):
     budget: int  # bytes of the device, parameters and all
     score: str = "dtr_eq"
     how: str = "bytes"  # what makes room: enough "bytes", one of the "holes" of an arena, a run of neighbours ("windows")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from holdall.actions.place.schedule import rewrite_placed, streamable
 from holdall.errors import InvalidInput
-from holdall.types import Problem, Schedule, Trace
+from holdall.types import Facts, Problem, Schedule, Trace
 
 __all__ = ["Place", "streamable"]
 
@@ -24,7 +24,7 @@ Row = tuple[str, str, str]  # unit; "resident" or "streamed"; "device", "host" o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(Facts):
     units: tuple[Row, ...]  # every unit of the trace, in its order
     when: str = "step"  # of updates: "step", "spill" (beside the next forward) or "backward" (as gradients come)
     slots: int = 2  # units that may be passing through the device at once
@@ -38,6 +38,13 @@ class Place:
     name: ClassVar[str] = "place"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 30
+    by_default: ClassVar[bool] = True
+    places_states: ClassVar[bool] = True
+    settles_states: ClassVar[bool] = True
+
+    @property
+    def uses_store(self) -> bool:
+        return True
 
     @staticmethod
     def all(
