@@ -453,7 +453,7 @@ def half_of(run, notes):
     """Of one function that takes storage 0, which nobody wants afterwards, and gives storage 1."""
     layout = compiled.Layout.of(torch.empty(2, 3))
     function = compiled.Function(run, [layout], notes.append)
-    return Half(function=function, takes=(compile.Ref(0),), gives=(1,), lets_go=(0,))
+    return Half(function=function, takes=(compiled.Ref(0),), gives=(1,), lets_go=(0,))
 
 
 def look(ref, values):

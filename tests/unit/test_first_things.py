@@ -22,7 +22,7 @@ def nothing_is_traced(monkeypatch):
     def slow(*_, **__):
         raise AssertionError("this takes long")
 
-    monkeypatch.setattr("holdall.fitting.plan_book.Sizes.__init__", slow)
+    monkeypatch.setattr("holdall.fitting.plan_book.PlanBook.__init__", slow)
     monkeypatch.setattr("holdall.problem.probed", slow)
 
 

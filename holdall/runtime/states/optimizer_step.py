@@ -110,6 +110,7 @@ class Stepping:
         if self._when != BACKWARD:
             self._ahead.end_step()
         self._weights_first.end_step()
+        self._updater.end_step()
 
     # one update
 

@@ -130,6 +130,10 @@ class Updater:
         )
         self.keep(members, states)
 
+    def end_step(self) -> None:
+        """The loop's own tensors are let go."""
+        self._scale = None
+
     def _on_this_device(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         """A factor of all gradients is moved once."""
         if scale is None:
