@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("_host_adam.cpp")
+SOURCE = Path(__file__).with_name("host_adam.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
 _private: list[tempfile.TemporaryDirectory[str]] = []  # libraries that could not go to the cache; they go with the process
 
