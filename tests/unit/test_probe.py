@@ -84,9 +84,9 @@ def test_a_device_that_is_not_there_is_refused_with_what_to_do():
 
 def test_the_clock_finds_the_time_of_a_call():
     clock = _Clock(torch.device("cpu"), 0.05)
-    assert clock.seconds(lambda: time.sleep(0.004)) == pytest.approx(0.004, rel=0.5)
-    assert clock.seconds(lambda: None) < 1e-5
-    assert clock.seconds(lambda: time.sleep(0.1)) == pytest.approx(0.1, rel=0.3)  # longer than its budget
+    assert 0.0039 < clock.seconds(lambda: time.sleep(0.004)) < 0.02  # others may use the machine
+    assert clock.seconds(lambda: None) < 1e-4
+    assert 0.099 < clock.seconds(lambda: time.sleep(0.1)) < 0.3  # longer than its budget
 
 
 def machine(root, files):
