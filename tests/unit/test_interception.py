@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holdall
 from holdall.optim import in_backward
-from holdall.optim._in_backward.in_backward import clipping
+from holdall.optim._in_backward import clipping
 from holdall.runtime.switching import backward_hook
 from holdall.testing.worlds import machine
 from holdall.updates.interception import Interception

@@ -24,6 +24,7 @@ from holdall.testing.states import Layer, differences, place_of
 from holdall.testing.worlds import family, machine
 from holdall.tiers.far import Far
 from holdall.types import Problem
+from holdall.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
 
@@ -1030,8 +1031,9 @@ def test_a_far_tier_that_is_too_small_is_refused_when_planning(place):
     assert plan(needed).predicted.peak["far"] == needed
     with pytest.raises(Infeasible, match="of far") as refused:
         plan(needed - 1)
-    assert refused.value.smallest == needed
-    assert refused.value.hint
+    assert f"needs {format_bytes(needed)} ({needed:,} bytes) there" in str(refused.value)
+    assert refused.value.smallest is None  # the device's bytes, and those were not too few
+    assert '"far": "1MiB"' in refused.value.hint
 
 
 def test_a_planner_is_told_that_the_far_tier_is_too_small():
