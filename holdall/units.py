@@ -7,7 +7,6 @@ import re
 
 from holdall.errors import InvalidInput
 
-ALIGN = 256  # bytes; tensors in a flat piece of memory begin at such boundaries, as kernels like it
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 PAGE = 12 * MiB  # of expandable segments, the least that PyTorch takes: what a tensor's last page leaves free is lost
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from holdall.actions.offload import own_inputs
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Block, Copy, Facts, Hardware, Kind, Problem, Run, Save, Schedule, Step, TensorInfo, Trace, Wait
+from holdall.types.layout import BLOCK, allocated_bytes
 
 if TYPE_CHECKING:  # torch is loaded when something is coded, not when actions are listed
     from holdall.codecs import Codec
@@ -109,7 +110,7 @@ class Compress(Facts):
                 name=f"{info.name} in {codec.bits} bits",
                 kind=Kind.ACTIVATION,
                 dtype="uint8",
-                nbytes=_allocated(codec.nbytes(_numel(info)), hardware),
+                nbytes=allocated_bytes(codec.nbytes(_numel(info)), hardware.device),
                 born=block.last,
             )
             coded.append(codes)
@@ -281,11 +282,7 @@ def _numel(info: TensorInfo) -> int:
     """Elements of the storage. Sizes of a GPU's tensors are rounded up; then those of the shape, if the bytes are its."""
     item = _ITEM.get(info.dtype, 1)
     count = prod(info.shape)
-    return count if 0 <= info.nbytes - count * item < 512 else info.nbytes // item
-
-
-def _allocated(nbytes: int, hardware: Hardware) -> int:
-    return -(-nbytes // 512) * 512 if hardware.device == "cuda" else nbytes
+    return count if 0 <= info.nbytes - count * item < BLOCK else info.nbytes // item
 
 
 def _codec_run(

@@ -24,6 +24,7 @@ from holdall.actions.place import Place
 from holdall.actions.reschedule import region
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Action, Facts, Kind, Op, Phase, Problem, Run, Schedule, Trace, Unit
+from holdall.types.layout import allocated_bytes
 from holdall.types.trace import OpId, TensorId
 
 
@@ -192,7 +193,7 @@ class _Rewrite:
         """A number for each gradient, one for all of them, and what they are multiplied by; the last norm is still there."""
         grads = tuple(self.now.get(p.grad, p.grad) for p in trained)
         like = self.schedule.info(grads[0])
-        number = _rounded(4, self.problem)
+        number = allocated_bytes(4, self.problem.hardware.device)
         make = partial(self.schedule.add, like, kind=Kind.TEMP)
         before = make(name="norm of the step before", nbytes=number, born=-1)
         norms = make(name="norms", nbytes=number * len(grads))
@@ -201,7 +202,7 @@ class _Rewrite:
             self.schedule.hold(x, (len(self.trace.ops), 0))
         hardware = self.problem.hardware
         seconds = sum(self.schedule.info(g).nbytes for g in grads) / hardware.bandwidth + len(grads) * hardware.overhead
-        stacked = _rounded(4 * len(grads), self.problem)
+        stacked = allocated_bytes(4 * len(grads), self.problem.hardware.device)
         return [
             Run(op=-1, reads=grads, writes=(norms,), seconds=seconds, name="norms of gradients"),
             Run(op=-1, reads=(norms,), writes=(norm,), workspace=stacked, seconds=2 * hardware.overhead, name="their norm"),
@@ -290,11 +291,6 @@ class _Rewrite:
             workspace=round(p.unit.workspace * share),
             name=f"update of {self.trace.tensors[p.weight].name}",
         )
-
-
-def _rounded(size: int, problem: Problem) -> int:
-    """What an allocator gives for so many bytes."""
-    return -(-size // 512) * 512 if problem.hardware.device == "cuda" else size
 
 
 def _parameters(trace: Trace) -> list[_Parameter]:

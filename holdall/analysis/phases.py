@@ -28,7 +28,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.planning.finish import allocator_of
 from holdall.simulator import lower, simulate
 from holdall.types import Action, Kind, Outcome, Phase, Plan, Problem, Trace
-from holdall.units import ALIGN
+from holdall.types.layout import flat_bytes
 
 SUMMED, SIMULATED, BOUND = "summed", "simulated", "at most"
 
@@ -228,7 +228,7 @@ def _streamed_sizes(there: _There) -> list[int]:
     rows = {row[0] for a in there.actions if a.places_states for row in getattr(a, "units", ()) if row[1] == "streamed"}
     tensors = there.problem.trace.tensors
     units = [u for u in there.problem.trace.units if u.name in rows]
-    return sorted((sum(-(-tensors[x].nbytes // ALIGN) * ALIGN for x in u.weights) for u in units), reverse=True)
+    return sorted((flat_bytes(tensors[x].nbytes for x in u.weights) for u in units), reverse=True)
 
 
 def _save(there: _There) -> PhasePeak:

@@ -20,11 +20,6 @@ class Codec(Protocol):
     @property
     def bits(self) -> int: ...
 
-    @property
-    def unbiased(self) -> bool:
-        """The mean of what comes back, over the generator's draws, is what went in."""
-        ...
-
     def nbytes(self, numel: int) -> int:
         """Bytes of the buffer."""
         ...

@@ -24,10 +24,6 @@ class Fp8:
         return 8
 
     @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
     def dtype(self) -> torch.dtype:
         return torch.float8_e5m2 if self.wide else torch.float8_e4m3fn
 

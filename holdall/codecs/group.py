@@ -37,10 +37,6 @@ class Group:
     bits: int
     stochastic: bool = True
 
-    @property
-    def unbiased(self) -> bool:
-        return self.stochastic
-
     def nbytes(self, numel: int) -> int:
         return groups_of(numel) * (32 * self.bits + 4)
 

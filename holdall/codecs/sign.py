@@ -26,10 +26,6 @@ class Sign:
     def bits(self) -> int:
         return 1
 
-    @property
-    def unbiased(self) -> bool:
-        return False  # it is not the values that come back
-
     def nbytes(self, numel: int) -> int:
         return 32 * groups_of(numel)
 

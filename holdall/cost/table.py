@@ -11,15 +11,9 @@ from collections.abc import Iterable, Mapping
 from math import exp, log
 
 from holdall.types import Rate
-from holdall.types.trace import Seconds
 
 Curve = tuple[tuple[float, float], ...]  # (log work, log rate), by work
 Curves = Mapping[tuple[str, str], Curve]  # (family, dtype) -> curve
-
-
-def measured_rate(family: str, dtype: str, work: float, seconds: Seconds, *, overhead: Seconds = 0.0) -> Rate:
-    """A point from a timing. `overhead` is charged apart from the rate, so it comes off; at most half of the time does."""
-    return Rate(family=family, dtype=dtype, work=float(work), rate=work / (seconds - min(overhead, seconds / 2)))
 
 
 def merge_tables(*tables: Iterable[Rate]) -> tuple[Rate, ...]:

@@ -1,18 +1,15 @@
-"""Small graphs of ops for the exact solvers of recomputation: what a program of runs costs, and the cheapest one of all.
+"""Small graphs of ops for the exact solvers of recomputation: what a program of runs costs.
 
 A program is the nodes in the order in which they are run, a node as often as it is run. Nobody plans a free: an output is
 freed right after its last use before it is made again. While a node runs, its output, all that is live and its `extra` count.
 
-`replay` is the naive judge that every solver's program has to pass. `shortest` looks at every order of recomputation: exact,
-and for a dozen nodes only.
+`replay` is the naive judge that every solver's program has to pass.
 """
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from math import inf
 from typing import Literal
 
@@ -167,48 +164,6 @@ def fits(dag: Dag, program: Program, budget: int, *, loss: int | None = None, sa
     return seen.peak <= budget and (saved_budget is None or saved <= saved_budget)
 
 
-def shortest(dag: Dag, budget: int, *, loss: int | None = None, saved_budget: int | None = None) -> Answer:
-    """The cheapest program whose first runs are in order, recomputation in any order: Dijkstra over (live set, next node).
-
-    With `loss`, that node runs once and at most `saved_budget` is live right after it.
-    """
-    fixed = dag.fixed | ({loss} if loss is not None else frozenset())
-    gate = len(dag) if loss is None or saved_budget is None else loss + 1  # a step of its own between loss and the next
-    end = len(dag) + (gate < len(dag))
-    keep = sum(1 << i for i in dag.keep)
-    order = count()  # ties fall in the order of discovery
-    start = (0, 0)
-    best: dict[tuple[int, int], float] = {start: 0.0}
-    came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}  # -> (state before, node run or -1)
-    queue = [(0.0, next(order), start, 0)]
-
-    def reach(state: tuple[int, int], held: int, spent: float, before: tuple[int, int], ran: int) -> None:
-        if spent < best.get(state, inf):
-            best[state], came[state] = spent, (before, ran)
-            heapq.heappush(queue, (spent, next(order), state, held))
-
-    while queue:
-        spent, _, state, held = heapq.heappop(queue)
-        if spent > best[state]:
-            continue
-        live, step = state
-        if step == end and live & keep == keep:
-            return answer(dag, _path(came, state), bound=spent, status="optimal", seconds=0.0)
-        at_gate = step == gate < len(dag)
-        if at_gate and saved_budget is not None and held <= saved_budget:
-            reach((live, step + 1), held, spent, state, -1)
-        upcoming = step - (step > gate)  # the node whose first run is next
-        for i in range(len(dag)):
-            if live >> i & 1:
-                reach((live & ~(1 << i), step), held - dag.size[i], spent, state, -1)
-                continue
-            may = not at_gate and (i == upcoming or (i < upcoming and i not in fixed)) and dag.reads[i] & ~live == 0
-            if may and held + dag.size[i] + dag.extra[i] <= budget:
-                after = (live | 1 << i, step + (i == upcoming))
-                reach(after, held + dag.size[i], spent + dag.cost[i], state, i)
-    return answer(dag, None, bound=inf, status="infeasible", seconds=0.0)
-
-
 def _frees(dag: Dag, program: Program) -> list[set[int]]:
     """For each run, the outputs whose last use it is before they are made again."""
     wanted = set(dag.keep)
@@ -220,12 +175,3 @@ def _frees(dag: Dag, program: Program) -> list[set[int]]:
         wanted.discard(node)
         wanted.update(dag.deps[node])
     return frees[::-1]
-
-
-def _path(came: dict[tuple[int, int], tuple[tuple[int, int], int]], state: tuple[int, int]) -> Program:
-    runs: list[int] = []
-    while state in came:
-        state, ran = came[state]
-        if ran >= 0:
-            runs.append(ran)
-    return tuple(reversed(runs))

@@ -16,6 +16,7 @@ from holdall.planning.finish import finish, over_budget
 from holdall.simulator import simulate
 from holdall.simulator.allocators import Expandable
 from holdall.types import Plan, Planner, Problem, Schedule
+from holdall.types.layout import block_of
 from holdall.units import format_bytes
 
 _STEPS = 12  # of the search for a budget that works
@@ -101,7 +102,7 @@ def _at(problem: Problem, make: MakeAction, budget: int) -> Evict | None:
     rate = max(hardware.flops.values()) * hardware.efficiency
     base = Evict(
         budget=budget,
-        align=512 if hardware.device == "cuda" else 1,
+        align=block_of(hardware.device),
         flops=rate,
         bandwidth=hardware.bandwidth,
         overhead=hardware.overhead,

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from holdall.errors import OverBudget, unknown_name
+from holdall.types.layout import BLOCK, round_up
 from holdall.types.trace import Bytes
 from holdall.units import MiB, format_bytes
 
-MIN_BLOCK = 512
 SMALL_REQUEST = 1 * MiB  # up to here a request is served from the small pool
 SMALL_SEGMENT = 2 * MiB
 LARGE_SEGMENT = 20 * MiB  # for requests of the large pool under MIN_OWN_SEGMENT
@@ -66,7 +66,7 @@ class Ideal:
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:  # noqa: ARG002 - streams share everything here
         assert key not in self._live, f"{key} is allocated already"
-        size = -(-nbytes // self.align) * self.align
+        size = round_up(nbytes, self.align)
         if self.limit is not None and self.allocated + size > self.limit:
             raise _over(size, self.allocated, self.allocated, self.limit)
         self._live[key] = size
@@ -93,7 +93,7 @@ class Expandable(Ideal):
     SMALL = 1 / 6  # this share of it
 
     def __init__(self, *, limit: Bytes | None = None) -> None:
-        super().__init__(MIN_BLOCK, limit=None if limit is None else self.usable(limit))
+        super().__init__(BLOCK, limit=None if limit is None else self.usable(limit))
         self.order: list[tuple[int, Bytes]] = []  # what was allocated, with its size, and freed: -1; for `pages.py`
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:
@@ -167,7 +167,7 @@ class Pool:
 
     def keeps_rest(self, rest: Bytes) -> bool:
         """Whether what is left of a block after serving a request becomes a block of its own."""
-        return rest >= MIN_BLOCK if self.is_small else rest > SMALL_REQUEST
+        return rest >= BLOCK if self.is_small else rest > SMALL_REQUEST
 
 
 class Caching:
@@ -190,7 +190,7 @@ class Caching:
         if nbytes == 0:
             self._live[key] = None
             return
-        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+        size = round_up(nbytes, BLOCK)
         pool = self._pool(size <= SMALL_REQUEST, stream)
         block = pool.take(size) or self._new_segment(size, pool)
         rest = block.size - size
@@ -283,7 +283,7 @@ def segment_size(size: Bytes) -> Bytes:
         return SMALL_SEGMENT
     if size < MIN_OWN_SEGMENT:
         return LARGE_SEGMENT
-    return -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+    return round_up(size, ROUND_SEGMENT)
 
 
 def _over(asked: Bytes, allocated: Bytes, reserved: Bytes, limit: Bytes) -> OverBudget:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from holdall.simulator.allocators import (
-    MIN_BLOCK,
     MIN_OWN_SEGMENT,
     ROUND_SEGMENT,
     SMALL_REQUEST,
@@ -29,6 +28,7 @@ from holdall.simulator.allocators import (
     cut,
     join,
 )
+from holdall.types.layout import BLOCK, round_up
 from holdall.types.trace import Bytes, Seconds
 from holdall.units import PAGE, GiB, TiB
 
@@ -70,7 +70,7 @@ class Space(Pool):
         self.unmapped: list[tuple[int, Block]] = [(0, Block(0, TiB, self))]  # by address
 
     def keeps_rest(self, rest: Bytes) -> bool:
-        return rest >= MIN_BLOCK
+        return rest >= BLOCK
 
     def take(self, size: Bytes) -> Block | None:
         at = bisect_left(self.listed, (size,))
@@ -107,7 +107,7 @@ class Space(Pool):
 
     def map(self, block: Block, size: Bytes) -> Bytes:
         """Back the beginning of an unmapped block by pages; how many bytes. The rest stays as it is."""
-        taken = min(block.size, -(-size // self.page) * self.page)
+        taken = min(block.size, round_up(size, self.page))
         del self.unmapped[bisect_left(self.unmapped, (block.address,))]
         if taken < block.size:
             rest = cut(block, taken)
@@ -118,7 +118,7 @@ class Space(Pool):
         """Give back the pages that are free as a whole; how many bytes."""
         given = 0
         for _, _, block in list(self.listed):
-            first = -(-block.address // self.page) * self.page
+            first = round_up(block.address, self.page)
             end = (block.address + block.size) // self.page * self.page
             if end <= first:
                 continue
@@ -159,7 +159,7 @@ class Pages:
         if nbytes == 0:
             self.live[key] = None
             return
-        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+        size = round_up(nbytes, BLOCK)
         space = self._small if size <= SMALL_REQUEST else self._large
         block = space.take(size) or self._more(size, space)
         if space.keeps_rest(block.size - size):
@@ -189,7 +189,7 @@ class Pages:
         space.add(block)
 
     def _more(self, size: Bytes, space: Space) -> Block:
-        asked = -(-size // ROUND_SEGMENT) * ROUND_SEGMENT if size >= MIN_OWN_SEGMENT else space.page
+        asked = round_up(size, ROUND_SEGMENT) if size >= MIN_OWN_SEGMENT else space.page
         if self.reserved + asked > self.limit:
             self.halts += 1
             self.reserved -= self._small.unmap_free() + self._large.unmap_free()

@@ -21,6 +21,7 @@ from holdall.tracing.units import Updating, find_units, group_parameters
 from holdall.tracing.values.known import KnownValues, UnknownValue
 from holdall.tracing.values.recurrent import RecurrentOps
 from holdall.types import Kind
+from holdall.types.layout import block_of
 from holdall.updates.parts import clone_optimizer
 from holdall.updates.stretches import made_for
 
@@ -91,7 +92,7 @@ def record_fake_step(
         recorder.end_step()
         del held
         recorder.close()
-        ops, tensors, saves = recorder.finish(align=512 if device.type == "cuda" else 1)
+        ops, tensors, saves = recorder.finish(align=block_of(device.type))
         with recorder.quiet():
             units = find_units(list(unique), blocks, ops, tensors, updating)
     timed = recorder.trials.is_timed

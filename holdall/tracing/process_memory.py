@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch.utils._pytree import tree_leaves
 
-_BLOCK = 512  # what the allocator of a GPU rounds up to
+from holdall.types.layout import allocated_bytes
 
 
 def besides_of(
@@ -44,7 +44,7 @@ def bytes_besides(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
     if (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
         clear()
     tensors = [*_of_training(model, optimizer), *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))]
-    own = sum(-(-size // _BLOCK) * _BLOCK for size in _sizes(tensors, device.type))
+    own = sum(allocated_bytes(size, device.type) for size in _sizes(tensors, device.type))
     return max(0, torch.cuda.memory_allocated(device) - own)
 
 

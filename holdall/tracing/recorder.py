@@ -9,7 +9,7 @@ and a stand-in is made when backward asks for it: the storage then dies when the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +25,9 @@ from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
 from holdall.tracing.timing.op_timing import Trials, is_bound
 from holdall.tracing.values.known import KnownValues
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
+from holdall.types.layout import round_up
 
 _SCALAR = 8  # bytes of a loss
-StandIn = Callable[[torch.Tensor, "torch.UntypedStorage | None"], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -450,7 +450,7 @@ class Recorder(TorchDispatchMode):
                 kind=kind,
                 shape=t.shape,
                 dtype=t.dtype,
-                nbytes=-(-t.nbytes // align) * align,
+                nbytes=round_up(t.nbytes, align),
                 born=t.born,
                 freed=t.freed,
                 saved=t.saved,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from holdall.types.trace import Bytes, OpId, Save, Seconds, TensorId, TensorInfo, Trace, once_per_trace
@@ -166,13 +165,6 @@ class Schedule:
 
     def uses(self, tensor: TensorId) -> tuple[OpId, ...]:
         return self.trace.uses(tensor)
-
-    def longest_gap(self, tensor: TensorId) -> tuple[OpId, OpId]:
-        """The pair of consecutive uses with the most ops between; (last use, last use) for fewer than two uses."""
-        at = self.uses(tensor)
-        if len(at) < 2:
-            return (at[-1], at[-1]) if at else (-1, -1)
-        return max(pairwise(at), key=lambda pair: pair[1] - pair[0])
 
     def steps(self) -> Iterator[Step]:
         """Every step in order."""

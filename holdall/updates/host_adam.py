@@ -104,12 +104,6 @@ def is_exact() -> bool:
     return _choose().is_exact
 
 
-def warm(threads: int) -> None:
-    """Do now what the first update would wait for: compiling and loading, and starting torch's threads in this thread."""
-    arrays = host_native.examples(torch.bfloat16, torch.bfloat16, [max(threads, 1) << 16])
-    _choose().step(arrays, Rule(1e-3, 0.9, 0.999, 1e-8, 0.0, True, False, 1.0), threads)
-
-
 def _gather(
     params32: Sequence[Tensor],
     exp_avg: Sequence[Tensor],

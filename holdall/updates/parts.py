@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from holdall.types.layout import PIECE
+
 Groups = list[dict[str, Any]]
 
 ELEMENTWISE = frozenset(  # rules that look at each element alone
@@ -20,7 +22,6 @@ ELEMENTWISE = frozenset(  # rules that look at each element alone
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 _WHOLE = frozenset({torch.optim.LBFGS})  # rules that look at all parameters at once
-PIECE = 1 << 26  # elements updated at a time where a gradient must be widened first: bounds what that takes
 
 
 def clone_optimizer(

@@ -22,8 +22,9 @@ import pytest
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.checkmate.ilp import Mip, least, relax, round_lp, solve
 from holdall.planning import highs
-from holdall.planning.dag import Dag, fits, replay, shortest, uniform
+from holdall.planning.dag import Dag, fits, replay, uniform
 from holdall.planning.stages import Limits, complete, everything, greedy, in_stages, ruled
+from holdall.testing.oracles import shortest
 
 pytest.importorskip("scipy")
 

@@ -14,9 +14,10 @@ from holdall.errors import Infeasible, OverBudget
 from holdall.runtime.eviction.evictor import Evictor
 from holdall.runtime.eviction.handle import Handle
 from holdall.runtime.eviction.pool import Pool
-from holdall.runtime.eviction.replay import Call, Free, play, uniform_chain
+from holdall.runtime.eviction.replay import Call, Free, play
 from holdall.runtime.eviction.room import Room
 from holdall.runtime.eviction.scores import GRID, NAMED
+from holdall.testing.oracles import uniform_chain
 from holdall.testing.worlds import Convnet, chain, machine
 
 # the policy, on steps that are written down

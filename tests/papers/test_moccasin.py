@@ -16,8 +16,9 @@ import pytest
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.checkmate import ilp
 from holdall.planners.moccasin.cp import solve
-from holdall.planning.dag import Dag, fits, replay, shortest, uniform
+from holdall.planning.dag import Dag, fits, replay, uniform
 from holdall.planning.stages import Limits, greedy
+from holdall.testing.oracles import shortest
 
 pytest.importorskip("ortools")
 

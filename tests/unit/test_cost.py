@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdall.cost.link import copy_seconds
 from holdall.cost.roofline import cost_trace, families, family_of, op_seconds
-from holdall.cost.table import build_curves, measured_rate, merge_tables, rate_at
+from holdall.cost.table import build_curves, merge_tables, rate_at
 from holdall.errors import InvalidInput
 from holdall.simulator.clock import Clock
 from holdall.types import Hardware, Op, Phase, Rate, Site, Tier, Trace
@@ -251,11 +251,6 @@ def test_a_later_table_replaces_the_points_it_measured_again():
     old = [Rate(family="matmul", dtype="float32", work=w, rate=1.0) for w in (1.0, 2.0)]
     new = [Rate(family="matmul", dtype="float32", work=2.0, rate=5.0)]
     assert [(p.work, p.rate) for p in merge_tables(old, new)] == [(1.0, 1.0), (2.0, 5.0)]
-
-
-def test_the_overhead_comes_off_a_timing_but_never_more_than_half_of_it():
-    assert measured_rate("matmul", "float32", 90, 10.0, overhead=1.0).rate == 10.0
-    assert measured_rate("matmul", "float32", 90, 10.0, overhead=9.0).rate == 18.0
 
 
 # ops

@@ -338,7 +338,6 @@ def test_it_is_compiled_once_for_all_processes(nothing_chosen, monkeypatch, tmp_
     assert 1 <= len(libraries) <= 2 and {library.suffix for library in libraries} == {".so"}
     monkeypatch.setattr(host_adam, "_chosen", None)
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("compiled again"))
-    host_adam.warm(2)
     assert host_adam.backend().startswith("native")
 
 

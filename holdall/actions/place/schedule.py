@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from holdall.actions.place.updates import Placed, Updates, waited
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
+from holdall.types.layout import ALIGN, allocated_bytes, flat_bytes, round_up
 from holdall.types.trace import OpId, TensorId, once_per_trace
-from holdall.units import ALIGN
 
 if TYPE_CHECKING:
     from holdall.actions.place import Place
@@ -170,7 +170,7 @@ class _Rewrite(Updates):
         if swapped:  # one flat piece, each tensor at a boundary
             for x in unit.weights:
                 info = schedule.info(x)
-                schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
+                schedule.added[x] = replace(info, nbytes=round_up(info.nbytes, ALIGN))
         if placed.cast and placed.block is not None:
             for x in unit.weights:
                 schedule.added[x] = replace(schedule.info(x), born=placed.block.first)
@@ -185,9 +185,9 @@ class _Rewrite(Updates):
             schedule.start[x] = self.far
             info = schedule.info(x)
             if placed.update == "through" and info.shape:  # in one chunk, each at a boundary; counters stay where they are
-                schedule.added[x] = replace(info, nbytes=-(-info.nbytes // ALIGN) * ALIGN)
+                schedule.added[x] = replace(info, nbytes=round_up(info.nbytes, ALIGN))
         like = self.trace.tensors[unit.weights[0]]
-        grads = sum(-(-self.trace.tensors[g].nbytes // ALIGN) * ALIGN for g in unit.grads)
+        grads = flat_bytes(self.trace.tensors[g].nbytes for g in unit.grads)
         weights = sum(schedule.info(x).nbytes for x in unit.weights)
         homes: tuple[TensorId, ...] = ()
         if placed.streamed:  # what is fetched lies in the farther tier for good
@@ -206,7 +206,7 @@ class _Rewrite(Updates):
                 self._there(buffer[0])
             self.units[unit.id] = replace(placed, buffer=buffer, homes=homes)
             if self.is_ahead(placed):
-                values = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in unit.states)
+                values = flat_bytes(self.trace.tensors[x].nbytes for x in unit.states)
                 self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))
 
     def _accumulated(self, unit: Unit, tier: str) -> None:
@@ -320,9 +320,7 @@ class _Rewrite(Updates):
 
     def _norms(self, unit: Unit) -> Run:
         """One number per gradient, for whoever clips."""
-        size = 4 * len(unit.grads)
-        if self.hardware.device == "cuda":
-            size = -(-size // 512) * 512
+        size = allocated_bytes(4 * len(unit.grads), self.hardware.device)
         norms = self.schedule.add(self.trace.tensors[unit.grads[0]], name=f"{unit.name}: norms", kind=Kind.TEMP, nbytes=size)
         self.schedule.holds[norms] = [(self.end, 0)]
         moved = sum(self.trace.tensors[g].nbytes for g in unit.grads)

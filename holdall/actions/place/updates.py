@@ -10,15 +10,14 @@ from holdall.cost.link import IN, OUT, link_rate
 from holdall.cost.updates import host_seconds
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Unit, Wait
+from holdall.types.layout import flat_bytes, update_slot_bytes, widened_bytes
 from holdall.types.trace import OpId, TensorId
-from holdall.units import ALIGN
 
 if TYPE_CHECKING:
     from holdall.actions.place import Place
 
 _BESIDE_OLD = 1.2  # of the time of an update in place, for one in backward: old values stay, and it has fewer threads
 _WEIGHTS_FIRST = 0.69  # likewise, for one that makes the new weights alone
-_PIECE = 1 << 26  # parameters whose gradients are widened at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +193,15 @@ class Updates:
         for p in passing:
             weights = sum(self.schedule.info(x).nbytes for x in p.unit.weights)
             grads = sum(self.schedule.info(x).nbytes for x in p.buffer)
-            states = sum(-(-self.trace.tensors[x].nbytes // ALIGN) * ALIGN for x in p.unit.states)
-            homes = 0 if self.is_narrow else weights
-            wide = 4 * min(_PIECE, p.unit.numel) if self.is_narrow else 0
-            staged = weights if p.streamed and self.is_narrow else 0
-            sizes.append((states + homes + grads + staged + max(wide, p.unit.workspace), p))
+            widened = widened_bytes(p.unit.numel) if self.is_narrow else 0
+            needed = update_slot_bytes(
+                states=flat_bytes(self.trace.tensors[x].nbytes for x in p.unit.states),
+                masters=0 if self.is_narrow else weights,
+                grads=grads,
+                staged=weights if p.streamed and self.is_narrow else 0,
+                workspace=max(widened, p.unit.workspace),
+            )
+            sizes.append((needed, p))
         size, largest = max(sizes, key=lambda s: s[0])
         like = self.trace.tensors[largest.unit.weights[0]]
         return self.schedule.add(like, name="room for updates", kind=Kind.TEMP, nbytes=size, born=0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdall.types.layout import round_up
 from holdall.types.trace import Bytes
 
 Cost = Callable[["Piece"], "float | None"]  # None: it must stay
@@ -47,7 +48,7 @@ class Arena:
             at = at.after
 
     def rounded(self, size: Bytes) -> Bytes:
-        return max(1, -(-size // self.align)) * self.align
+        return max(self.align, round_up(size, self.align))
 
     # holes
 

@@ -14,6 +14,7 @@ import torch
 from holdall.ops import count_flops
 from holdall.runtime.eviction.arguments import tensors_in
 from holdall.runtime.eviction.storages import Rates
+from holdall.types.layout import round_up
 
 _REMEMBERED = 8192
 
@@ -80,7 +81,7 @@ class Outlook:
             self._sizes[key] = sizes
 
     def rounded(self, size: int) -> int:
-        return -(-size // self._align) * self._align
+        return round_up(size, self._align)
 
     def cost(self, key: Any, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         """By the policy's clock."""

@@ -20,8 +20,6 @@ from holdall.runtime.eviction.storages import Maker, Storage
 from holdall.types.trace import Bytes
 from holdall.units import format_bytes
 
-DEAD = ("ignore", "eager", "banish")
-
 
 class Driver(Protocol):
     def rerun(self, maker: Maker, consumes: bool) -> None:
@@ -39,7 +37,6 @@ class Counts:
 
     evictions: int = 0
     scored: int = 0  # storages looked at while choosing
-    misses: int = 0  # requests that needed an eviction
     reruns: int = 0
     useful: float = 0  # cost of ops run for the first time
     again: float = 0  # cost of ops run again

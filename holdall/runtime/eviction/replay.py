@@ -120,19 +120,3 @@ class Player:
 
     def _values(self, keys: Iterable[Key]) -> list[Storage]:
         return [self.values[key] for key in keys if key in self.values]
-
-
-def uniform_chain(n: int) -> list[Call | Free]:
-    """The experiment of DTR's simulator: n layers of cost and size 1, then their gradients, each freeing what it was the last
-    to need."""
-    program: list[Call | Free] = []
-    for i in range(n):
-        program.append(Call(reads=(("f", i - 1),) if i else (), writes=((("f", i), 1),), label="forward"))
-    program.append(Free(key=("f", n - 1)))
-    program.append(Call(writes=((("g", n - 1), 1),), label="gradient"))
-    for i in range(n - 2, -1, -1):
-        program.append(Free(key=("f", i)))
-        reads: Sequence[Key] = [*([("f", i - 1)] if i else []), ("g", i + 1)]
-        program.append(Call(reads=tuple(reads), writes=((("g", i), 1),), label="gradient"))
-        program.append(Free(key=("g", i + 1)))
-    return program

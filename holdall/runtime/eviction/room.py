@@ -37,7 +37,6 @@ class Room:
         need = sum(sizes)
         if pool.live + need <= pool.budget:
             return True
-        pool.counts.misses += 1
         while pool.live + need > pool.budget:
             chosen = self.choose(pool)
             if chosen is None:
@@ -112,12 +111,10 @@ class _Addressed(Room):
 
     def make(self, pool: Pool, sizes: Sequence[Bytes], label: str) -> bool:
         self.settle()
-        missed = False
         for size in sizes:
             if not self._has_address(size):
                 continue
             if self.arena.largest() < self.arena.rounded(size):
-                missed = True
                 self.arena.note_miss()
                 if not self._clear(pool, self.arena.rounded(size)):
                     return False
@@ -126,12 +123,10 @@ class _Addressed(Room):
             self._aside.append(piece)
         need = sum(sizes)
         while pool.live + need > pool.budget:
-            missed = True
             chosen = self.choose(pool)
             if chosen is None:
                 return False
             pool.evict(chosen)
-        pool.counts.misses += missed
         return True
 
     def _clear(self, pool: Pool, size: Bytes) -> bool:

@@ -24,7 +24,7 @@ from holdall.runtime.states.weight_slots import Slots
 from holdall.tiers import Keeper, Ticket
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
-from holdall.units import ALIGN
+from holdall.types.layout import ALIGN, round_up
 
 RESIDENT, STREAMED = "resident", "streamed"
 DEVICE, HOST, THROUGH = "device", "host", "through"
@@ -93,7 +93,7 @@ class Layout:
         for pattern in patterns:
             places.append((end, pattern))
             size = pattern[2].itemsize * math.prod(pattern[0])
-            end = -(-(end + size) // ALIGN) * ALIGN
+            end = round_up(end + size, ALIGN)
         return Layout(tuple(places), end)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:

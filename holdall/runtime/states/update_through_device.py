@@ -18,7 +18,7 @@ from holdall.runtime.states.updates import Order, Updater
 from holdall.tiers import Keeper, Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
-from holdall.updates.parts import PIECE
+from holdall.types.layout import update_slot_bytes, widened_bytes
 
 
 @dataclass(slots=True)
@@ -77,9 +77,13 @@ class UpdateViaDevice:
     def through_bytes(self, unit: PlacedUnit, grads: Layout) -> int:
         """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
         chunk = self._chunks[unit.name]
-        wide = min(PIECE * 4, 4 * sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0
-        staged = unit.layout.nbytes if unit.is_streamed and unit.is_narrow else 0
-        return chunk.layout.nbytes + grads.nbytes + staged + wide
+        return update_slot_bytes(
+            states=chunk.layout.nbytes,  # masters are in the same chunk
+            masters=0,
+            grads=grads.nbytes,
+            staged=unit.layout.nbytes if unit.is_streamed and unit.is_narrow else 0,
+            workspace=widened_bytes(sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0,
+        )
 
     def adopt(self, unit: PlacedUnit) -> None:
         """Move a unit's homes and states into one chunk. A step may have added to the states, the first one makes them, or
