@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from holdall.runtime.harness import Harness
 from holdall.types import Block, Hardware, Kind, Op, Phase, Save, Site, TensorInfo, Tier, Trace
 
 
@@ -259,3 +260,13 @@ def family(name: str, *, padded: bool = False) -> tuple[nn.Module, Any]:
             mask[0, -5:] = 0
             batch["attention_mask"] = mask
     return model.train(), batch
+
+
+def far_used(harness: Harness) -> int:
+    """Bytes in the farther tier of a harness; 0 where its plan uses none."""
+    return harness.store.used if harness.store is not None else 0
+
+
+def far_peak(harness: Harness) -> int:
+    """The most bytes that were in the farther tier of a harness; 0 where its plan uses none."""
+    return harness.store.peak if harness.store is not None else 0

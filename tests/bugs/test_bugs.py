@@ -14,10 +14,8 @@ from holdall.actions.recompute import Recompute
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.runtime.activations.recompute import Made, Result, Segment
-from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for, train
-from holdall.testing.worlds import family, machine
-from holdall.tiers.far import Far
+from holdall.testing.worlds import family, far_peak, far_used, machine
 
 WIDTH = 32
 
@@ -59,7 +57,7 @@ def same_under(model, batch, choose, *, steps=3):
     plan = finish(Nop(), problem_for(trace), choose(trace))
     assert plan.actions
     gc.collect()
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         got = loop(model, optimizer)
     assert got == expected
     mine, theirs = model.state_dict(), reference.state_dict()
@@ -217,8 +215,8 @@ def test_an_offloaded_block_that_saves_its_own_output(overlap, which):
         return [Offload.of(trace, b, overlap=overlap) for b in [b for b in trace.blocks if b.saves][which]]
 
     harness = same_under(model, (torch.randn(8, WIDTH),), choose)
-    assert harness.store.peak == harness.plan.predicted.peak["far"]
-    assert harness.store.used == 0
+    assert far_peak(harness) == harness.plan.predicted.peak["far"]
+    assert far_used(harness) == 0
 
 
 # a segment was run again before the weights of its first blocks had come back
@@ -243,7 +241,7 @@ def test_narrow_parameters_on_the_host_are_updated_by_their_own_optimizer():
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
     trace = holdall.trace(model, batch, optimizer=optimizers[0])
     plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="host", when="spill")])
-    with Harness(plan, model, optimizers[0], store=Far()):
+    with holdall.apply(plan, model, optimizers[0]):
         for trained, optimizer in zip((model, reference), optimizers, strict=True):
             for _ in range(3):
                 trained(batch).backward()
@@ -261,7 +259,7 @@ def test_a_stay_ends_with_the_last_of_its_own_moments_not_of_all():
     trace = holdall.trace(model, batch, optimizer=optimizer)
     blocks = [b for b in trace.blocks if b.saves and b.backward is not None]
     plan = finish(Nop(), problem_for(trace), [Offload.of(trace, b, overlap=False) for b in blocks])
-    with Harness(plan, model, optimizer, store=Far(), enforce=False) as harness:
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         train(model, batch, optimizer, 2)
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
 

@@ -15,13 +15,11 @@ from holdall.actions.compress import SIGN, Compress, codable, key_of, numel_of
 from holdall.codecs import Group
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.actnn import Actnn, allocate_bits
-from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.sensitivity import coded, measure_sensitivity
-from holdall.testing.worlds import machine
-from holdall.tiers.far import Far
+from holdall.testing.worlds import far_peak, machine
 from holdall.tracing.step import default_loss
 
 ALLOW = ["compress", "recompute", "offload"]
@@ -49,7 +47,7 @@ def gradients(name, plan):
     torch.manual_seed(1)
     with ExitStack() as stack:
         if plan is not None:
-            stack.enter_context(Harness(plan, model, None, store=Far(), enforce=False))
+            stack.enter_context(holdall.apply(plan, model, None, enforce=False))
         loss = default_loss(model, batch)
         loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()]).double(), loss.item()
@@ -222,10 +220,10 @@ def test_predicted_and_measured_peaks_are_the_same_bytes(level):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = planned("tied", level=level, sensitivity=sensitivity("tied"))
     gc.collect()
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer, 2)
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
-    assert harness.store.peak == plan.predicted.peak.get("far", 0)
+    assert far_peak(harness) == plan.predicted.peak.get("far", 0)
 
 
 # GACT

@@ -23,12 +23,10 @@ from holdall.planners.pofo.program import Link, Segment, solve
 from holdall.planners.rotor.table import Stage, Table
 from holdall.planning.finish import finish
 from holdall.planning.menus import make_menus
-from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import UNLIMITED, traced, train
 from holdall.testing.worlds import chain, machine
-from holdall.tiers.far import Far
 from holdall.types import Problem
 
 NEVER = float("inf")
@@ -409,7 +407,7 @@ def assert_runs_as_planned(plan, stack):
     model.zero_grad(set_to_none=True)
     x.grad = None
     gc.collect()
-    with Harness(plan, model, None, store=Far()) as harness:
+    with holdall.apply(plan, model, None) as harness:
         torch.manual_seed(1)
         got = model(x)
         got.backward()
@@ -477,7 +475,7 @@ def test_a_real_model_trains_to_the_same_weights_within_the_budget(name, overlap
     plan = Pofo()(problem_on(trace, machine(overlap=overlap), budget))
     assert plan.actions
     gc.collect()
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         assert train(model, batch, optimizer) == expected
     mine, theirs = model.state_dict(), reference.state_dict()
     assert all(torch.equal(mine[k], theirs[k]) for k in theirs)

@@ -25,11 +25,9 @@ from holdall.errors import HoldallError, InvalidInput, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.registry import member_class
-from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import Layer, differences, place_of
 from holdall.testing.worlds import machine
-from holdall.tiers.far import Far
 
 
 class Net(torch.nn.Module):
@@ -147,7 +145,7 @@ def under(place, run):
         return nullcontext()
     with my_numbers():  # the plan may have been made already or not
         plan = plan_of(place)
-    return Harness(plan, run.model, run.optimizer, store=Far(), enforce=False)
+    return holdall.apply(plan, run.model, run.optimizer, enforce=False)
 
 
 @cache

@@ -23,7 +23,6 @@ from holdall.planners.auto import Auto
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.planning.to_programs import by_programs
-from holdall.runtime.harness import Harness
 from holdall.runtime.programs import compiled
 from holdall.runtime.programs.capture import capture, tensors_of
 from holdall.runtime.programs.compiled import Compiler
@@ -31,7 +30,6 @@ from holdall.runtime.programs.fx_function import Half
 from holdall.runtime.programs.runner import Program
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import family, machine
-from holdall.tiers.far import Far
 from holdall.types.program import lazily
 
 
@@ -73,7 +71,7 @@ def run_both(model, batch, plan, *, backend, steps=2):
     reference = copy.deepcopy(model)
     expected = train(reference, batch, adamw(reference), steps)
     optimizer = adamw(model)
-    with Harness(plan, model, optimizer, store=Far(), backend=backend) as harness:
+    with holdall.apply(plan, model, optimizer, compile=backend or False) as harness:
         got = train(model, batch, optimizer, steps)
     same = all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
     return got == expected and same, harness, (got, expected)
@@ -172,7 +170,7 @@ def test_an_embedding_whose_gradient_is_added_to_that_of_a_head_in_pieces_is_no_
     programmed = {a.block for a in plan.actions if isinstance(a, Reschedule)}
     assert {"transformer.h.0", "transformer.ln_f"} < programmed and "transformer.wte" not in programmed
     optimizer = adamw(model)
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer, 1)
     assert not [note for note in harness.notes if "as a whole" in note]
 

@@ -22,8 +22,7 @@ from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
-from holdall.testing.worlds import family, machine
-from holdall.tiers.far import Far
+from holdall.testing.worlds import family, far_peak, far_used, machine
 from holdall.tracing import trace_step
 from holdall.tracing.step import default_loss
 from holdall.types import Plan
@@ -177,9 +176,9 @@ def run(name, actions, steps=2):
     model, batch, optimizer, trace = fresh(name)
     plan = finish(Nop(), problem_for(trace), actions)
     gc.collect()
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         losses = train(model, batch, optimizer, steps)
-        assert harness.store.used == 0
+        assert far_used(harness) == 0
     return harness, plan, losses
 
 
@@ -187,7 +186,7 @@ def gradients(name, actions):
     """Of one step, as one vector."""
     model, batch, _, trace = fresh(name)
     torch.manual_seed(1)
-    with Harness(finish(Nop(), problem_for(trace), actions), model, None, store=Far(), enforce=False):
+    with holdall.apply(finish(Nop(), problem_for(trace), actions), model, None, enforce=False):
         default_loss(model, batch).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -222,7 +221,7 @@ def exact_gradients(name):
 def test_every_block_compressed_has_the_predicted_peak_and_the_forward_of_plain_training(name, options):
     harness, plan, losses = run(name, everywhere(world(name)[3], **options))
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
-    assert harness.store.peak == plan.predicted.peak.get("far", 0)
+    assert far_peak(harness) == plan.predicted.peak.get("far", 0)
     assert harness.step_peaks[-1] < plain(name)[0].step_peaks[-1]
     assert losses[0] == plain(name)[2][0]  # before any update: the same bits
     assert harness.notes == []
@@ -306,10 +305,10 @@ def test_a_language_model_of_hugging_face_has_the_predicted_peak():
     problem = problem_for(cost_trace(trace_step(model, batch), machine()))
     plan = finish(Nop(), problem, everywhere(problem.trace, bits=3, swap=True, overlap=True))
     gc.collect()
-    with Harness(plan, model, None, store=Far()) as harness:
+    with holdall.apply(plan, model, None) as harness:
         default_loss(model, batch).backward()
     assert harness.step_peaks == [plan.predicted.peak["cpu"]]
-    assert harness.store.peak == plan.predicted.peak["far"]
+    assert far_peak(harness) == plan.predicted.peak["far"]
     assert harness.step_peaks[0] < 0.6 * simulate(problem, []).peak["cpu"]
 
 
@@ -325,7 +324,7 @@ def test_the_result_of_a_relu_is_kept_as_signs_where_only_they_are_asked_for():
 def test_backward_may_be_run_twice():
     model, batch, optimizer, trace = fresh("twice")
     plan = finish(Nop(), problem_for(trace), everywhere(trace, bits=8))
-    with Harness(plan, model, optimizer, store=Far(), enforce=False):
+    with holdall.apply(plan, model, optimizer, enforce=False):
         loss = default_loss(model, batch)
         loss.backward(retain_graph=True)
         once = [p.grad.clone() for p in model.parameters()]
@@ -339,7 +338,7 @@ def test_another_shape_is_noticed_and_its_forward_stays_exact():
     plan = finish(Nop(), problem_for(trace), everywhere(trace, bits=8))
     batch = (torch.randint(0, 64, (3, 11)),)
     expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3), 1)
-    with Harness(plan, model, optimizer, store=Far(), enforce=False) as harness:
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         assert train(model, batch, optimizer, 1) == expected
     assert harness.notes
 

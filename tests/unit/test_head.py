@@ -14,19 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
+import holdall
 from holdall.actions.head import Head
 from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.runtime.head import chunked_loss
 from holdall.runtime.head.chunked_loss import Asked, chunked_cross_entropy
 from holdall.runtime.head.lazy_logits import LazyLogits, chunk_head, head_of, rows_for
 from holdall.simulator import lower
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import chain, machine
-from holdall.tiers.far import Far
 from holdall.tracing import trace_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")
@@ -166,7 +165,7 @@ def test_the_trace_of_a_chunked_head_predicts_its_peak(name):
         trace = cost_trace(trace_step(model, batch, optimizer=optimizer), machine())
         plan = finish(Nop(), problem_for(trace), [])
         gc.collect()
-        with Harness(plan, model, optimizer, store=Far()) as harness:
+        with holdall.apply(plan, model, optimizer) as harness:
             train(model, batch, optimizer)
         undo()
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]

@@ -25,10 +25,8 @@ from holdall.optim.galore import GaLore
 from holdall.optim.lomo import Lomo
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.testing.contracts import fingerprint, problem_for, train
 from holdall.testing.worlds import Tied, _Layer, family, machine
-from holdall.tiers.far import Far
 from holdall.tracing import trace_step
 from holdall.tracing.step import default_loss
 from holdall.types import Plan, Problem
@@ -84,7 +82,7 @@ def both(name, make, choose=lambda trace: [], *, reference=None):
     plan, plain = decide(posed, others), finish(Nop(), posed, others)
     expected = train(twin, batch, (reference or make)(twin))
     gc.collect()
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         got = train(model, batch, optimizer)
     mine, theirs = model.state_dict(), twin.state_dict()
     same = got == expected and all(torch.equal(mine[k], theirs[k]) for k in theirs)
@@ -162,7 +160,7 @@ def test_held_gradients_are_clipped_as_the_loop_would_and_counted_to_the_byte(na
     expected, norms = clipped(twin, batch, make(twin), accumulate=accumulate)
     gc.collect()
     found = []
-    with Harness(plan, model, mine, store=Far()) as harness:
+    with holdall.apply(plan, model, mine) as harness:
         mine.register_step_post_hook(lambda *_: found.append(harness.updates.norm.item()))
         losses, _ = clipped(model, batch, mine, accumulate=accumulate, limit=None)
     assert losses == expected
@@ -197,7 +195,7 @@ def test_the_norm_and_updates_after_backward_are_counted_to_the_byte(layers, wid
     optimizer = OPTIMIZERS[name](model)
     plan = decide(replace(problem(model, batch, optimizer), clips=True), max_norm=LIMIT)
     assert where in plan.predicted.peak_where
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer)
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
 
@@ -210,10 +208,10 @@ def test_a_plan_with_a_norm_takes_lomo_if_it_holds_gradients_for_the_same():
     expected, _ = clipped(twin, batch, torch.optim.SGD(twin.parameters(), lr=1e-2))
     for options in ({}, {"clip_grad_norm": 1.0, "clip": "hold"}, {"clip_grad_norm": LIMIT, "clip": "hold", "accumulate": 2}):
         with Lomo(model.parameters(), lr=1e-2, **options) as optimizer, pytest.raises(InvalidInput, match="does not hold"):
-            Harness(plan, model, optimizer, store=Far())
+            holdall.apply(plan, model, optimizer)
     with (
         Lomo(model.parameters(), lr=1e-2, clip_grad_norm=LIMIT, clip="hold") as optimizer,
-        Harness(plan, model, optimizer, store=Far()) as harness,
+        holdall.apply(plan, model, optimizer) as harness,
     ):
         assert train(model, batch, optimizer) == expected
     assert abs(harness.step_peaks[-1] - plan.predicted.peak["cpu"]) <= 8  # numbers of its own
@@ -232,7 +230,7 @@ def test_a_plan_for_sgd_takes_lomo_as_it_is():
     twin = copy.deepcopy(model)
     plan = decide(problem(model, batch, torch.optim.SGD(model.parameters(), lr=1e-2)))
     expected = train(twin, batch, torch.optim.SGD(twin.parameters(), lr=1e-2))
-    with Lomo(model.parameters(), lr=1e-2) as optimizer, Harness(plan, model, optimizer, store=Far()) as harness:
+    with Lomo(model.parameters(), lr=1e-2) as optimizer, holdall.apply(plan, model, optimizer) as harness:
         assert train(model, batch, optimizer) == expected
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
 
@@ -242,7 +240,7 @@ def test_leaving_restores_everything():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     plan = decide(problem(model, batch, optimizer))
     before = fingerprint(model, optimizer)
-    with Harness(plan, model, optimizer, store=Far()):
+    with holdall.apply(plan, model, optimizer):
         assert fingerprint(model, optimizer) != before
     assert fingerprint(model, optimizer) == before
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
@@ -266,7 +264,7 @@ def test_a_loop_that_clips_is_refused_with_what_each_way_out_costs():
 def test_a_loop_that_clips_all_the_same_is_told_so():
     model, batch = world("small")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Harness(decide(problem(model, batch, optimizer)), model, optimizer, store=Far()):
+    with holdall.apply(decide(problem(model, batch, optimizer)), model, optimizer):
         model(*batch).backward()
         with pytest.raises(Unsupported, match="this gradient is gone"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -283,10 +281,10 @@ def test_what_cannot_be_combined_is_refused():
     with pytest.raises(Unsupported, match="no update"):
         decide(problem(model, batch, None))
     with pytest.raises(Unsupported, match="no optimizer"):
-        Harness(decide(posed), model, None, store=Far())
+        holdall.apply(decide(posed), model, None)
     rescheduled = [Reschedule.samples(posed.trace)[0]]
     with pytest.raises(InvalidInput, match="run op by op"):
-        Harness(finish(Nop(), posed, [*rescheduled, InBackward()]), model, optimizer, store=Far())
+        holdall.apply(finish(Nop(), posed, [*rescheduled, InBackward()]), model, optimizer)
 
 
 def test_where_copies_are_computed_with_it_is_place():
@@ -301,7 +299,7 @@ def test_where_copies_are_computed_with_it_is_place():
     with pytest.raises(Unsupported, match="copies of its parameters"):
         finish(Nop(), posed, [InBackward()])
     plan = decide(posed)
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer)
     said, seen = plan.predicted.peak["cpu"], harness.step_peaks[-1]
     assert 0 <= said - seen < 0.01 * said  # `place` counts norms that updates in backward do not take

@@ -12,10 +12,8 @@ import holdall
 from holdall.errors import Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import Layer, differences, place_of
-from holdall.tiers.far import Far
 
 pytestmark = pytest.mark.usefixtures("no_modes_left", "slow_host")
 
@@ -91,7 +89,7 @@ def run(loop, make, optimize, place=None):
     if place == "fit":
         harness = holdall.fit(model, optimizer, ids(), budget="1MiB", planner="zero_offload", overlap=True)
     else:
-        harness = Harness(planned(make, optimize, place), model, optimizer, store=Far(), enforce=False)
+        harness = holdall.apply(planned(make, optimize, place), model, optimizer, enforce=False)
     with harness:
         seen = loop(model, optimizer)
         inside = states(model, optimizer)
@@ -173,7 +171,7 @@ def test_leaving_keeps_gradients_that_no_optimizer_knows(place):
         if where is None:
             loop(model, optimizer)
         else:
-            with Harness(planned(net, of_matrices, where), model, optimizer, store=Far(), enforce=False):
+            with holdall.apply(planned(net, of_matrices, where), model, optimizer, enforce=False):
                 loop(model, optimizer)
         seen.append([p.grad.clone() for p in model.parameters()])
     assert differences(seen[1], seen[0]) == []
@@ -458,7 +456,7 @@ def test_averages_by_hand_and_back(place):
 def test_a_parameter_that_is_replaced_is_refused(place):
     model = net()
     optimizer = of_all(model)
-    with Harness(planned(net, of_all, place), model, optimizer, store=Far(), enforce=False) as harness:
+    with holdall.apply(planned(net, of_all, place), model, optimizer, enforce=False) as harness:
         steps(model, optimizer, 0, 1)
         unit = next(u for u in harness.engine.units if any(m.is_swapped for m in u.members))
         slots, name = next(m for m in unit.members if m.is_swapped).slots[0]
@@ -474,7 +472,7 @@ def test_a_parameter_that_is_replaced_is_refused(place):
 def test_a_parameter_of_another_type_is_refused(place):
     model = net()
     optimizer = of_all(model)
-    with Harness(planned(net, of_all, place), model, optimizer, store=Far(), enforce=False):
+    with holdall.apply(planned(net, of_all, place), model, optimizer, enforce=False):
         steps(model, optimizer, 0, 1)
         with pytest.raises(Unsupported, match="cannot become") as refused:
             model.double()
@@ -581,7 +579,7 @@ def test_closing_between_forward_and_backward_says_so_and_loses_nothing(place):
     if place == "fit":
         harness = holdall.fit(model, optimizer, ids(), budget="1MiB", planner="zero_offload", overlap=True)
     else:
-        harness = Harness(planned(net, of_all, place), model, optimizer, store=Far(), enforce=False)
+        harness = holdall.apply(planned(net, of_all, place), model, optimizer, enforce=False)
     seen = steps(model, optimizer, 0, 2)
     loss = model(ids(7))
     harness.close()

@@ -16,11 +16,9 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.planning.segments import runs
-from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
-from holdall.testing.worlds import chain
-from holdall.tiers.far import Far
+from holdall.testing.worlds import chain, far_peak, far_used
 from holdall.types import Plan
 from holdall.types.program import Nest
 
@@ -79,13 +77,13 @@ def test_any_nesting_gives_the_same_bits_and_the_predicted_peak(name):
         model.load_state_dict(start)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         gc.collect()
-        with Harness(plan, model, optimizer, store=Far()) as harness:
+        with holdall.apply(plan, model, optimizer) as harness:
             losses = train(model, batch, optimizer, 2)
         assert losses == expected, actions
         assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items()), actions
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"], actions
-        assert harness.store.peak == plan.predicted.peak.get("far", 0), actions
-        assert harness.store.used == 0
+        assert far_peak(harness) == plan.predicted.peak.get("far", 0), actions
+        assert far_used(harness) == 0
         assert harness.notes == []
 
 
@@ -135,7 +133,7 @@ def test_blocks_run_once_more_for_every_segment_around_them():
     gc.collect()
     gc.disable()
     try:
-        with Harness(plan, model, None, store=Far()) as harness:
+        with holdall.apply(plan, model, None) as harness:
             torch.manual_seed(1)
             loss = model(x)
             held = harness.ledger.live
@@ -160,7 +158,7 @@ def test_what_a_block_returns_goes_when_the_blocks_that_take_it_are_over():
     for only, part in (((0, 1), blocks[:3]), ((1,), blocks[4:])):
         inner = [Inner(blocks=tuple(b.name for b in part))]
         plan = finish(Nop(), problem_for(trace), [Recompute.of(trace, blocks, only=only, inner=inner)])
-        with Harness(plan, model, optimizer, store=Far()) as harness:
+        with holdall.apply(plan, model, optimizer) as harness:
             train(model, batch, optimizer, 2)
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
 
@@ -246,7 +244,7 @@ def test_an_abandoned_replay_leaves_no_tensor_behind():
         raise KeyboardInterrupt
 
     gc.collect()
-    with Harness(plan, model, None, store=Far()) as harness:
+    with holdall.apply(plan, model, None) as harness:
         before = harness.ledger.live
         outputs = []
         handle = model.layers[1].register_forward_hook(lambda m, a, out: outputs.append(out) if not outputs else None)
@@ -312,7 +310,7 @@ def test_a_kept_op_that_draws_leaves_the_same_masks_to_those_after_it():
     reference(x).backward()
     names = tuple(b.name for b in trace.blocks)
     action = Recompute.of(trace, trace.blocks, ["aten.native_dropout.default#0"], inner=[Inner(blocks=names[:1])])
-    with Harness(finish(Nop(), problem_for(trace), [action]), model, None, store=Far()) as harness:
+    with holdall.apply(finish(Nop(), problem_for(trace), [action]), model, None) as harness:
         torch.manual_seed(1)
         model(x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))

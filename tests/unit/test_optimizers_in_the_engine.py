@@ -17,10 +17,8 @@ from holdall.optim.flora import Flora
 from holdall.optim.galore import GaLore
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import family, machine
-from holdall.tiers.far import Far
 from holdall.types import Kind
 
 MADE = {
@@ -75,7 +73,7 @@ def test_states_pass_through_the_device_and_nothing_of_them_stays(kind, when):
     model, batch = family("tied")
     optimizer = PASSING[kind](model)
     plan = finish(Nop(), replace(problem_for(trace), clips=False), [Place.all(trace, update="through", when=when)])
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         losses = train(model, batch, optimizer, 5)
     assert losses == expected
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
@@ -105,7 +103,7 @@ def test_states_of_another_rank_are_loaded_where_others_pass_through_the_device(
         return seen
 
     expected = loop(reference, plain)
-    with Harness(plan, model, optimizer, store=Far()):
+    with holdall.apply(plan, model, optimizer):
         assert loop(model, optimizer) == expected
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
 
@@ -119,7 +117,7 @@ def test_states_that_the_host_makes_are_counted_as_its_own():
     optimizer = PASSING["galore"](model)
     trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), machine())
     plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="host", when="step")])
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer, 3)
         held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         assert harness.engine.updater.outside == sum(v.nbytes for v in held) > 0

@@ -11,7 +11,6 @@ import holdall
 from holdall.actions.place import Place, streamable
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.runtime.states.optimizer_step import Stepping
 from holdall.runtime.states.weight_slots import Slots
 from holdall.simulator.lower import lower
@@ -20,7 +19,6 @@ from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
 from holdall.testing.readers import READERS
 from holdall.testing.states import differences
-from holdall.tiers.far import Far
 from holdall.types import Wait
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
@@ -131,7 +129,7 @@ def unused_experts(kind, share):
     for w in narrow.parameters():
         w.data = w.data.bfloat16()
     expected = train(reference, theirs, narrow)
-    with chaos(1), Harness(plan, model, mine, store=Far(), enforce=False):
+    with chaos(1), holdall.apply(plan, model, mine, enforce=False):
         found = train(model, mine, model)
     return differences(found, expected)
 
@@ -146,7 +144,7 @@ def placed(kind=("resident", "host"), when="spill", name="top-parameters"):
     can = streamable(trace)
     rows = {u.name: (kind[0] if u.name in can else "resident", kind[1]) for u in trace.units}
     plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows, when=when)])
-    return model, ids, optimizer, Harness(plan, model, optimizer, store=Far(), enforce=False)
+    return model, ids, optimizer, holdall.apply(plan, model, optimizer, enforce=False)
 
 
 def step(model, ids, optimizer):
@@ -210,7 +208,7 @@ def test_logits_in_rows_are_not_computed_from_weights_of_a_later_step():
     plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows, when="spill")])
     model, batch = draws.start(d.family, False)
     optimizer = draws.make_optimizer(d.rule, model)
-    with Harness(plan, model, optimizer, store=Far(), enforce=False):
+    with holdall.apply(plan, model, optimizer, enforce=False):
         out = model(**batch)
         out.loss.backward()
         optimizer.step()
@@ -279,6 +277,6 @@ def test_a_parameter_that_is_held_beside_its_module_is_updated_and_waited_for(ki
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference))
     trace = holdall.trace(model, (x,), optimizer=optimizer)
     plan = finish(Nop(), problem_for(trace), [Place.all(trace, update=kind, when="spill")])
-    with Harness(plan, model, optimizer, store=Far(), enforce=False):
+    with holdall.apply(plan, model, optimizer, enforce=False):
         found = train(model, optimizer)
     assert differences(found, train(reference, plain)) == []

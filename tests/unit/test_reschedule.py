@@ -15,10 +15,8 @@ from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.cost.roofline import cost_trace
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for, run_both, traced, train
-from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, machine
-from holdall.tiers.far import Far
+from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, far_peak, machine
 from holdall.types.program import Effect, fault, groups, lazily
 
 
@@ -77,7 +75,7 @@ def test_any_order_gives_the_same_bits_and_the_predicted_peak(name):
         plan = finish(Nop(), problem_for(trace), actions)
         model.load_state_dict(start)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        with Harness(plan, model, optimizer, store=Far()) as harness:
+        with holdall.apply(plan, model, optimizer) as harness:
             got = train(model, batch, optimizer, 2)
         assert harness.notes == []  # what is planned op by op is run so
         assert got == expected
@@ -108,14 +106,14 @@ def test_what_a_program_keeps_may_wait_elsewhere(name):
         plan = finish(Nop(), problem_for(trace), actions)
         model.load_state_dict(start)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        with Harness(plan, model, optimizer, store=Far()) as harness:
+        with holdall.apply(plan, model, optimizer) as harness:
             got = train(model, batch, optimizer, 2)
         assert harness.notes == []
         assert got == expected
         assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
-        assert harness.store.peak == plan.predicted.peak.get("far", 0)
-        assert harness.store.peak > 0 or name == "recurrent"  # whose only such block keeps nothing of its own
+        assert far_peak(harness) == plan.predicted.peak.get("far", 0)
+        assert far_peak(harness) > 0 or name == "recurrent"  # whose only such block keeps nothing of its own
 
 
 @pytest.mark.parametrize("when", ["step", "spill", "backward"])
@@ -136,7 +134,7 @@ def test_programs_leave_while_weights_come_and_go(name, when):
     plan = finish(Nop(), dataclasses.replace(problem_for(trace), clips=when != "backward"), actions)
     model.load_state_dict(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         assert train(model, batch, optimizer, 3) == expected
     assert harness.notes == []
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
@@ -150,7 +148,7 @@ def test_halves_run_as_one_function_where_no_op_is_random(name, plainly):
     layer = next(b for b in able(trace) if b.same_as is None and len(region(trace, b)[0]) > 20)
     ops, count = region(trace, layer)
     plan = finish(Nop(), problem_for(trace), [Reschedule.of(trace, layer, lazily(effects(ops), count))])
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer, 1)
         made = list(harness.policy(layer.name).runner._programs.values())
     assert [p.halves is not None and not p.is_compiled for p in made] == [plainly]
@@ -176,7 +174,7 @@ def test_a_part_that_is_replaced_is_noticed():
         model(**batch).loss.backward()
         return {n: p.grad for n, p in model.named_parameters()}
 
-    with Harness(plan, model, None, store=Far()):
+    with holdall.apply(plan, model, None):
         gradients(model)
         change(model)
         got = gradients(model)
@@ -208,7 +206,7 @@ def test_nothing_is_held_when_backward_is_over():
         ops, count = region(trace, b)
         actions.append(Reschedule.of(trace, b, lazily(effects(ops), count)))
     plan = finish(Nop(), problem_for(trace), actions)
-    with Harness(plan, model, None, store=Far()) as harness:
+    with holdall.apply(plan, model, None) as harness:
         gc.disable()
         try:
             sizes = []
@@ -248,7 +246,7 @@ def test_autocast_and_accumulation():
         actions.append(Reschedule.of(trace, b, lazily(effects(ops), count)))
     plan = finish(Nop(), problem_for(trace), actions)
     loop(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3))
-    with Harness(plan, model, optimizer, store=Far()):
+    with holdall.apply(plan, model, optimizer):
         loop(model, batch, optimizer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
@@ -272,7 +270,7 @@ def test_a_block_that_has_changed_is_recomputed_whole_and_it_is_said():
     inner = next(m for m in model.get_submodule(action.block).children())
     inner.register_forward_hook(lambda *_: calls.append(1))
     expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3), 2)
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         got = train(model, batch, optimizer, 2)
     assert got == expected and calls
     assert any("recomputed as a whole" in n for n in harness.notes)
@@ -287,7 +285,7 @@ def test_another_batch_is_captured_anew():
     short = {k: v[:, : v.shape[1] // 2] for k, v in batch.items()}
     other = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     expected = [train(reference, b, other, 1) for b in (batch, short, batch)]
-    with Harness(plan, model, optimizer, store=Far()):
+    with holdall.apply(plan, model, optimizer):
         got = [train(model, b, optimizer, 1) for b in (batch, short, batch)]
     assert got == expected
 
@@ -297,7 +295,7 @@ def test_retained_graphs_and_changed_inputs_are_refused():
     b = able(trace)[0]
     ops, count = region(trace, b)
     plan = finish(Nop(), problem_for(trace), [Reschedule.of(trace, b, lazily(effects(ops), count))])
-    with Harness(plan, model, None, store=Far()):
+    with holdall.apply(plan, model, None):
         loss = model(*batch) if isinstance(batch, tuple) else model(batch)
         loss.backward(retain_graph=True)
         with pytest.raises(holdall.Unsupported, match="second backward"):

@@ -14,11 +14,9 @@ from holdall.errors import Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.runtime.budget.ledger import Ledger
-from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.testing.contracts import fingerprint, problem_for, run_both, traced, train
-from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, machine
-from holdall.tiers.far import Far
+from holdall.testing.worlds import HUGGING_FACE, PLAIN, family, far_peak, far_used, machine
 
 FAMILIES = [*PLAIN, *HUGGING_FACE]
 DRAWS = 60
@@ -65,14 +63,14 @@ def test_any_mix_of_actions_gives_the_same_bits_and_the_predicted_peak(name):
         model.load_state_dict(start)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         gc.collect()
-        with Harness(plan, model, optimizer, store=Far()) as harness:
+        with holdall.apply(plan, model, optimizer) as harness:
             losses = train(model, batch, optimizer)
         assert losses == expected, actions
         assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items()), actions
         measured, predicted = harness.step_peaks[-1], plan.predicted.peak["cpu"]
         far.append(abs(predicted - measured) / measured)
         assert far[-1] < 0.02, (predicted, measured, actions)
-        assert harness.store.peak == plan.predicted.peak.get("far", 0)
+        assert far_peak(harness) == plan.predicted.peak.get("far", 0)
         assert harness.notes == []
     assert sum(f == 0 for f in far) >= 0.9 * len(far)
 
@@ -84,7 +82,7 @@ def test_gradients_are_the_same_too():
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     plan = finish(Nop(), problem_for(trace), [Recompute.of(trace, [b]) for b in trace.blocks if b.saves])
-    with Harness(plan, model, None, store=Far()):
+    with holdall.apply(plan, model, None):
         torch.manual_seed(1)
         model(**batch).loss.backward()
     assert all(torch.equal(p.grad, expected[n]) for n, p in model.named_parameters())
@@ -140,7 +138,7 @@ def test_gradient_accumulation_clipping_and_evaluation_work_under_a_plan():
     expected = loop(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3))
     actions = [Recompute.of(trace, [b]) for b in trace.blocks[:5] if b.saves]
     actions += [Offload.of(trace, b, overlap=False) for b in trace.blocks[5:8] if b.saves]
-    with Harness(finish(Nop(), problem_for(trace), actions), model, optimizer, store=Far()) as harness:
+    with holdall.apply(finish(Nop(), problem_for(trace), actions), model, optimizer) as harness:
         got = loop(model, batch, optimizer)
     assert got == expected
     assert len(harness.step_seconds) == 2
@@ -154,10 +152,10 @@ def test_no_tensor_waits_for_the_garbage_collector():
         model, batch, optimizer, trace = traced("tiny-llama")
         actions = [Recompute.of(trace, [b]) for b in trace.blocks if b.saves and b.id % 2]
         actions += [Offload.of(trace, b, overlap=True) for b in trace.blocks[:-1] if b.saves and not b.id % 2]
-        with Harness(finish(Nop(), problem_for(trace), actions), model, optimizer, store=Far()) as harness:
+        with holdall.apply(finish(Nop(), problem_for(trace), actions), model, optimizer) as harness:
             train(model, batch, optimizer, 5)
         assert len(set(harness.step_peaks[1:])) == 1
-        assert harness.store.used == 0
+        assert far_used(harness) == 0
     finally:
         gc.enable()
 
@@ -165,12 +163,12 @@ def test_no_tensor_waits_for_the_garbage_collector():
 def test_an_abandoned_step_leaves_nothing_in_the_far_tier():
     model, batch, optimizer, trace = traced("tied")
     actions = [Offload.of(trace, b, overlap=True) for b in trace.blocks[:-1] if b.saves]
-    with Harness(finish(Nop(), problem_for(trace), actions), model, optimizer, store=Far()) as harness:
+    with holdall.apply(finish(Nop(), problem_for(trace), actions), model, optimizer) as harness:
         loss = model(*batch)  # no backward
-        assert harness.store.used > 0
+        assert far_used(harness) > 0
         del loss
         harness._blocks.restart()
-        assert harness.store.used == 0
+        assert far_used(harness) == 0
         train(model, batch, optimizer, 2)
 
 
@@ -222,7 +220,7 @@ def test_an_error_inside_the_loop_still_restores_the_model():
     model, batch, optimizer, trace = traced("tied")
     before = fingerprint(model, optimizer)
     plan = finish(Nop(), problem_for(trace), [Recompute.of(trace, [trace.blocks[1]])])
-    with pytest.raises(ZeroDivisionError), Harness(plan, model, optimizer, store=Far()):
+    with pytest.raises(ZeroDivisionError), holdall.apply(plan, model, optimizer):
         model(*batch)
         raise ZeroDivisionError
     assert fingerprint(model, optimizer) == before
@@ -283,7 +281,7 @@ def count(model, batch, plan, name):
             seen += str(func) == name
             return func(*args, **(kwargs or {}))
 
-    with Count(), Harness(plan, model, None, store=Far()):
+    with Count(), holdall.apply(plan, model, None):
         model(**batch).loss.backward()
     model.zero_grad()
     return seen

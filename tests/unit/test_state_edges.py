@@ -21,7 +21,7 @@ from holdall.runtime.harness import Harness
 from holdall.runtime.states.updates import Updater
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import Layer, differences, place_of
-from holdall.testing.worlds import family, machine
+from holdall.testing.worlds import family, far_used, machine
 from holdall.tiers.far import Far
 from holdall.types import Problem
 from holdall.units import format_bytes
@@ -126,7 +126,7 @@ def planned(make, place):
 
 
 def applied(make, place, model, optimizer):
-    return Harness(planned(make, place), model, optimizer, store=Far(), enforce=False)
+    return holdall.apply(planned(make, place), model, optimizer, enforce=False)
 
 
 def fresh(make, optimize=adamw):
@@ -254,7 +254,7 @@ def test_lora_trains_the_adapters_and_leaves_the_model(place):
     start, batch, trace = lora()
     model, reference = copy.deepcopy(start), copy.deepcopy(start)
     optimizer, plain = of_trained(model), of_trained(reference)
-    with Harness(finish(Nop(), problem_for(trace), [place_of(trace, place)]), model, optimizer, store=Far()):
+    with holdall.apply(finish(Nop(), problem_for(trace), [place_of(trace, place)]), model, optimizer):
         seen = loop(model, optimizer)
     assert seen == loop(reference, plain)
     assert len(set(seen)) == 3
@@ -586,14 +586,14 @@ def test_sums_of_gradients_that_are_not_used_are_given_back(place):
     model, optimizer = fresh(net)
     with applied(net, place, model, optimizer) as harness:
         steps(model, optimizer, 0, 2)
-        before = harness.store.used
+        before = far_used(harness)
         for n in range(3):
             backward(model, n)
             backward(model, n)
             optimizer.zero_grad()
         steps(model, optimizer, 2, 3)
         model.state_dict()  # waits for the updates
-        assert harness.store.used == before
+        assert far_used(harness) == before
 
 
 @every_place
@@ -1014,7 +1014,7 @@ def test_streamed_weights_are_updated_as_the_plan_says_or_the_plan_is_refused(up
     except holdall.HoldallError as refused:
         assert refused.hint
         return
-    with Harness(plan, model, optimizer, store=Far()):
+    with holdall.apply(plan, model, optimizer):
         seen = steps(model, optimizer)
     assert seen == steps(reference, plain)
 
@@ -1051,7 +1051,7 @@ def test_a_store_that_is_too_small_is_noticed_before_anything_has_moved(share, p
     model, optimizer = fresh(net)
     steps(model, optimizer, 0, 1)
     with applied(net, place, copy.deepcopy(model), None) as harness:
-        at_once = harness.store.used
+        at_once = far_used(harness)
     assert_refused(planned(net, place), model, optimizer, OverBudget, "far", store=Far(capacity=int(share * at_once)))
 
 

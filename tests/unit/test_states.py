@@ -19,11 +19,9 @@ from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute, obstacle
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import differences
 from holdall.testing.worlds import HUGGING_FACE, PLAIN, family
-from holdall.tiers.far import Far
 from holdall.tracing.step import default_loss
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
@@ -159,7 +157,7 @@ def assert_predicted(harness, note):
 def as_planned(plan, model, optimizer, batches, **loop):
     """Train under a plan: (everything as seen from inside, the harness)."""
     gc.collect()
-    with Harness(plan, model, optimizer, store=Far(), enforce=False) as harness:
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         seen = run(model, optimizer, batches, **loop)
         inside = everything(model, optimizer, seen)
     return inside, harness
@@ -433,7 +431,7 @@ def test_a_step_that_is_skipped_or_late_leaves_streamed_weights_as_they_were(ahe
                 with torch.no_grad():
                     losses.append(default_loss(model, batch).item())
 
-        with Harness(make_plan(trace, [place]), model, optimizer, store=Far(), enforce=False):
+        with holdall.apply(make_plan(trace, [place]), model, optimizer, enforce=False):
             run(model, optimizer, [batch], clip=0.5, meddle=look)
         weights.append(dict(model.state_dict()))
     assert differences(*weights) == []
@@ -463,7 +461,7 @@ def test_gradients_of_copies_in_bfloat16_are_as_wide_as_the_parameters(kind):
     model = copy.deepcopy(start).eval()
     optimizer = make_optimizer("adamw-fused", model)
     plan = make_plan(trace, [placement_of(trace, kind, share=False)])
-    with Harness(plan, model, optimizer, store=Far(), enforce=False):
+    with holdall.apply(plan, model, optimizer, enforce=False):
         default_loss(model, batch).backward()
         seen = [p.grad.clone() for p in model.parameters()]
     assert differences(seen, narrow_gradients(start, batch)) == []
@@ -476,7 +474,7 @@ def test_gradients_read_after_the_step_are_still_the_gradients_or_say_that_they_
     model = copy.deepcopy(start).eval()
     optimizer = make_optimizer("adamw-fused", model)
     plan = make_plan(trace, [placement_of(trace, kind)])
-    with Harness(plan, model, optimizer, store=Far(), enforce=False):
+    with holdall.apply(plan, model, optimizer, enforce=False):
         default_loss(model, batch).backward()
         optimizer.step()
         try:
@@ -493,7 +491,7 @@ def test_evaluation_computes_with_the_copies_and_reads_the_parameters(kind, when
     start, batch, trace = small("adamw-fused")
     model = copy.deepcopy(start)
     optimizer = make_optimizer("adamw-fused", model)
-    with Harness(make_plan(trace, [placement_of(trace, kind, when=when)]), model, optimizer, store=Far(), enforce=False):
+    with holdall.apply(make_plan(trace, [placement_of(trace, kind, when=when)]), model, optimizer, enforce=False):
         run(model, optimizer, [batch], clip=0.5, steps=2)
         with torch.no_grad():
             seen = default_loss(model.eval(), batch)

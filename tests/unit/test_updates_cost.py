@@ -18,11 +18,9 @@ from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.galore import GaLore
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import family, machine
-from holdall.tiers.far import Far
 from holdall.tracing.units import Updating, _measure
 
 H100 = replace(gpu("h100-sxm"), updates=4e9)
@@ -118,7 +116,7 @@ def test_equal_shapes_in_other_groups_are_updated_otherwise():
     assert units["lm_head"].weights != units["model.embed_tokens"].weights
     assert units["lm_head"].workspace > 2 * units["model.embed_tokens"].workspace
     plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="through", when="step")])
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer, 2)
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=2e-3)
 

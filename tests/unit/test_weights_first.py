@@ -18,12 +18,10 @@ from holdall.actions.place import Place, streamable
 from holdall.cost.roofline import cost_trace
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.harness import Harness
 from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
 from holdall.simulator.lower import lower
 from holdall.testing.contracts import machine, problem_for
 from holdall.testing.states import Layer, differences
-from holdall.tiers.far import Far
 from holdall.types import Run
 from holdall.updates import host_adam
 from holdall.updates.host_step import step_by_torch
@@ -72,7 +70,7 @@ def planned(kind, when, ahead):
 def begin(kind, when="spill", ahead=True):
     model = copy.deepcopy(traced()[0])
     optimizer = adamw(model)
-    return model, optimizer, Harness(planned(kind, when, ahead), model, optimizer, store=Far(), enforce=False)
+    return model, optimizer, holdall.apply(planned(kind, when, ahead), model, optimizer, enforce=False)
 
 
 def step(model, optimizer, n, norm=1e-3, look=lambda where: None):
