@@ -42,7 +42,10 @@ LONG = (
     "papers/test_megtaichi.py::test_on_an_arena",
     "contracts/test_planners.py::TestRockmate::test_the_same_problem",
     "contracts/test_planners.py::TestCheckmate::test_the_same_problem",
-    "unit/test_runtime.py::test_no_random_budget_is_ever_exceeded[tiny-llama]",
+    *(
+        f"unit/test_runtime.py::test_no_random_budget_is_ever_exceeded[{case}]"
+        for case in ("tied-50", "convnet-34", "tiny-llama-8", "tiny-t5-8")
+    ),
 )
 
 

@@ -326,7 +326,7 @@ READS = {
     "pickle": lambda p: pickle.loads(pickle.dumps(p)).detach(),
     "array": lambda p: numpy.array(p.detach()).tolist(),
     "address": lambda p: ctypes.cast(p.data_ptr(), ctypes.POINTER(ctypes.c_float))[0],
-    "storage": lambda p: p.untyped_storage().tolist()[p.storage_offset() * 4 :][: p.nbytes],
+    "storage": lambda p: [p.untyped_storage()[p.storage_offset() * 4 + k] for k in range(min(64, p.nbytes))],
     "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
     "format": lambda p: f"{p.detach()!s:>9}",
 }
