@@ -1,8 +1,9 @@
 """One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
 
-By default long families of alike cases are sampled, one in three, always the same ones; a few long tests are left out, and so
-is the table of families, which `pytest tests/conformance` runs whole. `pytest --all` runs everything. A plain `pytest`, with no
-file named, runs in as many processes as there are cores, at most four, where pytest-xdist is installed; `-n 0` runs it in one.
+By default long families of alike cases are sampled, one in three, always the same ones, and a few long tests are left out.
+Cases that enter through `fit` are never sampled: `pytest tests/conformance` runs them whole, apart from the others.
+`pytest --all` runs everything. A plain `pytest`, with no file named, runs in as many processes as there are cores, at most
+four, where pytest-xdist is installed; `-n 0` runs it in one.
 """
 
 import os
@@ -19,17 +20,22 @@ SAMPLED = (
     "unit/test_states.py::",
     "unit/test_state_edges.py::",
     "unit/test_nested_recompute.py::test_any_nesting",
-    "unit/test_reschedule.py::test_any_order",
-    "unit/test_reschedule.py::test_what_a_program_keeps_may_wait_elsewhere",
     "unit/test_compress.py::",
     "unit/test_in_backward.py::",
     "unit/test_head.py::",
     "unit/test_real_allocator.py::",
+    "unit/test_loops_on_placed_states.py::",
+    "unit/test_readers.py::test_weights_that_come_and_go",
+    "unit/test_tracing.py::test_the_predicted_peak",
+    "unit/test_runtime.py::test_any_mix",
+    "unit/test_reschedule.py::",
+    "unit/test_recompute_family.py::test_the_same_bits",
+    "unit/test_auto_against_simple.py::",
+    "papers/test_chen.py::",
 )
 RARE = (  # one in six of these
     "contracts/test_compatibility.py::test_a_pair",
     "contracts/test_compatibility.py::test_a_triple",
-    "contracts/test_compatibility.py::test_fit",
 )
 LONG = (
     "unit/test_compare_peers.py::test_compare_puts_peers_beside_planners",
@@ -49,7 +55,7 @@ LONG = (
 )
 
 
-APART = ("conformance/test_families.py::", "conformance/test_commands.py::")  # run whole, and not by a plain `pytest`
+APART = ("conformance/", "contracts/test_compatibility.py::test_fit")  # through `fit`: run whole, and not by a plain `pytest`
 WHOLE = "HOLDALL_TESTS_WITHOUT_PATHS"
 MOST_PROCESSES = 4  # each takes one to two GB
 

@@ -61,3 +61,19 @@ def test_the_tree_speaks_of_the_project_alone():
         assert not re.search(
             r"[\"'](/home/|/root/|/Users/|https?://(?!arxiv|github|pytorch|docs|huggingface))", path.read_text()
         ), path
+
+
+def test_cases_that_enter_through_fit_are_never_sampled():
+    tests = Path(__file__).parent
+    text = (tests / "conftest.py").read_text()
+    listed = {t.targets[0].id: ast.literal_eval(t.value) for t in ast.parse(text).body if is_list_of(t, ("SAMPLED", "RARE"))}
+    for pattern in (*listed["SAMPLED"], *listed["RARE"]):
+        file, _, name = pattern.partition("::")
+        for node in ast.parse((tests / file).read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(name or "test_"):
+                cases = any("parametrize" in ast.unparse(d) for d in node.decorator_list)
+                assert not (cases and "holdall.fit(" in ast.unparse(node)), f"{file}::{node.name} enters through `fit`"
+
+
+def is_list_of(node, names):
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names
