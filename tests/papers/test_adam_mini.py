@@ -150,6 +150,9 @@ def test_other_fused_attention_is_refused_until_it_is_declared():
     error = refusal(lambda: AdamMini.groups(model))
     assert "qkv.weight" in error.fact and "declare" in error.hint
     assert moments(model, declare={"qkv.weight": [[64, 4], [32, 1]]})["qkv.weight"] == 16 + 32
+    groups = AdamMini.groups(model, declare={"qkv.weight": "row", "qkv.bias": "tensor"}, weight_decay=0.1)
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert (decays[id(model.qkv.weight)], decays[id(model.qkv.bias)]) == (0.1, 0.0)  # as they would be undeclared
     assert "divide" in refusal(lambda: moments(model, declare={"qkv.weight": ((64, 5), (32, 1))})).fact
     assert "all rows" in refusal(lambda: moments(model, declare={"qkv.weight": ((64, 4),)})).fact
 

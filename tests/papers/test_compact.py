@@ -273,11 +273,15 @@ def test_on_fresh_data_it_learns_with_a_small_loss_of_quality():
 def test_clipping_counts_sketched_gradients_too():
     layer, optimizer, x, grad = make()
     with optimizer.sketching(layer):
-        layer(x).backward(100 * grad)
+        layer(x).backward(grad)
+        low = optimizer._sketched[id(layer.weight)]
+        before = torch.cat([low.flatten(), layer.bias.grad])
         norm = optimizer.clip_grad_norm_(1.0)
-        again = optimizer.clip_grad_norm_(1.0)
-    assert norm > 100
-    assert again.item() == pytest.approx(1.0, rel=1e-3)
+        after = torch.cat([low.flatten(), layer.bias.grad])
+    assert norm.item() == pytest.approx(before.norm().item(), rel=1e-5) and norm > 1
+    torch.testing.assert_close(after, before / (norm + 1e-6), rtol=1e-5, atol=0)  # as torch does
+    assert optimizer.clip_grad_norm_(2.0).item() == pytest.approx(1.0, rel=1e-5)
+    assert torch.equal(after, torch.cat([low.flatten(), layer.bias.grad]))  # what is short enough stays
 
 
 @pytest.mark.parametrize("recompute", [False, True])

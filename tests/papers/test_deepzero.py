@@ -178,6 +178,9 @@ def test_pruning_scores_are_weights_times_what_the_curvature_does_to_the_gradien
     optimizer = DeepZero([large, small])
     loss = lambda: 0.5 * ((large - 2).square().sum() + (small + 0.99).square().sum())  # noqa: E731
     assert optimizer.prune(loss, sparsity=0.5, queries=150) == [1.0, 0.0]
+    assert optimizer.prune(loss, sparsity=0.0, queries=2) == [1.0, 1.0]
+    with pytest.raises(InvalidInput, match="sparsity"):
+        optimizer.prune(loss, sparsity=1.0)
 
 
 def test_masks_are_drawn_anew_every_so_many_steps_and_weights_stay_dense():

@@ -110,6 +110,36 @@ def test_it_follows_the_algorithm(shape, weight_decay, clip):
     assert (expected - start).norm() > 1e-2 * start.norm()
 
 
+def test_a_plain_momentum_follows_the_algorithm():
+    """A vector: the running mean of Adafactor's direction is the update, clipped and relative to the vector's size."""
+    p = parameter(9, dtype=torch.float64)
+    x, variance, mean = p.detach().clone(), 0.0, 0.0
+    optimizer = Flora([p], lr=0.1, weight_decay=0.2, clip_threshold=0.3)
+    for t, g in enumerate(gradients((9,), 10, dtype=torch.float64), 1):
+        p.grad = g
+        optimizer.step()
+        variance = (1 - t**-0.8) * variance + t**-0.8 * (g**2 + 1e-30)
+        mean = 0.9 * mean + 0.1 * g / variance.sqrt()
+        alpha = 0.1 * max(1e-3, x.square().mean().sqrt().item())
+        x = x - 0.2 * alpha * x - alpha * mean / max(1.0, mean.square().mean().sqrt().item() / 0.3)
+    assert torch.allclose(p.detach(), x, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_came_outside_of_sketching_is_added():
+    p, q = parameter(24, 40), parameter(24, 40)
+    mixed, whole = Flora([p], rank=6, accumulates=True), Flora([q], rank=6, accumulates=True)
+    first, second = gradients((24, 40), 2)
+    with mixed.sketching():
+        (p * first).sum().backward()
+    (p * second).sum().backward()
+    with whole.sketching():
+        (q * first).sum().backward()
+        (q * second).sum().backward()
+    mixed.step()
+    whole.step()
+    assert torch.equal(p, q)
+
+
 def test_what_is_not_sketched_has_a_plain_momentum():
     """Vectors, matrices below the rank, and slender ones such as embeddings."""
     for shape, sketched in [
