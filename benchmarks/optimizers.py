@@ -75,6 +75,11 @@ ENTRIES: dict[str, dict[str, Entry]] = {
             claim="arXiv 2412.05270: AdamW's perplexity or better",
         ),
     },
+    "muon": {
+        "muon": Entry(
+            lr=1e-2, grouped=True, band=ON_PAR, claim="arXiv 2502.16982: AdamW's loss with about half of the training"
+        )
+    },
     "galore": {
         "galore": Entry(
             lr=3e-2, grouped=True, options={"rank": RANK}, band=ON_PAR, claim="arXiv 2403.03507: comparable, LLaMA 60M-1B"
@@ -123,6 +128,7 @@ TRIED: dict[str, tuple[float, ...]] = {
     "came": (1e-4, 3e-4, 1e-3),
     "adam_mini": (1e-3, 3e-3, 1e-2),
     "apollo": (3e-3, 1e-2, 3e-2),
+    "muon": (3e-3, 1e-2, 3e-2),
     "galore": (1e-2, 3e-2, 1e-1),
     "flora": (3e-2, 1e-1, 3e-1),
     "adam8bit": (1e-3, 3e-3, 1e-2),

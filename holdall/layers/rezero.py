@@ -1,4 +1,4 @@
-"""ReZero: residual blocks without norms, x + a F(x) with one trained number a for each, zero at first.
+"""ReZero: residual layers without norms, x + a F(x) with one trained number a for each, zero at first.
 
 Bachlechner et al., "ReZero is All You Need: Fast Convergence at Large Depth", UAI 2021, arXiv 2003.04887. A change of the
 model, for training from scratch: never applied by a planner, and no use for pretrained weights. At initialisation every block
@@ -76,13 +76,14 @@ class ReZero(nn.Module):
 
 
 class ReZeroEncoderLayer(nn.Module):
-    """An `nn.TransformerEncoderLayer` without its norms, with a gate for its attention and one for its feed-forward.
+    """An `nn.TransformerEncoderLayer` without its norms, with one gate for its attention and its feed-forward.
 
-    Made of the layer's own parts, under their names: its state dict is the layer's less the norms, and two gates. It takes the
-    layer's place in an `nn.TransformerEncoder`.
+    So does the authors' code (majumderb/rezero). With `per_sublayer` each of the two has a gate of its own. Made of the layer's
+    own parts, under their names: its state dict is the layer's less the norms, and the gates. It takes the layer's place in an
+    `nn.TransformerEncoder`.
     """
 
-    def __init__(self, layer: nn.TransformerEncoderLayer) -> None:
+    def __init__(self, layer: nn.TransformerEncoderLayer, *, per_sublayer: bool = False) -> None:
         super().__init__()
         if layer.self_attn.in_proj_weight is None or layer.self_attn.bias_k is not None or layer.self_attn.add_zero_attn:
             raise Unsupported(
@@ -90,10 +91,10 @@ class ReZeroEncoderLayer(nn.Module):
             )
         self.self_attn, self.linear1, self.linear2 = layer.self_attn, layer.linear1, layer.linear2
         self.dropout, self.dropout1, self.dropout2 = layer.dropout, layer.dropout1, layer.dropout2
-        self.activation = layer.activation
+        self.activation, self.per_sublayer = layer.activation, per_sublayer
         like = layer.linear1.weight
-        self.attention_gate = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
-        self.feedforward_gate = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
+        for name in ("attention_gate", "feedforward_gate") if per_sublayer else ("gate",):
+            self.register_parameter(name, nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device)))
 
     def forward(
         self,
@@ -106,8 +107,13 @@ class ReZeroEncoderLayer(nn.Module):
             raise InvalidInput(f"the input has {src.dim()} dimensions", hint="give (batch, length, width), or one sequence")
         x: Tensor = src + self.dropout1(self._attend(src, src_mask, src_key_padding_mask, is_causal))
         hidden = self.dropout(self.activation(self.linear1(x)))
-        out: Tensor = self.dropout2(gated_linear(hidden, self.linear2, self.feedforward_gate))
+        out: Tensor = self.dropout2(gated_linear(hidden, self.linear2, self._gate("feedforward_gate")))
         return x + out
+
+    def _gate(self, name: str) -> Tensor:
+        """The sublayer's own gate, or the layer's."""
+        gate: Tensor = getattr(self, name if self.per_sublayer else "gate")
+        return gate
 
     def _attend(self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor:
         own = self.self_attn
@@ -121,7 +127,7 @@ class ReZeroEncoderLayer(nn.Module):
         causal = is_causal and padding is None
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if causal else merged, dropout_p=drop, is_causal=causal)
         heads = out.permute(2, 0, 1, 3) if length_first else out.permute(0, 2, 1, 3)
-        return gated_linear(heads.flatten(2), own.out_proj, self.attention_gate).view(x.shape)
+        return gated_linear(heads.flatten(2), own.out_proj, self._gate("attention_gate")).view(x.shape)
 
 
 def _merge(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
@@ -135,14 +141,15 @@ def _merge(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | N
     return None if not added else added[0] if len(added) == 1 else added[0] + added[1]
 
 
-def rezero_(model: nn.Module, *, final_norm: bool = False) -> nn.Module:
+def rezero_(model: nn.Module, *, final_norm: bool = False, per_sublayer: bool = False) -> nn.Module:
     """Turn every `nn.TransformerEncoderLayer` inside the model into its ReZero form, in place, and return the model.
 
     `final_norm`: keep the norm at the end of an `nn.TransformerEncoder`; without it the stack is the identity at first.
+    `per_sublayer`: a gate for attention and one for the feed-forward, rather than one a layer as in the authors' code.
     Parameters that vanish are the norms'; make the optimizer afterwards. A layer by itself is returned in its new form.
     """
     if isinstance(model, nn.TransformerEncoderLayer):
-        return ReZeroEncoderLayer(model)
+        return ReZeroEncoderLayer(model, per_sublayer=per_sublayer)
     places = [(parent, name) for parent in model.modules() for name, child in parent.named_children() if _is_layer(child)]
     if not places:
         raise Unsupported(
@@ -150,7 +157,7 @@ def rezero_(model: nn.Module, *, final_norm: bool = False) -> nn.Module:
             hint="wrap its residual blocks in `holdall.layers.rezero.ReZero`",
         )
     for parent, name in places:
-        setattr(parent, name, ReZeroEncoderLayer(getattr(parent, name)))
+        setattr(parent, name, ReZeroEncoderLayer(getattr(parent, name), per_sublayer=per_sublayer))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # its fast path asks for the norms

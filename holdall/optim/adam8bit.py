@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdall.codecs.levels import BLOCK
 from holdall.errors import InvalidInput
 from holdall.optim._math import adam8bit_fused
-from holdall.optim._math.moments import is_coded, moment_bytes
+from holdall.optim._math.moments import adamw_, is_coded, moment_bytes
 from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype
-from holdall.optim._math.quantise import BLOCK, ON_GPU, decode, encode, table_on
+from holdall.optim._math.quantise import ON_GPU, decode, encode, table_on
 from holdall.updates.stretches import piece_of
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether they have signs
@@ -86,7 +86,7 @@ class Adam8bit(PerParameter):
             here = slice(begin, begin + piece)
             value = flat[here].to(dtype)  # the values themselves where they are wide
             moments = [_read(state, key, here, signed, tables, dtype) for key, signed in _MOMENTS]
-            _adamw(value, grads[here].to(dtype), moments, state["step"], group)
+            adamw_(value, grads[here].to(dtype), moments, state["step"], group)
             for (key, signed), moment in zip(_MOMENTS, moments, strict=True):
                 _write(state, key, here, moment, signed, tables)
             flat[here].copy_(value)
@@ -117,37 +117,10 @@ def _read(state: State, key: str, here: slice, signed: bool, tables: Tables, dty
 
 def _write(state: State, key: str, here: slice, moment: Tensor, signed: bool, tables: Tables) -> None:
     if f"{key}_scale" in state:
-        signs = _signs(moment) if signed else None
-        turned = moment if signs is None else _times(moment, signs)
-        codes, scales = encode(turned, signed=signed, table=tables[signed])
+        codes, scales = encode(moment, signed=signed, table=tables[signed])
         state[key][here].copy_(codes)
-        state[f"{key}_scale"][_blocks(here)].copy_(scales if signs is None else scales.mul_(signs))
-
-
-def _signs(moment: Tensor) -> Tensor:
-    """-1 for blocks whose largest element is negative: the table has a 1 and no -1, so the scale takes the sign.
-
-    Otherwise the largest element would lose 0.7% at every step, some 7% in the end.
-    """
-    blocks = F.pad(moment, (0, -moment.numel() % BLOCK)).view(-1, BLOCK)
-    return torch.where(-blocks.amin(dim=1) > blocks.amax(dim=1), -1.0, 1.0)
-
-
-def _times(moment: Tensor, signs: Tensor) -> Tensor:
-    return moment * signs.repeat_interleave(BLOCK)[: moment.numel()]
+        state[f"{key}_scale"][_blocks(here)].copy_(scales)
 
 
 def _blocks(here: slice) -> slice:
     return slice(here.start // BLOCK, here.stop // BLOCK)
-
-
-def _adamw(value: Tensor, grad: Tensor, moments: list[Tensor], step: int, group: Group) -> None:
-    """torch's AdamW, op by op."""
-    m, v = moments
-    (beta1, beta2), lr = group["betas"], float(group["lr"])
-    if group["weight_decay"]:
-        value.mul_(1 - lr * group["weight_decay"])
-    m.lerp_(grad, 1 - beta1)
-    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    root = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-    value.addcdiv_(m, root, value=-lr / (1 - beta1**step))

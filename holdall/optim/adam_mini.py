@@ -2,8 +2,9 @@
 
 Zhang et al., "Adam-mini: Use Fewer Learning Rates To Gain More", ICLR 2025, arXiv 2406.16793. Blocks are declared by the
 group (`block`), and `AdamMini.groups(model)` declares them from the modules: query and key weights by head, all other weights
-by output row, norms as a whole, biases element by element. Attention that fuses query, key and value is split where its
-layout is known (`nn.MultiheadAttention`) and refused elsewhere, unless declared.
+by output row, norms as a whole, biases element by element. Experts that share one 3-D parameter have the rows of each expert.
+Attention that fuses query, key and value is split where its layout is known (`nn.MultiheadAttention`) and refused elsewhere,
+unless declared.
 
 State of an n x m matrix: the first moment, nm numbers, and one for each block. Temporaries: two tensors of the parameter's
 size.
@@ -22,7 +23,8 @@ from holdall.errors import InvalidInput
 from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype
 
 # "element"; "row": a block an output; "column": the same for weights stored as (inputs, outputs); "tensor"; n: of n rows,
-# as heads are; ((rows, n), ...): stretches of rows, each in blocks of n; None: rows of matrices, elements of vectors
+# as heads are; ((rows, n), ...): stretches of rows, each in blocks of n; "expert_row": the rows of each matrix of a stack
+# (experts, outputs, inputs), "column" the columns of each; None: rows of matrices and of stacks, elements of vectors
 Block = str | int | tuple[tuple[int, int], ...] | None
 
 _QUERIES_AND_KEYS = {"q_proj", "k_proj", "wq", "wk", "query", "key", "q", "k", "to_q", "to_k", "q_lin", "k_lin"}
@@ -84,13 +86,24 @@ class AdamMini(PerParameter):
         value.addcdiv_(moment, root, value=-lr / (1 - beta1**step))
 
 
+def _usual(shape: torch.Size, block: Block) -> Block:
+    """The block that None stands for: of 3-D parameters most are stacks of experts."""
+    if block is not None:
+        return block
+    return "expert_row" if len(shape) == 3 else "row" if len(shape) >= 2 else "element"
+
+
+def _averaged(block: Block) -> int | None:
+    """The dimension over which a block of a stack of matrices is averaged; None for other blocks."""
+    return {"expert_row": -1, "column": -2}.get(block) if isinstance(block, str) else None
+
+
 def _stretches(shape: torch.Size, block: Block) -> tuple[tuple[int, int], ...]:
-    """((rows, rows per block), ...) of a parameter by its first dimension; empty: elements, columns, or the whole."""
-    if block is None:
-        block = "row" if len(shape) >= 2 else "element"
+    """((rows, rows per block), ...) of a parameter by its first dimension; empty: elements, stacks, or the whole."""
+    block = _usual(shape, block)
     if block == "row" and shape:
         return ((shape[0], 1),)
-    if block in ("element", "tensor", "row") or (block == "column" and len(shape) == 2):
+    if block in ("element", "tensor", "row") or (_averaged(block) and len(shape) >= 2):
         return ()
     if isinstance(block, int) and shape:
         block = ((shape[0], block),)
@@ -108,14 +121,18 @@ def _count(shape: torch.Size, block: Block) -> int:
         return sum(rows // n for rows, n in stretches)
     if block == "tensor":
         return 1
-    return shape[1] if block == "column" else shape.numel()
+    averaged = _averaged(_usual(shape, block))
+    return shape.numel() // (shape[averaged] if averaged else 1)
 
 
 def _block_means(square: torch.Tensor, block: Block) -> torch.Tensor:
     """(blocks,)."""
     stretches = _stretches(square.shape, block)
+    averaged = _averaged(_usual(square.shape, block))
+    if averaged:
+        return square.mean(dim=averaged).view(-1)
     if not stretches:
-        return square.mean(dim=0) if block == "column" else square.mean().view(1)
+        return square.mean().view(1)
     parts = square.split([rows for rows, _ in stretches])
     return torch.cat([part.reshape(rows // n, -1).mean(dim=1) for part, (rows, n) in zip(parts, stretches, strict=True)])
 
@@ -123,6 +140,9 @@ def _block_means(square: torch.Tensor, block: Block) -> torch.Tensor:
 def _spread(values: torch.Tensor, like: torch.Tensor, block: Block) -> torch.Tensor:
     """One value a block, shaped so that it is that of each of the block's elements."""
     stretches = _stretches(like.shape, block)
+    averaged = _averaged(_usual(like.shape, block))
+    if averaged:
+        return values.view(*like.shape[:averaged], 1, *like.shape[like.dim() + averaged + 1 :])
     if not stretches:
         return values
     parts = values.split([rows // n for rows, n in stretches])
@@ -166,7 +186,7 @@ def _block_of(name: str, p: nn.Parameter, module: nn.Module, parent: nn.Module |
     *_, called, own = ("", *name.split("."))
     if any(word in kind for word in _NORMS):
         return "tensor", False
-    if p.dim() < 2:
+    if p.dim() < 2 or own.endswith("bias"):  # experts' biases lie in a matrix
         return "element", False
     if isinstance(module, nn.MultiheadAttention):
         width, head = module.embed_dim, module.head_dim
@@ -178,13 +198,25 @@ def _block_of(name: str, p: nn.Parameter, module: nn.Module, parent: nn.Module |
         raise InvalidInput(f"`{name}` seems to hold query, key and value in one, in an order that is not known", hint=hint)
     if called.lower() in _QUERIES_AND_KEYS:
         return _head_size(name, parent), True
+    if p.dim() == 3 and "conv" not in kind:
+        return ("column" if _is_transposed(own, p, module) else "expert_row"), True
     # Hugging Face's Conv1D is a linear layer stored the other way round
     return ("column" if kind == "conv1d" and p.dim() == 2 else "row"), True
 
 
+def _is_transposed(own: str, p: nn.Parameter, experts: nn.Module) -> bool:
+    """Whether a stack of experts' weights is (experts, inputs, outputs), as the module says or as the model's width tells."""
+    said = getattr(experts, "is_transposed", None)
+    if isinstance(said, bool):
+        return said
+    width = getattr(experts, "hidden_dim", getattr(experts, "hidden_size", None))
+    inner, outer = (1, 2) if "down" in own else (2, 1)  # the dimension that is the model's width, if outputs come first
+    return p.shape[inner] != width == p.shape[outer]
+
+
 def _head_size(name: str, attention: nn.Module | None) -> int:
     """Rows of one head, as the attention module or its config says."""
-    for attribute in ("head_dim", "attention_head_size", "head_size"):
+    for attribute in ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim"):
         size = getattr(attention, attribute, None)
         if isinstance(size, int):
             return size

@@ -6,9 +6,9 @@ refreshed from the current gradient at steps 0, T, 2T..., T being `update_proj_g
 
 Beyond it: `bits=8` keeps the moments in 8-bit blocks (8-bit GaLore). `projector_bits=4` and `lazy=True` are Q-GaLore's (Zhang
 et al. 2024, arXiv 2407.08296): a projector of 4 bits, and a T that doubles once a matrix' first direction has stayed (a mean
-cosine of 0.4 over five refreshes; its int8 weights are no part of an optimizer). `basis="iteration"` finds the directions by
-subspace iteration from those before, without an SVD, as GaLore 2 does in kind (arXiv 2504.20437). `rotate=True` carries the
-first moment over into a new basis; ours, off by default.
+cosine of 0.4 over five refreshes). Its int8 weights with stochastic rounding are `holdall.layers.int8_weight`, which this and
+other optimizers train. `basis="iteration"` finds the directions by subspace iteration from those before, without an SVD, as
+GaLore 2 does in kind (arXiv 2504.20437). `rotate=True` carries the first moment over into a new basis; ours, off by default.
 
 State of an n x m matrix, n <= m: projector 4 rank n, moments 8 rank m bytes. Temporaries: two tensors of the parameter's
 size, at a refresh by SVD three more; what AdamW trains is updated a stretch at a time.

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import HoldallError, InvalidInput, Unsupported
+from holdall.layers.int8_weight import Int8Weight
 from holdall.tracing.autocast import Autocast, outside_autocast, resolve_autocast
 from holdall.tracing.calls import Given
 from holdall.tracing.eager import record_real_step
@@ -203,6 +204,12 @@ def check_model(model: torch.nn.Module) -> None:
                 f"gradient checkpointing is on in {where}, so its layers are run again in any case",
                 hint="call `model.gradient_checkpointing_disable()` first: the plan says what is recomputed",
             )
+        for own, p in module.named_parameters(recurse=False):
+            if isinstance(p, Int8Weight):
+                raise Unsupported(
+                    f"`{own}` of {where} rests in 8 bits, which plans do not count yet",
+                    hint="train it without a plan, or leave out `int8_`",
+                )
 
 
 def _check_inputs(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> None:

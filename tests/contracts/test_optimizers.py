@@ -9,6 +9,7 @@ _OPTIONS = {
     "apollo": [{"rank": 4, "update_proj_gap": 3}, {"rank": 1, "scale_type": "tensor", "scale": 16.0}, {}],
     "compact": [{"rank": 4, "update_proj_gap": 3}, {}],
     "flora": [{"rank": 4, "kappa": 3}, {"rank": 100}],
+    "muon": [{"orthogonalise": True}, {"orthogonalise": True, "adjust": "original", "nesterov": False}, {}],
     "galore": [
         {"rank": 4, "update_proj_gap": 3},
         {"rank": 4, "update_proj_gap": 2, "proj_type": "full", "projector_bits": 4, "lazy": True},
@@ -17,6 +18,7 @@ _OPTIONS = {
     ],
 }
 _COMMON = {"mezo": {"lr": 0.05}, "deepzero": {"lr": 0.05}}  # their own rates are for thousands of steps
+_COMMON["muon"] = {"orthogonalise": False}  # what a group of vectors must say
 _LARGE = [(48, 104), (104, 48), (20,)]  # enough for moments of 8 bits
 _CODED = {  # members once more, with what only large matrices have
     "adam8bit": {"shapes": _LARGE, "options": [{}], "most": 8},

@@ -150,7 +150,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from holdall.registry import member_class
 mesh = init_device_mesh("cpu", (2,))
 used = [("adafactor", {}), ("adafactor", {"beta1": 0.9, "weight_decay": 0.1}), ("came", {"lr": 1e-3}),
-        ("adam_mini", {"block": 4}),
+        ("adam_mini", {"block": 4}), ("muon", {}),
         ("apollo", {"rank": 4}), ("flora", {"rank": 4, "kappa": 3}), ("galore", {"rank": 4, "update_proj_gap": 3})]
 for name, options in used:
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def test_row_shards_on_two_ranks_equal_one_process(tmp_path):
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     lines = [line.split() for text in said for line in text.splitlines()]
-    assert len(lines) == 14
+    assert len(lines) == 16
     for name, error in lines:
         assert float(error) < 1e-6, name
 

@@ -150,6 +150,9 @@ def test_other_fused_attention_is_refused_until_it_is_declared():
     error = refusal(lambda: AdamMini.groups(model))
     assert "qkv.weight" in error.fact and "declare" in error.hint
     assert moments(model, declare={"qkv.weight": [[64, 4], [32, 1]]})["qkv.weight"] == 16 + 32
+    groups = AdamMini.groups(model, declare={"qkv.weight": "row", "qkv.bias": "tensor"}, weight_decay=0.1)
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert (decays[id(model.qkv.weight)], decays[id(model.qkv.bias)]) == (0.1, 0.0)  # as they would be undeclared
     assert "divide" in refusal(lambda: moments(model, declare={"qkv.weight": ((64, 5), (32, 1))})).fact
     assert "all rows" in refusal(lambda: moments(model, declare={"qkv.weight": ((64, 4),)})).fact
 
@@ -198,3 +201,68 @@ def test_the_state_is_about_half_of_adams():
     ours = AdamMini(AdamMini.groups(model))
     share = sum(ours.state_bytes(p) for p in model.parameters()) / (8 * sum(p.numel() for p in model.parameters()))
     assert 0.5 < share < 0.55
+
+
+class Experts(nn.Module):
+    """A stack of experts' matrices in one parameter, as Hugging Face keeps them: (experts, outputs, inputs)."""
+
+    def __init__(self, experts=2, width=32, inner=48, is_transposed=False):
+        super().__init__()
+        self.hidden_dim = width
+        shapes = [(experts, 2 * inner, width), (experts, width, inner)]
+        shapes = [(e, i, o) if is_transposed else (e, o, i) for e, o, i in shapes]
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(experts, 2 * inner))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_have_a_second_moment_a_row_of_each(is_transposed):
+    """Claim: MLP weights one a row; a stack of experts' matrices has the rows of all of them."""
+    assert moments(Experts(is_transposed=is_transposed)) == {
+        "gate_up_proj": 2 * 96,
+        "down_proj": 2 * 32,
+        "gate_up_proj_bias": 2 * 96,  # a bias, though it has two dimensions
+    }
+
+
+@pytest.mark.parametrize(("block", "dim"), [(None, -1), ("expert_row", -1), ("column", -2)])
+def test_a_stack_of_experts_is_updated_as_its_matrices_are_one_by_one(block, dim):
+    stack = parameter(3, 6, 4, dtype=torch.float64)
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    ours = AdamMini([stack], block=block, weight_decay=0.1)
+    theirs = AdamMini(alone, block="row" if dim == -1 else "column", weight_decay=0.1)
+    for g in gradients((3, 6, 4), 10, dtype=torch.float64):
+        stack.grad = g
+        for p, part in zip(alone, g, strict=True):
+            p.grad = part
+        ours.step()
+        theirs.step()
+    assert torch.allclose(stack.detach(), torch.stack([p.detach() for p in alone]), rtol=1e-12, atol=0)
+
+
+def test_convolutions_have_a_block_an_output_channel():
+    assert moments(nn.Conv1d(4, 6, 3)) == {"weight": 6, "bias": 6}
+    assert moments(nn.Conv2d(4, 6, 3)) == {"weight": 6, "bias": 6}
+
+
+def test_hugging_faces_experts_are_read_from_their_modules():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2)
+    counts = moments(transformers.MixtralForCausalLM(config))
+    found = {name.rpartition(".")[2]: n for name, n in counts.items() if ".experts." in name}
+    assert found == {"gate_up_proj": 2 * 96, "down_proj": 2 * 32}
+    config = transformers.GptOssConfig(**sizes, num_key_value_heads=2, num_local_experts=2, head_dim=8)
+    model = transformers.GptOssForCausalLM(config)
+    counts = moments(model)
+    found = {name.rpartition(".")[2]: n for name, n in counts.items() if ".experts." in name}
+    assert found == {"gate_up_proj": 2 * 96, "down_proj": 2 * 32, "gate_up_proj_bias": 2 * 96, "down_proj_bias": 2 * 32}
+
+
+def test_t5s_heads_are_as_large_as_its_own_setting_says():
+    """Its heads' size is `d_kv`, which need not be the width over the number of heads."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=64, d_model=32, d_kv=4, d_ff=48, num_layers=1, num_heads=2)
+    counts = moments(transformers.T5ForConditionalGeneration(config))
+    attention = "encoder.block.0.layer.0.SelfAttention."
+    assert (counts[attention + "q.weight"], counts[attention + "k.weight"], counts[attention + "v.weight"]) == (2, 2, 8)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holdall
 from holdall.errors import InvalidInput, Unsupported
+from holdall.optim._math.projection import gaussian, next_seed
 from holdall.optim.compact import Compact
 from holdall.testing.worlds import machine
 
@@ -120,6 +121,7 @@ def test_what_is_saved_is_rank_wide_and_not_input_wide():
         sketched, _ = saved_bytes(lambda: layer(x), layer.parameters())
     assert plain == 3 * 7 * 24 * 4
     assert sketched == 3 * 7 * 6 * 4
+    assert optimizer.state_bytes(layer.weight) == 2 * 16 * 6 * 4
 
 
 class Attention(nn.Module):
@@ -199,39 +201,87 @@ def test_the_seed_changes_after_so_many_steps_and_only_then():
     assert seeds[0] == seeds[1] == seeds[2] != seeds[3] == seeds[4] == seeds[5] != seeds[6]
 
 
-def test_it_trains_nearly_as_well_as_adam_at_a_quarter_of_the_width():
-    losses = {}
-    for name in ("adamw", "compact"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8))
-        x, target = torch.randn(64, 24), torch.randn(64, 8)
-        if name == "adamw":
-            optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0)
-            context = torch.enable_grad()
-        else:
-            ranked = [{"params": [model[0].weight], "rank": 6}, {"params": [model[2].weight], "rank": 12}]
-            rest = [{"params": [model[0].bias, model[2].bias]}]
-            optimizer = Compact(ranked + rest, lr=5e-3, update_proj_gap=20)
-            context = optimizer.sketching(model)
-        with context:
-            for _ in range(200):
-                loss = (model(x) - target).pow(2).mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        losses[name] = loss.item()
-    assert losses["compact"] < 0.5  # from about 1; AdamW overfits to far less
-    assert optimizer.state_bytes(model[0].weight) == 2 * 48 * 6 * 4
+def naive(x, grads, *, rank, gap, lr, scale, weight_decay, seed=1, eps=1e-8):
+    """Adam on G P with moments that a new P finds as they are, in the place of sketched layers; from the formulae."""
+    m = v = 0.0
+    for t, g in enumerate(grads, 1):
+        p = gaussian(seed, rank, x.shape[1], g)  # (rank, inputs)
+        low = g @ p.T
+        m, v = 0.9 * m + 0.1 * low, 0.999 * v + 0.001 * low**2
+        step = lr * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
+        x = x - lr * weight_decay * x - step * scale * (m / (v.sqrt() + eps)) @ p
+        if t % gap == 0:
+            seed = next_seed(seed)
+    return x
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5, "weight_decay": 0.1}], ids=str)
+def test_it_follows_the_algorithm_through_changes_of_the_seed(options):
+    """Claim: on a new seed the moments stay as they are. 20 steps with six changes, in double precision, to 1e-10."""
+    random = torch.Generator().manual_seed(3)
+    start = torch.randn(8, 12, generator=random, dtype=torch.float64)
+    grads = torch.randn(20, 8, 12, generator=random, dtype=torch.float64)
+    p = nn.Parameter(start.clone())
+    optimizer = Compact([p], lr=0.01, rank=4, update_proj_gap=3, **options)
+    for g in grads:
+        p.grad = g.clone()
+        optimizer.step()
+    told = {"scale": 1.0, "weight_decay": 0.0, **options}
+    torch.testing.assert_close(p.detach(), naive(start, grads, rank=4, gap=3, lr=0.01, **told), rtol=0, atol=1e-10)
+
+
+def learned(inputs_per_rank):
+    """The mean loss of the last 40 of 250 steps on a teacher's noisy answers, fresh ones at every step; None: AdamW."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8)).requires_grad_(False)
+    for p in teacher.parameters():
+        p.mul_(2)
+    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8))
+    biases = [model[0].bias, model[2].bias]
+    if inputs_per_rank is None:
+        optimizer, context = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0), nullcontext()
+    else:
+        ranked = [{"params": [model[k].weight], "rank": model[k].in_features // inputs_per_rank} for k in (0, 2)]
+        optimizer = Compact([*ranked, {"params": biases}], lr=1e-2, update_proj_gap=10)
+        context = optimizer.sketching(model)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=250)
+    losses = []
+    with context:
+        for _ in range(250):
+            x = torch.randn(64, 24)
+            loss = (model(x) - teacher(x) - 0.5 * torch.randn(64, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+    return losses[0], sum(losses[-40:]) / 40
+
+
+def test_on_fresh_data_it_learns_with_a_small_loss_of_quality():
+    """Claim: a little above AdamW at half of the width, more at a quarter (LLaMA's perplexity there; a toy's loss here).
+
+    Reached: 1.0 to 0.310 by AdamW, where the noise alone is 0.25; 0.318 at a half and 0.321 at a quarter. A fixed set of data
+    it does not fit as far: 0.15 where AdamW comes to 1e-6.
+    """
+    begun, adamw = learned(None)
+    assert adamw < 0.35 * begun
+    assert learned(2)[1] < 1.05 * adamw
+    assert learned(4)[1] < 1.08 * adamw
 
 
 def test_clipping_counts_sketched_gradients_too():
     layer, optimizer, x, grad = make()
     with optimizer.sketching(layer):
-        layer(x).backward(100 * grad)
+        layer(x).backward(grad)
+        low = optimizer._sketched[id(layer.weight)]
+        before = torch.cat([low.flatten(), layer.bias.grad])
         norm = optimizer.clip_grad_norm_(1.0)
-        again = optimizer.clip_grad_norm_(1.0)
-    assert norm > 100
-    assert again.item() == pytest.approx(1.0, rel=1e-3)
+        after = torch.cat([low.flatten(), layer.bias.grad])
+    assert norm.item() == pytest.approx(before.norm().item(), rel=1e-5) and norm > 1
+    torch.testing.assert_close(after, before / (norm + 1e-6), rtol=1e-5, atol=0)  # as torch does
+    assert optimizer.clip_grad_norm_(2.0).item() == pytest.approx(1.0, rel=1e-5)
+    assert torch.equal(after, torch.cat([low.flatten(), layer.bias.grad]))  # what is short enough stays
 
 
 @pytest.mark.parametrize("recompute", [False, True])

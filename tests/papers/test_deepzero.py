@@ -172,6 +172,17 @@ def test_pruning_keeps_the_share_it_is_asked_for_and_finds_layers_that_matter():
     assert [m.numel() for m in optimizer.coordinates()] == [round(keeps[0] * 4), round(keeps[1] * 12)]
 
 
+def test_pruning_scores_are_weights_times_what_the_curvature_does_to_the_gradient():
+    """Claim: score = -theta * Hg. Two layers with one gradient and one curvature: the one with larger weights is kept."""
+    large, small = nn.Parameter(torch.full((6,), 3.0)), nn.Parameter(torch.full((6,), 0.01))
+    optimizer = DeepZero([large, small])
+    loss = lambda: 0.5 * ((large - 2).square().sum() + (small + 0.99).square().sum())  # noqa: E731
+    assert optimizer.prune(loss, sparsity=0.5, queries=150) == [1.0, 0.0]
+    assert optimizer.prune(loss, sparsity=0.0, queries=2) == [1.0, 1.0]
+    with pytest.raises(InvalidInput, match="sparsity"):
+        optimizer.prune(loss, sparsity=1.0)
+
+
 def test_masks_are_drawn_anew_every_so_many_steps_and_weights_stay_dense():
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(40))

@@ -64,8 +64,9 @@ def test_a_change_of_seed_keeps_the_momentums_size():
         assert (back.norm() / whole.norm()) ** 2 == pytest.approx(1 + (n + 1) / rank, rel=0.5)
 
 
-def naive(x, grads, *, rank, kappa, lr=0.01, beta=0.9, seed=1, weight_decay=0.0):
-    """Adafactor's direction with a sketched momentum, from the formulae."""
+def naive(x, grads, *, rank, kappa, lr=0.01, beta=0.9, seed=1, weight_decay=0.0, clip=1.0):
+    """Adafactor's direction with a sketched momentum, from the formulae; and how often it was clipped."""
+    clipped = 0
     left, short = is_left(x.shape), min(x.shape)
     rows = cols = 0.0
     sketch = None
@@ -84,25 +85,59 @@ def naive(x, grads, *, rank, kappa, lr=0.01, beta=0.9, seed=1, weight_decay=0.0)
             new = gaussian(seed, rank, short, g)
             sketch, a = fold(unfold(sketch, a), new), new
         sketch = beta * sketch + (1 - beta) * fold(u, a)
-        out = out / max(1.0, out.square().mean().sqrt().item())
+        size = out.square().mean().sqrt().item() / clip
+        clipped += size > 1
+        out = out / max(1.0, size)
         alpha = lr * max(1e-3, x.square().mean().sqrt().item())
         x = x - alpha * weight_decay * x - alpha * out
-    return x
+    return x, clipped
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (12, 8)])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_it_follows_the_algorithm(shape, weight_decay):
-    """30 steps with seven changes of seed, in double precision, to 1e-9."""
+@pytest.mark.parametrize(("weight_decay", "clip"), [(0.0, 1.0), (0.1, 1.0), (0.1, 0.4)])
+def test_it_follows_the_algorithm(shape, weight_decay, clip):
+    """30 steps with seven changes of seed, in double precision, to 1e-9; with a lower threshold some updates are clipped."""
     p = parameter(*shape, dtype=torch.float64)
     start = p.detach().clone()
-    optimizer = Flora([p], rank=4, kappa=4, weight_decay=weight_decay)
-    for g in gradients(shape, 30, dtype=torch.float64):
+    optimizer = Flora([p], rank=4, kappa=4, weight_decay=weight_decay, clip_threshold=clip)
+    grads = [g * (8 if k % 7 == 6 else 1) for k, g in enumerate(gradients(shape, 30, dtype=torch.float64))]
+    for g in grads:
         p.grad = g
         optimizer.step()
-    expected = naive(start, gradients(shape, 30, dtype=torch.float64), rank=4, kappa=4, weight_decay=weight_decay)
+    expected, clipped = naive(start, grads, rank=4, kappa=4, weight_decay=weight_decay, clip=clip)
+    assert (clipped > 0) == (clip < 1)  # with a momentum few updates come to the usual threshold
     assert torch.allclose(p.detach(), expected, rtol=1e-9, atol=1e-9)
     assert (expected - start).norm() > 1e-2 * start.norm()
+
+
+def test_a_plain_momentum_follows_the_algorithm():
+    """A vector: the running mean of Adafactor's direction is the update, clipped and relative to the vector's size."""
+    p = parameter(9, dtype=torch.float64)
+    x, variance, mean = p.detach().clone(), 0.0, 0.0
+    optimizer = Flora([p], lr=0.1, weight_decay=0.2, clip_threshold=0.3)
+    for t, g in enumerate(gradients((9,), 10, dtype=torch.float64), 1):
+        p.grad = g
+        optimizer.step()
+        variance = (1 - t**-0.8) * variance + t**-0.8 * (g**2 + 1e-30)
+        mean = 0.9 * mean + 0.1 * g / variance.sqrt()
+        alpha = 0.1 * max(1e-3, x.square().mean().sqrt().item())
+        x = x - 0.2 * alpha * x - alpha * mean / max(1.0, mean.square().mean().sqrt().item() / 0.3)
+    assert torch.allclose(p.detach(), x, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_came_outside_of_sketching_is_added():
+    p, q = parameter(24, 40), parameter(24, 40)
+    mixed, whole = Flora([p], rank=6, accumulates=True), Flora([q], rank=6, accumulates=True)
+    first, second = gradients((24, 40), 2)
+    with mixed.sketching():
+        (p * first).sum().backward()
+    (p * second).sum().backward()
+    with whole.sketching():
+        (q * first).sum().backward()
+        (q * second).sum().backward()
+    mixed.step()
+    whole.step()
+    assert torch.equal(p, q)
 
 
 def test_what_is_not_sketched_has_a_plain_momentum():

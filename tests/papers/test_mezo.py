@@ -115,6 +115,22 @@ def test_dropout_draws_the_same_masks_for_both_losses():
 
 
 @pytest.mark.parametrize("samples", [1, 3])
+def test_an_update_is_the_mean_slope_along_the_directions_and_decoupled_decay(samples):
+    """Claim: p <- p - lr (mean of g z + wd p), with the directions that the losses were taken along."""
+    torch.manual_seed(0)
+    p, target = nn.Parameter(torch.randn(7, 3, dtype=torch.float64)), torch.randn(7, 3, dtype=torch.float64)
+    start, decay = p.detach().clone(), {"lr": 0.05, "weight_decay": 0.4}
+    optimizer = Mezo([p], samples=samples, seed=9, **decay)
+    optimizer.step(lambda: (p - target).square().sum())
+    slopes = torch.zeros_like(start)
+    for k, probe in enumerate(optimizer.last):
+        z = torch.cat([part.flatten() for part in _pieces(0, p, mix(9, 0, k))]).view(7, 3)
+        assert probe.slope == pytest.approx((2 * (start - target) * z).sum().item(), rel=1e-6)
+        slopes += probe.slope * z / samples
+    torch.testing.assert_close(p.detach(), start - 0.05 * (slopes + 0.4 * start), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
 def test_a_run_can_be_replayed_from_seeds_and_slopes(samples):
     model, tokens = make(torch.bfloat16)
     start = copy.deepcopy(model)

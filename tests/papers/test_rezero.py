@@ -40,8 +40,9 @@ def saved_bytes(run, model):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_at_initialisation_the_network_is_the_identity_bit_for_bit(norm_first, training):
-    model = rezero_(stack(12, norm_first=norm_first, dropout=0.1)).train(training)
+@pytest.mark.parametrize("per_sublayer", [False, True])
+def test_at_initialisation_the_network_is_the_identity_bit_for_bit(norm_first, training, per_sublayer):
+    model = rezero_(stack(12, norm_first=norm_first, dropout=0.1), per_sublayer=per_sublayer).train(training)
     x = torch.randn(2, 5, WIDTH)
     assert torch.equal(model(x), x)
     assert not any(isinstance(m, nn.LayerNorm) for m in model.modules())
@@ -54,11 +55,10 @@ class Normed(nn.Module):
         super().__init__()
         self.inner, self.norm1, self.norm2 = ReZeroEncoderLayer(layer), layer.norm1, layer.norm2
         self.norm_first = layer.norm_first
-        for gate in (self.inner.attention_gate, self.inner.feedforward_gate):
-            gate.requires_grad_(False).fill_(1.0)  # a constant gate of one is no gate
+        self.inner.gate.requires_grad_(False).fill_(1.0)  # a constant gate of one is no gate
 
     def feed(self, x):
-        return gated_linear(F.relu(self.inner.linear1(x)), self.inner.linear2, self.inner.feedforward_gate)
+        return gated_linear(F.relu(self.inner.linear1(x)), self.inner.linear2, self.inner.gate)
 
     def forward(self, x):
         if self.norm_first:
@@ -119,8 +119,7 @@ def test_with_gates_of_one_it_computes_what_torchs_layer_computes_without_norms(
     plain.norm1, plain.norm2 = nn.Identity(), nn.Identity()
     ours = ReZeroEncoderLayer(copy.deepcopy(plain))
     with torch.no_grad():
-        ours.attention_gate.fill_(1.0)
-        ours.feedforward_gate.fill_(1.0)
+        ours.gate.fill_(1.0)
     x = torch.randn(2, 5, WIDTH) if batch_first else torch.randn(5, 2, WIDTH)
     causal = nn.Transformer.generate_square_subsequent_mask(5) if masked in ("causal", "both") else None
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if masked in ("padding", "both") else None
@@ -128,6 +127,26 @@ def test_with_gates_of_one_it_computes_what_torchs_layer_computes_without_norms(
         padding = torch.zeros(2, 5).masked_fill_(padding, float("-inf"))
     options = {"src_mask": causal, "src_key_padding_mask": padding, "is_causal": causal is not None}
     torch.testing.assert_close(ours(x, **options), plain(x, **options), rtol=1e-5, atol=1e-5)
+
+
+def test_one_gate_of_a_layer_scales_both_of_its_sublayers():
+    """As in the authors' code: x + a F(x) twice with one a, whose gradient is the sum of both; `per_sublayer` has two."""
+    torch.manual_seed(0)
+    plain = layer().double()
+    one, two = ReZeroEncoderLayer(copy.deepcopy(plain)), ReZeroEncoderLayer(copy.deepcopy(plain), per_sublayer=True)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for gate in (one.gate, two.attention_gate, two.feedforward_gate):
+            gate.fill_(0.3)
+    found = []
+    for ours in (one, two):
+        out = ours(x)
+        out.square().sum().backward()
+        found.append(out)
+    assert torch.equal(*found)
+    torch.testing.assert_close(one.gate.grad, two.attention_gate.grad + two.feedforward_gate.grad)
+    h = x + 0.3 * plain.self_attn(x, x, x, need_weights=False)[0]
+    torch.testing.assert_close(found[0], h + 0.3 * plain.linear2(F.relu(plain.linear1(h))))
 
 
 def test_it_takes_its_place_in_an_encoder_in_both_modes():
@@ -167,12 +186,13 @@ def test_a_deep_stack_trains_at_once_where_the_plain_one_without_norms_does_not(
 def test_gates_are_found_and_names_stay_and_other_blocks_are_wrapped():
     before = stack(2)
     names = {n for n, _ in before.named_parameters() if "norm" not in n}
-    model = rezero_(copy.deepcopy(before))
-    gates = {f"layers.{n}.{which}_gate" for n in range(2) for which in ("attention", "feedforward")}
-    assert {n for n, _ in model.named_parameters()} == names | gates
-    rest, own = gate_groups(model, lr=1e-3, gate_lr=1e-1, weight_decay=0.1)
-    assert len(own["params"]) == 4 and own["weight_decay"] == 0.0 and own["lr"] == 1e-1
-    assert len(rest["params"]) == len(names)
+    for per_sublayer, kinds in ((False, ("gate",)), (True, ("attention_gate", "feedforward_gate"))):
+        model = rezero_(copy.deepcopy(before), per_sublayer=per_sublayer)
+        gates = {f"layers.{n}.{kind}" for n in range(2) for kind in kinds}
+        assert {n for n, _ in model.named_parameters()} == names | gates
+        rest, own = gate_groups(model, lr=1e-3, gate_lr=1e-1, weight_decay=0.1)
+        assert len(own["params"]) == len(gates) and own["weight_decay"] == 0.0 and own["lr"] == 1e-1
+        assert len(rest["params"]) == len(names)
     wrapped = ReZero(nn.Tanh())
     x = torch.randn(3)
     assert torch.equal(wrapped(x), x)

@@ -15,6 +15,7 @@ from holdall.optim.adam8bit import Adam8bit
 from holdall.optim.apollo import Apollo
 from holdall.optim.flora import Flora
 from holdall.optim.galore import GaLore
+from holdall.optim.muon import Muon
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.testing.contracts import problem_for, train
@@ -26,6 +27,7 @@ MADE = {
     "apollo": lambda m: Apollo(Apollo.groups(m, rank=4, update_proj_gap=2)),
     "q-galore": lambda m: GaLore(GaLore.groups(m, rank=4, bits=8, projector_bits=4, lazy=True, update_proj_gap=2)),
     "flora": lambda m: Flora(m.parameters(), rank=4, kappa=2),
+    "muon": lambda m: Muon(Muon.groups(m)),
 }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdall.optim._math.quantise import BLOCK, dynamic_table
+from holdall.codecs.levels import BLOCK
+from holdall.optim._math.quantise import dynamic_table
 
 _ROWS = 8  # blocks per program
 _TABLES: dict[torch.device, Tensor] = {}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from holdall.optim._math.per_parameter import State
+from holdall.optim._math.per_parameter import Group, State
 from holdall.optim._math.quantise import coded_bytes, decode, encode
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,6 +54,18 @@ def adam_direction(grad: torch.Tensor, state: State, *, betas: tuple[float, floa
     write_moment(state, "exp_avg", m, bits=bits, signed=True)
     write_moment(state, "exp_avg_sq", v, bits=bits, signed=False)
     return direction
+
+
+def adamw_(value: torch.Tensor, grad: torch.Tensor, moments: Sequence[torch.Tensor], step: int, group: Group) -> None:
+    """Step number `step` (from 1) of torch's AdamW, op by op; changes `value` and both moments in place."""
+    m, v = moments
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
+    if group["weight_decay"]:
+        value.mul_(1 - lr * group["weight_decay"])
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    value.addcdiv_(m, root, value=-lr / (1 - beta1**step))
 
 
 def corrected(lr: float, step: int, betas: tuple[float, float]) -> float:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from holdall.errors import InvalidInput, unknown_name
+from holdall.errors import InvalidInput, Unsupported, unknown_name
+from holdall.layers.int8_weight import Int8Weight
 from holdall.updates.stretches import piece_of
 
 _ON_GPU = 1 << 24  # elements of a stretch
@@ -68,8 +69,9 @@ class PerParameter(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _check_numbers(group)
+            self._refuse_codes(group)
             self._check(group)
-        except InvalidInput:
+        except (InvalidInput, Unsupported):
             self.param_groups.pop()
             raise
 
@@ -90,10 +92,11 @@ class PerParameter(torch.optim.Optimizer):
         """Update `p` in the precision of the computation, and round once at the end."""
         dtype = compute_dtype(p)
         alone = self._alone(group)
-        if alone and p.numel() > piece_of(p.device, on_gpu=_ON_GPU) and p.is_contiguous():
+        coded = isinstance(p, Int8Weight)
+        if alone and not coded and p.numel() > piece_of(p.device, on_gpu=_ON_GPU) and p.is_contiguous():
             self._apply_by_stretches(p, grad, group, alone)
             return
-        value = p if p.dtype == dtype else p.to(dtype)
+        value = p.decoded(dtype) if isinstance(p, Int8Weight) else p if p.dtype == dtype else p.to(dtype)
         self._update(value, grad.to(dtype), self.state[p], group)
         if value is not p:
             p.copy_(value)
@@ -129,6 +132,12 @@ class PerParameter(torch.optim.Optimizer):
 
     def _check(self, group: Group) -> None:
         """Refuse what the rule cannot do with the parameters of a new group."""
+
+    def _refuse_codes(self, group: Group) -> None:
+        """A rule that reaches into a parameter's memory would find codes there, or lose what it writes."""
+        decodes = type(self)._apply is PerParameter._apply and not getattr(self, "forward_only", False)
+        if not decodes and any(isinstance(p, Int8Weight) for p in group["params"]):
+            raise Unsupported(f"{self.name} does not train weights of 8 bits", hint="use `holdall.optim.galore.GaLore`")
 
     def _group_of(self, param: torch.Tensor) -> Group:
         for group in self.param_groups:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from holdall.codecs.levels import decode_levels, encode_levels, level_bytes
 from holdall.optim._math.per_parameter import State
 from holdall.optim._math.projection import gaussian
-from holdall.optim._math.quantise import decode_levels, encode_levels, level_bytes
 
 _COLD, _WARM = 6, 2  # rounds of the iteration from random directions, and from those found before
 
