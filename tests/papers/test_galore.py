@@ -346,6 +346,17 @@ def test_codes_are_the_nearest_levels():
     assert torch.allclose(error, best, atol=1e-7)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_made_in_pieces_are_those_of_the_whole(signed, monkeypatch):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))  # the last block is not full
+    x = x if signed else x.square()
+    whole = quantise.encode(x, signed=signed)
+    monkeypatch.setattr("holdall.updates.stretches.ON_HOST", 512)
+    parts = quantise.encode(x, signed=signed)
+    assert all(map(torch.equal, whole, parts))
+    assert torch.equal(quantise.decode(*parts, signed=signed), (quantise.decode(*whole, signed=signed)))
+
+
 def test_a_second_moment_never_rounds_to_nothing():
     """Else the next step would be the first moment over epsilon."""
     x = torch.tensor([1.0, 1e-12, 0.0] + [0.5] * 253)

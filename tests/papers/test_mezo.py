@@ -128,6 +128,8 @@ def test_an_update_is_the_mean_slope_along_the_directions_and_decoupled_decay(sa
         assert probe.slope == pytest.approx((2 * (start - target) * z).sum().item(), rel=1e-6)
         slopes += probe.slope * z / samples
     torch.testing.assert_close(p.detach(), start - 0.05 * (slopes + 0.4 * start), rtol=1e-12, atol=1e-12)
+    optimizer.step(lambda: p.sum())
+    assert [probe.seed for probe in optimizer.last] == [mix(9, 1, k) for k in range(samples)]  # of the second step
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -230,6 +232,19 @@ def test_the_published_way_drifts_in_sixteen_bits_and_ours_does_not():
         drift[in_place] = sum((p != q).sum().item() for p, q in zip(before, bits(model), strict=True))
     assert drift[False] == 0
     assert drift[True] > 0
+
+
+def test_the_published_way_finds_the_same_slopes_and_comes_back_within_rounding():
+    found = []
+    for in_place in (False, True):
+        model, tokens = make(torch.float64)
+        before = bits(model.eval())
+        optimizer = Mezo(model.parameters(), lr=0.0, in_place=in_place, samples=3)
+        optimizer.step(partial(model, tokens))
+        found.append(torch.tensor([probe.slope for probe in optimizer.last], dtype=torch.float64))
+        for p, q in zip(before, bits(model), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
 
 def test_a_view_made_before_is_followed():
