@@ -83,7 +83,7 @@ def dense(x, grads, *, lr=1e-2, d=1.0, decay=0.8, beta1=None, weight_decay=0.0, 
         {"lr": 0.5},
         {"beta1": 0.9, "weight_decay": 0.1},
         {"warmup_init": True},
-        {"relative_step": False, "lr": 0.003},
+        {"relative_step": False, "lr": 0.2},  # above 1/sqrt(t) from step 25 on
         {"d": 0.5, "beta2_decay": -0.6},
     ],
     ids=str,

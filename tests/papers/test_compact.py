@@ -332,5 +332,7 @@ def test_leaving_restores_every_layer_and_wrong_use_is_told():
         pass
     with pytest.raises(InvalidInput, match="rank 100"):
         Compact(model.parameters(), rank=100)
+    with pytest.raises(InvalidInput, match="no gradient"):
+        optimizer.clip_grad_norm_(1.0)
     with pytest.raises(InvalidInput, match="projection"):
         Compact(model.parameters(), rank=2, projection="sparse")

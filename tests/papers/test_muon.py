@@ -40,6 +40,8 @@ def test_the_updates_singular_values_are_near_one(shape):
     for matrix in (with_singular_values(values, *shape), 1e4 * with_singular_values(values, *shape)):
         found = torch.linalg.svdvals(orthogonalised(matrix, 5).float())
         assert found.min() > 0.6 and found.max() < 1.3
+    exact = with_singular_values(values, *shape, dtype=torch.float64)
+    assert torch.allclose(orthogonalised(1e-6 * exact, 5), orthogonalised(exact, 5), atol=1e-12)  # its size means nothing
     tiny = with_singular_values(torch.logspace(0, -6, min(shape)), *shape)
     assert torch.linalg.svdvals(orthogonalised(tiny, 5).float()).min() < 0.1  # what is almost nothing is not blown up
     assert torch.equal(orthogonalised(torch.zeros(shape), 5).float(), torch.zeros(shape))
