@@ -9,10 +9,10 @@ import torch
 
 import holdall
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
-from holdall.planning.dag import Dag, replay
+from holdall.actions.reschedule.dag import Dag, replay
+from holdall.actions.reschedule.min_cut import best_sets, made_again
+from holdall.actions.reschedule.op_graph import op_graph, programs
 from holdall.planning.menus import make_menus
-from holdall.planning.min_cut import best_sets, made_again
-from holdall.planning.op_graph import op_graph, programs
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import family, machine
