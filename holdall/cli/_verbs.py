@@ -27,6 +27,8 @@ VERBS = {
     "doctor": "Check this machine, and say what to change.",
     "cache": "What was measured, traced and planned before; `cache clear` removes it.",
     "planners": "The planners and their options.",
+    "optimizers": "The optimizers and their options.",
+    "precisions": "The precision recipes, and the bytes that each takes.",
     "compatible": "What works with what, and whether exactly.",
     "systems": "The published systems, and where each lives here.",
 }

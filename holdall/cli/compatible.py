@@ -9,7 +9,7 @@ import typer
 
 from holdall.cli import _options as given
 from holdall.cli._console import add_row, cell, facts, grid, say, show, show_json
-from holdall.compatibility import CLOSE, EXACT, FEATURES, NAMES, REFUSED, SIGNS, page, pairs, verdict
+from holdall.compatibility import CLOSE, EXACT, FEATURES, NAMES, REFUSED, SIGNS, feature, members, page, pairs, verdict
 
 _STYLES = {EXACT: "green", CLOSE: "yellow", REFUSED: "red"}
 
@@ -31,7 +31,8 @@ def compatible(
     elif features:
         _one(features, json)
     elif json:
-        show_json([{"features": list(pair), **asdict(verdict(*pair))} for pair in pairs()])
+        every = [*pairs(), *((member, name) for member in members() for name in NAMES)]
+        show_json([{"features": list(pair), **asdict(verdict(*pair))} for pair in every])
     else:
         _all()
 
@@ -47,9 +48,10 @@ def _one(features: list[str], json: bool) -> None:
 def _all() -> None:
     """Rows by name, columns by number, so that it fits eighty columns."""
     table = grid("", "", *(str(n + 1) for n in range(len(NAMES))), left=2)
-    for n, name in enumerate(NAMES):
+    others = [*members()]
+    for n, name in [*enumerate(NAMES, 1), *(("", name) for name in others)]:
         levels = [verdict(name, other).level for other in NAMES]
-        add_row(table, n + 1, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
+        add_row(table, n, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
     show(table)
     say("\n= exact   ~ close: approximate gradients   x refused before the first step\n")
-    show(facts({f.name: f.what for f in FEATURES}))
+    show(facts({f.name: f.what for f in (*FEATURES, *(feature(name) for name in others))}))
