@@ -3,8 +3,8 @@
 python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,24@1e9,24@1e-3+1e9,6:protrain] [--steps 6] [--out results.csv]
 python benchmarks/auto_on_gpu.py --cpu-check   the same code on a tiny model and a CPU: no figures worth keeping
 
-What is measured is `holdall.fit` with a plan that was made ahead (`fit(..., plan=...)`): fallbacks, corrections by measured times
-and repeats take part, and a row says under which plan its last step ran (`plan_changed`, `notes`).
+What is measured is `holdall.fit`, which begins with a plan that was made ahead (`fit(..., plan=...)`): fallbacks, corrections
+by measured times and repeats take part, and a row is about the plan that its last step ran under (`plan_changed`, `notes`).
 
 A budget may name its planner; `24:auto-host` is auto without updates that pass through the device. `24@1e9` clips to that norm,
 which is to say never, and `24@1e-3` always: an update may begin before it is known whether gradients are clipped, so both are
@@ -162,10 +162,14 @@ def plan_all(folder: Path, options) -> None:
     """A plan for every budget, each by a process of its own: planning wants the host's cores and not the GPU."""
     began = time.perf_counter()
     wanted = list(dict.fromkeys(text.partition("@")[0] for text in options.budgets.split(",")))
-    workers = max(1, min(len(wanted), (os.cpu_count() or 1) // 2))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(partial(make_plan, folder, options), wanted):
-            pass
+    workers = min(len(wanted), (os.cpu_count() or 1) // 2)
+    if workers <= 1:
+        for of in wanted:
+            make_plan(folder, options, of)
+    else:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for _ in pool.map(partial(make_plan, folder, options), wanted):
+                pass
     if options.trace:
         for file in folder.glob("*.json"):
             shutil.copy(file, options.trace)
@@ -177,7 +181,8 @@ def asked(folder: Path, options, of: str) -> dict[str, Any]:
     budget, _, planner = of.partition(":")
     name, _, option = planner.partition("-")
     extra = {"host": {"through": False}, "through": {"through": True}}.get(option, {})
-    clips, hardware = not options.no_clip, folder / "hardware.json"
+    known = folder / "hardware.json"
+    clips, hardware = not options.no_clip, known if known.exists() else options.hardware or None
     return {"budget": f"{budget}GiB", "hardware": hardware, "planner": name or options.planner, "clips": clips, **extra}
 
 

@@ -81,7 +81,7 @@ class PlanBook:
         self._besides: dict[str, Any] = {}  # what the process holds besides, as it was before the harness came
 
     def sample(self, ready: Plan | None = None) -> tuple[Plan, Trace]:
-        """The plan for the sample alone; `ready`: one that was made ahead for it, unless the loop's autocast turns out another."""
+        """The plan for the sample alone; `ready`: one that was made ahead, unless it is for another autocast."""
         traced = self._trace(self._batch)
         if ready is not None and ready.about.get("autocast") == traced.trace.about.get("autocast"):
             return self.know(ready, traced.trace), traced.trace

@@ -15,7 +15,7 @@ from holdall.precision._through_torchao import float8_training
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8(Recipe):
+class Fp8Products(Recipe):
     """`kind`: how scales are found. `emulate`: on devices without FP8 products."""
 
     kind: str = "tensorwise"

@@ -217,7 +217,7 @@ def test_a_budget_may_be_given_per_tier():
         (["--planner", "chen", "--option", "varian=all"], "unknown option of chen `varian`", "did you mean `variant`"),
         (["--planner", "chen", "--option", "last=3"], "bool was expected", "holdall planners"),
         (["--dtype", "float23"], "unknown dtype `float23`", "did you mean `float32`"),
-        (["--optimizer", "adamv"], "unknown optimizer `adamv`", "did you mean `adamw`"),
+        (["--optimizer", "adamwv"], "unknown optimizer `adamwv`", "did you mean `adamw`"),
         (["--optimizer", "galore:rnak=4"], "unknown option of galore `rnak`", "did you mean `rank`"),
         (["--optimizer", "galore:rank"], "gives `rank` no value", "rockmate:menus=cut"),
         (["--optimizer", "sgd:lr=-1"], "sgd:lr=-1 cannot be made", "holdall optimizers"),

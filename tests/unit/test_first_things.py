@@ -80,7 +80,7 @@ LINES = [
     ("plan gpt2 --dtype bf61", "known:"),
     ("plan gpt2 --autocast bf61", "known:"),
     ("plan gpt2 --allow ofload", "did you mean `offload`"),
-    ("trace gpt2 --optimizer adamv", "did you mean `adamw`"),
+    ("trace gpt2 --optimizer adamwv", "did you mean `adamw`"),
     ("train gpt2 --data none.jsonl --out run --budget lots", "24GiB"),
 ]
 
