@@ -1,6 +1,10 @@
 """Auto over several budgets on one GPU, in one process: predicted against measured, choice by choice.
 
 python benchmarks/auto_on_gpu.py [--shape 3b] [--budgets 24,12,24@1e9,24@1e-3+1e9,6:protrain] [--steps 6] [--out results.csv]
+python benchmarks/auto_on_gpu.py --cpu-check   the same code on a tiny model and a CPU: no figures worth keeping
+
+What is measured is `holdall.fit`, which begins with a plan that was made ahead (`fit(..., plan=...)`): fallbacks, corrections
+by measured times and repeats take part, and a row is about the plan that its last step ran under (`plan_changed`, `notes`).
 
 A budget may name its planner; `24:auto-host` is auto without updates that pass through the device. `24@1e9` clips to that norm,
 which is to say never, and `24@1e-3` always: an update may begin before it is known whether gradients are clipped, so both are
@@ -30,6 +34,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -60,6 +65,7 @@ MORE = (
     "harness_host",
     "seconds_of_steps",
     "retries",
+    "plan_changed",
     "notes",
 )
 
@@ -83,10 +89,14 @@ def main() -> None:
     parser.add_argument("--out", default="auto_on_gpu.csv")
     parser.add_argument("--trace", default="", help="also write the trace, the hardware and the plans into this folder")
     parser.add_argument("--plans", default="", help="a folder with 24.json and so on, planned before: no tracing, no planning")
+    parser.add_argument("--cpu-check", action="store_true", help="a tiny model on the CPU: does the code run?")
     options = parser.parse_args()
+    options.device = "cpu" if options.cpu_check else "cuda"
+    if options.cpu_check:
+        options.shape, options.batch, options.seq = "tiny", 2, 32
     began = started = time.perf_counter()
     model = build_model(options.shape, seq=options.seq, dtype=torch.float32, device="cpu").train()
-    ids = build_ids(options.shape, batch=options.batch, seq=options.seq, device="cuda")
+    ids = build_ids(options.shape, batch=options.batch, seq=options.seq, device=options.device)
     batch = {"input_ids": ids, "labels": ids}
     print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
     with tempfile.TemporaryDirectory() as made:
@@ -109,7 +119,7 @@ def rows(first, batch, options, plans, started):
         "seq": options.seq,
         "steps": options.steps,
         "warmup": options.warmup,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "",
         "torch": torch.__version__,
         "python": environment()["python"],
         "commit": options.commit,
@@ -128,10 +138,10 @@ def rows(first, batch, options, plans, started):
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
         try:
             plan = load_plan(plans, of)
-            if not options.plans:
+            if not options.plans and options.device == "cuda":
                 plan, rates = renew(plan, plans)
                 row |= rates
-            for found in run(plan, model, optimizer, batch, options, max_norms):
+            for found in run(plan, model, optimizer, batch, options, max_norms, asked(plans, options, of)):
                 row |= found
                 write(options.out, row)
         except holdall.HoldallError as error:
@@ -144,31 +154,42 @@ def rows(first, batch, options, plans, started):
         planned = row["status"] in ("ok", "oom")
         model, optimizer = (None, None) if planned else (model, None)
         gc.collect()
-        torch.cuda.empty_cache()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def plan_all(folder: Path, options) -> None:
     """A plan for every budget, each by a process of its own: planning wants the host's cores and not the GPU."""
     began = time.perf_counter()
-    asked = list(dict.fromkeys(text.partition("@")[0] for text in options.budgets.split(",")))
-    workers = max(1, min(len(asked), (os.cpu_count() or 1) // 2))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(partial(make_plan, folder, options.planner, clips=not options.no_clip), asked):
-            pass
+    wanted = list(dict.fromkeys(text.partition("@")[0] for text in options.budgets.split(",")))
+    workers = min(len(wanted), (os.cpu_count() or 1) // 2)
+    if workers <= 1:
+        for of in wanted:
+            make_plan(folder, options, of)
+    else:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for _ in pool.map(partial(make_plan, folder, options), wanted):
+                pass
     if options.trace:
         for file in folder.glob("*.json"):
             shutil.copy(file, options.trace)
-    print(f"planned for {', '.join(asked)} in {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"planned for {', '.join(wanted)} in {time.perf_counter() - began:.1f} s", flush=True)
 
 
-def make_plan(folder: Path, usual: str, of: str, *, clips: bool) -> None:
-    """Written to the folder, or why there is none."""
+def asked(folder: Path, options, of: str) -> dict[str, Any]:
+    """What `holdall.plan` and `holdall.fit` are given for a budget, which may name its planner."""
     budget, _, planner = of.partition(":")
     name, _, option = planner.partition("-")
     extra = {"host": {"through": False}, "through": {"through": True}}.get(option, {})
-    given = {"budget": f"{budget}GiB", "hardware": folder / "hardware.json", "planner": name or usual, "clips": clips}
+    known = folder / "hardware.json"
+    clips, hardware = not options.no_clip, known if known.exists() else options.hardware or None
+    return {"budget": f"{budget}GiB", "hardware": hardware, "planner": name or options.planner, "clips": clips, **extra}
+
+
+def make_plan(folder: Path, options, of: str) -> None:
+    """Written to the folder, or why there is none."""
     try:
-        holdall.plan(folder / "trace.json", **given, **extra).save(_plan_file(folder, of))
+        holdall.plan(folder / "trace.json", **asked(folder, options, of)).save(_plan_file(folder, of))
     except holdall.HoldallError as error:
         _plan_file(folder, of).with_suffix(".txt").write_text(str(error))
 
@@ -212,24 +233,29 @@ def _plan_file(folder: Path, of: str) -> Path:
 def look(model, batch, options, folder: Path) -> None:
     """Write down the trace of a step, and the machine."""
     began = time.perf_counter()
-    hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe("cuda", quick=True)
+    hardware = Hardware.load(options.hardware) if options.hardware else holdall.probe(options.device, quick=True)
     print(
         f"probe {time.perf_counter() - began:.1f} s, {hardware.updates / 1e9:.2f} Gparam/s on the host "
         f"({hardware.updates_beside / 1e9:.2f} beside copies, which keep {hardware.read_beside:.2f}), "
-        f"memory {hardware.bandwidth / 1e12:.2f} TB/s, link {hardware.tiers[1].read / 1e9:.1f}/"
-        f"{hardware.tiers[1].write / 1e9:.1f} x {hardware.duplex:.2f}, context {hardware.context / 2**20:.0f} MiB",
+        f"memory {hardware.bandwidth / 1e12:.2f} TB/s, context {hardware.context / 2**20:.0f} MiB",
         flush=True,
     )
+    for tier in hardware.tiers[1:]:
+        print(f"{tier.name}: {tier.read / 1e9:.1f}/{tier.write / 1e9:.1f} GB/s x {hardware.duplex:.2f}", flush=True)
     print(host_adam.backend(), flush=True)
     began = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    head = int(options.head) if options.head.isdigit() else options.head
-    trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head=head)
+    trace = holdall.trace(model, batch, optimizer=optimizer, device=options.device, precision="bf16", head=head_of(options))
     print(f"traced in {time.perf_counter() - began:.1f} s; ops {sum(o.seconds for o in trace.ops):.3f} s", flush=True)
-    kernels = device_context(torch.device("cuda", 0))  # more of them are loaded by now
-    hardware = replace(hardware, context=max(hardware.context, kernels) + CONTEXT)
+    if options.device == "cuda":
+        kernels = device_context(torch.device("cuda", 0))  # more of them are loaded by now
+        hardware = replace(hardware, context=max(hardware.context, kernels) + CONTEXT)
     trace.save(folder / "trace.json")
     hardware.save(folder / "hardware.json")
+
+
+def head_of(options) -> str | int:
+    return int(options.head) if options.head.isdigit() else options.head
 
 
 def write(path: str, row: Row) -> None:
@@ -242,25 +268,30 @@ def write(path: str, row: Row) -> None:
     print(json.dumps({k: row[k] for k in row if k not in ("gpu", "torch", "python", "commit", "precision")}), flush=True)
 
 
-def run(plan, model, optimizer, batch, options, max_norms) -> Iterator[Row]:
-    """A row for each norm to clip to, in one run of the plan."""
+def run(plan, model, optimizer, batch, options, max_norms, given) -> Iterator[Row]:
+    """A row for each norm to clip to, in one run of `fit` that begins with the plan."""
     place = next((a for a in plan.actions if a.name == "place"), None)
     print(f"planned in {plan.solve_seconds:.1f} s: {plan.summary()}", flush=True)
     print(collections.Counter(r[1:] for r in place.units) if place else "", plan.why[1:2], flush=True)
     began = time.perf_counter()
     gc.collect()  # now rather than in a step: tracing and planning left much to look through
-    torch.cuda.reset_peak_memory_stats()
-    with holdall.apply(plan, model, optimizer) as harness:
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    own = {"precision": "bf16", "head": head_of(options), "device": options.device, "plan": plan}
+    with holdall.fit(model, optimizer, batch, **own, **given) as harness:
         setup = time.perf_counter() - began
         for max_norm in max_norms:
-            yield {"setup_s": round(setup, 1), **measure(harness, model, optimizer, batch, options, max_norm)}
+            found = measure(harness, model, optimizer, batch, options, max_norm)
+            yield {"setup_s": round(setup, 1), "plan_changed": harness.plan.actions != plan.actions, **found}
         if options.profile:
             step = partial(train_step, model, optimizer, batch, None if options.no_clip else max_norms[-1])
-            profile(step, f"{options.profile}/{plan.planner}-{plan.budget['gpu'] >> 30}.json.gz")
+            profile(step, f"{options.profile}/{plan.planner}-{next(iter(plan.budget.values())) >> 30}.json.gz")
 
 
 def measure(harness, model, optimizer, batch, options, max_norm) -> Row:
-    plan, losses, norms, before = harness.plan, [], [], len(harness.step_seconds)
+    losses, norms, before = [], [], len(harness.step_seconds)
+    on_gpu = options.device == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
 
     def step():
         loss, norm = train_step(model, optimizer, batch, None if options.no_clip else max_norm)
@@ -269,15 +300,17 @@ def measure(harness, model, optimizer, batch, options, max_norm) -> Row:
 
     for _ in range(options.warmup):
         step()
-    torch.cuda.synchronize()
+    wait()
     began = time.perf_counter()
     for _ in range(options.steps):
         step()
-    torch.cuda.synchronize()
+    wait()
     seconds = (time.perf_counter() - began) / options.steps
-    free, total = torch.cuda.mem_get_info()
+    plan = harness.plan  # the one that the last step ran under
+    free, total = torch.cuda.mem_get_info() if on_gpu else (0, 0)
     rss = psutil.Process().memory_info().rss
-    measured, reserved = harness.measured(), torch.cuda.max_memory_reserved()
+    measured, reserved = harness.measured(), torch.cuda.max_memory_reserved() if on_gpu else 0
+    home = next(iter(plan.budget))
     every = harness.step_seconds[before:]
     ahead = sum(harness.were_ahead[-options.steps :])
     if_not = plan.about.get("seconds_if_not_clipped")
@@ -291,14 +324,14 @@ def measure(harness, model, optimizer, batch, options, max_norm) -> Row:
         "tokens_per_s": round(batch["input_ids"].numel() / seconds, 1),
         "step_s": round(seconds, 5),
         "median_step_s": round(statistics.median(every[options.warmup :]), 5),
-        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_allocated": torch.cuda.max_memory_allocated() if on_gpu else measured.peak[home],
         "peak_reserved": reserved,
         "peak_reserved_run": reserved,
         "device_used": total - free,
         "host_rss": rss,
         "harness_step_s": measured.seconds,
-        "harness_peak": measured.peak["gpu"],
-        "harness_host": measured.peak.get("cpu", 0),
+        "harness_peak": measured.peak[home],
+        "harness_host": sum(size for tier, size in measured.peak.items() if tier != home),
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-1]),
         "losses": " ".join(f"{float(x):.6f}" for x in losses),
@@ -306,7 +339,7 @@ def measure(harness, model, optimizer, batch, options, max_norm) -> Row:
         "steps_clipped": sum(n is not None and float(n) > max_norm for n in norms),
         "steps_ahead": ahead,
         "seconds_of_steps": " ".join(f"{s:.3f}" for s in every),
-        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
         "notes": "; ".join(harness.notes),
     }
 

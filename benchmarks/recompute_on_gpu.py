@@ -53,7 +53,7 @@ from holdall.experiments.peer_runs import reason, run_peer
 from holdall.experiments.peers import Subject, Variant, all_variants
 from holdall.experiments.request import plain_outcome
 from holdall.experiments.sweep import Target, read_targets, versions
-from holdall.experiments.workload import OPTIMIZERS, Workload, describe_workload
+from holdall.experiments.workload import Workload, describe_workload
 from holdall.planning.to_programs import by_programs
 from holdall.problem import make_problem, resolve_hardware
 from holdall.registry import member_names
@@ -115,8 +115,7 @@ class Bench:
             model.load_state_dict(self.start)
             model.zero_grad(set_to_none=True)
         self.model = model
-        make = OPTIMIZERS[self.workload.optimizer]
-        optimizer = optimizer or (make(model.parameters(), lr=1e-4) if make else None)
+        optimizer = optimizer or self.workload.build_optimizer(model)
         if self.machine.device == "cuda":
             torch.cuda.empty_cache()
         return model, optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -15,7 +15,8 @@ import torch
 
 from holdall.fitting.applying import check_belongs, store_for
 from holdall.fitting.head import choose_head
-from holdall.problem import Budget, make_problem, resolve_precision
+from holdall.precision import plannable, put_on
+from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.registry import build_member
 from holdall.reporting import BlockRow, Report
 from holdall.reporting.progress import terminal_line
@@ -37,22 +38,23 @@ def trace(
     model: torch.nn.Module,
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     loss: Any = None,
     device: str | torch.device | None = None,
-    precision: str | torch.dtype | None = None,
+    precision: Precision = None,
     autocast: Autocast = None,
     head: str | int = "auto",
 ) -> Trace:
     """Write down what one training step does, without needing the memory.
 
     `batch` is what the loop passes to the model: a mapping (`model(**batch)`), a tuple (`model(*batch)`) or one tensor.
+    `optimizer`: the loop's, or the name of one, such as "adamw" or "galore:rank=64" (`holdall optimizers` lists them).
     `loss`: a function `(model, batch) -> scalar` where the model does not return `.loss`. `device`: trace as for this device
     ("cuda" works on a machine without one); by default where the model lies, or the CPU for a model on the meta device.
-    `precision`: "bf16" computes with copies of the float32 parameters in that width, while the optimizer updates the parameters
-    themselves. `autocast`: the dtype of the loop's `torch.autocast` around forward and loss ("bf16", "fp16", a dtype, True for
-    the device's default, False for none); None: that of the context in which this is called. `head`: the vocabulary head,
-    "whole", so many rows at a time, or by its size ("auto").
+    `precision`: a recipe, one of `holdall precisions`; "bf16" computes with copies of the float32 parameters in that width, and
+    the optimizer updates the parameters themselves. `autocast`: the dtype of the loop's own `torch.autocast` around forward and
+    loss ("bf16", "fp16", a dtype, True for the device's default, False for none); None: that of the context in which this is
+    called. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto").
     """
     given: dict[str, Any] = {"loss": loss, "device": device, "precision": precision, "autocast": autocast, "head": head}
     return trace_calls(model, batch, optimizer=optimizer, **given)[0]
@@ -62,18 +64,27 @@ def trace_calls(
     model: torch.nn.Module,
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     loss: Any = None,
     device: str | torch.device | None = None,
-    precision: str | torch.dtype | None = None,
+    precision: Precision = None,
     autocast: Autocast = None,
     head: str | int = "auto",
 ) -> tuple[Trace, dict[str, Given]]:
     """`trace`, and what each block was called with."""
-    dtype = resolve_precision(precision)
+    recipe, dtype = resolve_recipe(precision), resolve_precision(precision)
+    if recipe is not None:
+        undo = put_on(recipe, model)
+        try:
+            plainly: dict[str, Any] = {"loss": loss, "device": device, "autocast": autocast, "head": head}
+            traced, given = trace_calls(model, batch, optimizer=optimizer, precision=dtype, **plainly)
+        finally:
+            undo()
+        return replace(traced, about={**traced.about, "recipe": str(recipe)}), given
     chunked = choose_head(model, batch, head)
-    given: dict[str, Given] = {}
-    record = partial(trace_step, optimizer=optimizer, loss=loss, device=device, precision=dtype, autocast=autocast, given=given)
+    given = {}
+    rule = resolve_optimizer(optimizer, model)
+    record = partial(trace_step, optimizer=rule, loss=loss, device=device, precision=dtype, autocast=autocast, given=given)
     if chunked is None:
         return record(model, batch), given
     path, rows = chunked
@@ -156,28 +167,34 @@ def apply(
     backend = resolve_backend(compile)
     check_model(model)
     refuse_planned(model)
-    check_belongs(read, model, optimizer)
 
     def make_store(plan: Plan) -> Any:
         return store_for(plan, model)
 
-    return Harness(
-        read,
-        model,
-        optimizer,
-        store=make_store(read),
-        enforce=enforce,
-        make_report=make_report,
-        make_store=make_store,
-        fallbacks=fallbacks,
-        correct=correct,
-        buckets=buckets,
-        tighten=tighten,
-        recast=recast,
-        record=record,
-        backend=backend,
-        progress=progress,
-    )
+    recipe = read.about.get("recipe")
+    with ExitStack() as stack:
+        if recipe:
+            stack.callback(put_on(plannable(recipe), model))
+        check_belongs(read, model, optimizer)
+        harness = Harness(
+            read,
+            model,
+            optimizer,
+            store=make_store(read),
+            enforce=enforce,
+            make_report=make_report,
+            make_store=make_store,
+            fallbacks=fallbacks,
+            correct=correct,
+            buckets=buckets,
+            tighten=tighten,
+            recast=recast,
+            record=record,
+            backend=backend,
+            progress=progress,
+        )
+        harness.at_close(stack.pop_all().close)
+    return harness
 
 
 P = ParamSpec("P")
@@ -201,7 +218,7 @@ def _shown(call: Callable[P, R]) -> Callable[P, R]:
 @_shown
 def fit(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | str | None,
     batch: Any,
     *,
     budget: Budget = "auto",
@@ -210,7 +227,7 @@ def fit(
     hardware: Hardware | str | Path | None = None,
     allow: Iterable[str] | None = None,
     device: str | torch.device | None = None,
-    precision: str | torch.dtype | None = None,
+    precision: Precision = None,
     autocast: Autocast = None,
     head: str | int = "auto",
     clips: bool = True,
@@ -220,16 +237,19 @@ def fit(
     repeat: bool = True,
     record: str | Path | None = None,
     compile: bool | str = False,  # noqa: A002
+    plan: Plan | str | Path | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Harness:
     """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off.
 
-    A model on the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business. `lengths`:
+    `optimizer`: the loop's, or the name of one, such as "adamw" or "galore:rank=64": then `harness.optimizer` is it. A model on
+    the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business. `lengths`:
     batches of other sizes to expect, as lengths, as pairs (rows, length) or as batches; "auto": plans are made when they are
     met. `autocast`: see `trace`; where the loop's first forward comes under another, the step is traced and planned again
     before that forward runs. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder
     for what was in memory.
+    `plan`: one that was made ahead for this step and budget, to begin with; fallbacks, corrections and repeats are as without.
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
     kept on disk for the next time (`holdall cache`).
@@ -254,6 +274,7 @@ def fit(
         repeat=repeat,
         record=record,
         compile=compile,
+        plan=plan,
         progress=progress,
         options=options,
     )

@@ -11,6 +11,7 @@ features follows from their pairs: the worst of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from itertools import combinations
 from typing import Any
 
 from holdall.errors import unknown_name
-from holdall.registry import member_classes, member_names
+from holdall.registry import member_class, member_classes, member_names
 
 EXACT, CLOSE, REFUSED = "exact", "close", "refused"
 LEVELS = (EXACT, CLOSE, REFUSED)  # from best to worst
@@ -128,18 +129,63 @@ PAIRS = {
 """Pairs that need a word; all others follow from what holds of each alone."""
 
 
+_ONE = Verdict(level=REFUSED, why="a step has one of a kind", hint="leave one of them out")
+MEMBERS = {"optimizer": "optim", "recipe": "precision"}
+"""Groups whose features are the members of a registry, found when they are asked for -> the registry."""
+
+
+def members() -> dict[str, tuple[Feature, Verdict, str]]:
+    """Optimizers and precision recipes: what each is, what holds of it alone, and the feature that it behaves as, or nothing.
+
+    Their classes say it, so that one more needs no word here; tests/unit/test_by_name.py runs those of this package.
+    """
+    return _members(*((group, folder, member_names(folder)) for group, folder in MEMBERS.items()))
+
+
+@lru_cache(maxsize=4)
+def _members(*sets: tuple[str, str, tuple[str, ...]]) -> dict[str, tuple[Feature, Verdict, str]]:
+    found = {}
+    for group, folder, names in sets:
+        for name in names:
+            cls = member_class(folder, name)
+            shown = name.replace("_", "-") if group == "recipe" else name
+            says = _of_recipe(cls()) if group == "recipe" else _of_optimizer(cls)
+            what = getattr(cls, "what", "") or getattr(cls, "paper", "")
+            found[shown] = (Feature(name=shown, group=group, what=what), *says)
+    return found
+
+
+def _of_optimizer(cls: Any) -> tuple[Verdict, str]:
+    if getattr(cls, "forward_only", False):
+        return Verdict(level=REFUSED, why=f"{cls.name} takes no gradients", hint="train without a plan"), ""
+    if getattr(cls, "consumes_gradients", False):
+        why = f"{cls.name} updates in backward by hooks of its own"
+        return Verdict(level=REFUSED, why=why, hint="plan for SGD with `clips=False`"), ""
+    return Verdict(why=f"exact: as {cls.name} trains without a plan"), ""
+
+
+def _of_recipe(recipe: Any) -> tuple[Verdict, str]:
+    if recipe.obstacle:
+        hint = f'without a plan: `holdall.precision.prepare("{recipe}", ...)`'
+        return Verdict(level=REFUSED, why=f"{recipe} {recipe.obstacle}", hint=hint), ""
+    kin = "bf16" if recipe.copies is not None else "autocast" if recipe.compute is not None else ""
+    return Verdict(why="" if recipe.exact else f"exact: as {recipe} trains without a plan"), kin
+
+
 def feature(name: str) -> Feature:
-    """The feature of a name; others are refused with the closest."""
+    """The feature of a name, or a member of a registry as one; others are refused with the closest."""
     known = {f.name: f for f in features()}
-    if name not in known:
-        raise unknown_name("feature", name, known)
-    return known[name]
+    if name in known:
+        return known[name]
+    found = members()
+    if name not in found:
+        raise unknown_name("feature", name, (*known, *found))
+    return found[name][0]
 
 
 def verdict(*features: str) -> Verdict:
     """What to expect of these features together: the worst of each alone and of all their pairs."""
-    unique = tuple(dict.fromkeys(feature(name).name for name in features))
-    found = [v for v in (*map(_alone, unique), *(_pair(a, b) for a, b in combinations(unique, 2))) if v is not None]
+    found = _said(tuple(dict.fromkeys(feature(name).name for name in features)))
     level = max((v.level for v in found), key=LEVELS.index, default=EXACT)
     said = [v for v in found if v.level == level] if level == REFUSED else found
     return Verdict(
@@ -149,6 +195,17 @@ def verdict(*features: str) -> Verdict:
         is_bound=any(v.is_bound for v in found),
         extra=sum(v.extra for v in found),
     )
+
+
+def _said(given: tuple[str, ...]) -> list[Verdict]:
+    """Every word that there is about these features: about each, and about pairs of them."""
+    others = {} if set(given) <= set(names()) else members()
+    groups = Counter(others[name][0].group for name in given if name in others)
+    of_members = [others[name][1] for name in given if name in others]
+    kinds = dict.fromkeys(others[name][2] if name in others else name for name in given)
+    together = [_pair(a, b) for a, b in combinations(kinds, 2)]
+    alone = [_alone(name) for name in given if name not in others]
+    return [v for v in (*alone, *of_members, *together, *(_ONE for n in groups.values() if n > 1)) if v is not None]
 
 
 def _alone(name: str) -> Verdict | None:
@@ -199,7 +256,8 @@ def page() -> str:
         *(_line(f"`{name}`", said) for name, said in singly.items() if said is not None),
         *(_line(f"`{a}` with `{b}`", said) for (a, b), said in together.items() if said is not None),
         "",
-        "More than two features together are as good as the worst of their pairs.",
+        "More than two features together are as good as the worst of their pairs. Optimizers and precision recipes, which are",
+        "members of open sets, stand in the table that `holdall compatible` prints: `holdall compatible galore offload`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from holdall import optim
 from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput, Unsupported, unknown_name
 from holdall.machine.presets import gpu
 from holdall.machine.probe import probed
+from holdall.precision import Recipe, plannable
 from holdall.registry import allowed_by_default, member_names
 from holdall.runtime.budget.meter import device_context
 from holdall.types import Hardware, Problem, Progress, Trace
@@ -129,20 +131,27 @@ def resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
     return frozenset({"keep", *names})
 
 
-_PRECISIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+def resolve_optimizer(optimizer: torch.optim.Optimizer | str | None, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+    """The optimizer itself, or one by its name (see `holdall.optim.make`) over the model's parameters."""
+    return optim.make(optimizer, model) if isinstance(optimizer, str) else optimizer
 
 
-def resolve_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
-    """The width to compute in; None: that of the parameters. Whoever gives a dtype knows what it needs."""
-    if precision is None or isinstance(precision, torch.dtype):
-        return precision
-    if precision in ("fp32", "float32"):
-        return None
+Precision = str | torch.dtype | Recipe | None
+
+
+def resolve_recipe(precision: Precision) -> Recipe | None:
+    """The recipe of that name; None: none, or only the dtype of the copies that compute, which needs no recipe."""
     if precision in ("fp16", "float16"):
         raise Unsupported(
             "fp16 needs its loss scaled, which a plan does not do: small gradients would become zero",
             hint='use precision="bf16"; or torch.float16 if the loop scales the loss; or `holdall.precision.prepare("O2")`',
         )
-    if precision not in _PRECISIONS:
-        raise unknown_name("precision", precision, ("fp32", "bf16"))
-    return _PRECISIONS[precision]
+    return None if precision is None or isinstance(precision, torch.dtype) else plannable(precision)
+
+
+def resolve_precision(precision: Precision) -> torch.dtype | None:
+    """The width of the copies that a plan computes with; None: the parameters themselves."""
+    if isinstance(precision, torch.dtype):
+        return precision
+    recipe = resolve_recipe(precision)
+    return recipe.copies if recipe is not None else None

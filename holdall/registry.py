@@ -1,4 +1,5 @@
-"""The folders `actions`, `planners`, `tiers` and `optim` are the registries: a file or package there is a member of that name.
+"""The folders `actions`, `planners`, `tiers`, `optim` and `precision` are the registries: a file or package there is a member
+of that name.
 
 Members are imported when asked for, so that a missing solver breaks only its own planner. Names that begin with an underscore
 are helpers. Members of your own are added in one of two ways, and are then as good as those here (menus of planners, the
@@ -15,6 +16,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from functools import cache
@@ -143,3 +145,24 @@ def action_from_json(entry: Any, where: str) -> Any:
         raise InvalidInput(f"`{where}` holds an action without a name", hint="write it again with `plan.save`")
     options = {k: v for k, v in entry.items() if k != "action"}
     return build_member("actions", entry["action"], options, where)
+
+
+def read_choice(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, options) of a member as it is typed: `rockmate:menus=cut:slots=200`; values are JSON where they can be."""
+    name, *pairs = text.split(":")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise InvalidInput(f"`{text}` gives `{pair}` no value", hint="write options as `rockmate:menus=cut:slots=200`")
+        options[key] = read_value(value)
+    return name, options
+
+
+def read_value(text: str) -> Any:
+    """JSON where it can be read so, else text, or a list of texts."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        is_list = text.startswith("[") and text.endswith("]")
+        return [part.strip() for part in text[1:-1].split(",")] if is_list else text

@@ -66,7 +66,7 @@ def _search(
 
 def _is_image(request: Request) -> bool:
     assert request.model is not None
-    return describe_workload(request.model, batch=1, seq=1, dtype=request.dtype, optimizer=request.optimizer).is_image
+    return describe_workload(request.model, batch=1, seq=1, optimizer=request.optimizer).is_image
 
 
 def family_by_size(model: str, progress: Progress) -> list[str]:

@@ -31,6 +31,12 @@ Dtype = Annotated[
         help="Of weights and computation: float32, bfloat16, float16; bf16-mixed: float32 weights, computed in bf16.",
     ),
 ]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision", metavar="NAME", help="One of `holdall precisions`, such as bf16, instead of --dtype.", show_default=False
+    ),
+]
 Autocast = Annotated[
     str | None,
     typer.Option(
@@ -42,7 +48,22 @@ Autocast = Annotated[
     ),
 ]
 Optimizer = Annotated[
-    str, typer.Option("--optimizer", metavar="NAME", callback=words.known_optimizer, help="adamw, sgd or none.")
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        callback=words.known_optimizer,
+        help="One of `holdall optimizers`, with options as in galore:rank=64; or none.",
+    ),
+]
+Rule = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        callback=words.known_rule,
+        help="One of `holdall optimizers`, with options as in galore:rank=64.",
+    ),
 ]
 Budget = Annotated[
     str,

@@ -37,6 +37,7 @@ def find_phases(
         dtype=request.dtype,
         optimizer=request.optimizer,
         autocast=request.autocast,
+        precision=request.precision,
     )
     longest = None
     if longest_seq is not None:

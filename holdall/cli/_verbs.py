@@ -28,6 +28,8 @@ VERBS = {
     "cache": "What was measured, traced and planned before; `cache clear` removes it.",
     "planners": "The planners and their options.",
     "actions": "What planners may do, for --allow.",
+    "optimizers": "The optimizers and their options.",
+    "precisions": "The precision recipes, and the bytes that each takes.",
     "compatible": "What works with what, and whether exactly.",
     "systems": "The published systems, and where each lives here.",
 }

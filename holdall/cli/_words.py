@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from holdall import optim
 from holdall.errors import unknown_name
 from holdall.machine.presets import gpu_names
 from holdall.registry import member_names
 from holdall.units import TiB, parse_bytes
 
-OPTIMIZERS = ("adamw", "none", "sgd")
 DTYPES = ("float32", "bfloat16", "float16", "float64", "fp32", "bf16", "fp16", "fp64", "bf16-mixed")
 AUTOCASTS = ("bf16", "bfloat16", "fp16", "float16", "no", "off", "fp32", "float32")
 
@@ -29,9 +29,21 @@ def one_of(what: str, known: Callable[[], Collection[str]]) -> Check:
 
 known_planner = one_of("planner", lambda: member_names("planners"))
 known_gpu = one_of("GPU", gpu_names)
-known_optimizer = one_of("optimizer", lambda: OPTIMIZERS)
 known_dtype = one_of("dtype", lambda: DTYPES)
 known_autocast = one_of("autocast", lambda: AUTOCASTS)
+
+
+def known_rule(text: str | None) -> str | None:
+    """The name of an optimizer, which may be followed by options (`galore:rank=64`)."""
+    name = (text or "").partition(":")[0]
+    if text is not None and name not in optim.names():
+        raise unknown_name("optimizer", name, optim.names())
+    return text
+
+
+def known_optimizer(text: str | None) -> str | None:
+    """The same, or none."""
+    return text if text == "none" else known_rule(text)
 
 
 def known_actions(text: str | None) -> str | None:

@@ -46,6 +46,7 @@ def compare(
     batch: given.Batch = 1,
     seq: given.Seq = 512,
     dtype: given.Dtype = "float32",
+    precision: given.Precision = None,
     optimizer: given.Optimizer = "adamw",
     gpu: given.Gpu = None,
     hardware: given.HardwareFile = None,
@@ -88,7 +89,7 @@ def compare(
         raise InvalidInput("--measure runs on this machine, but --gpu names another", hint="leave one of them out")
     if plot is not None:
         check_drawable(plot)
-    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, precision=precision)
     with progress_bar() as progress:
         machine = find_machine(gpu, hardware, progress)
         if measure:

@@ -9,7 +9,7 @@ import typer
 
 from holdall.cli import _options as given
 from holdall.cli._console import add_row, cell, facts, grid, say, show, show_json
-from holdall.compatibility import CLOSE, EXACT, REFUSED, SIGNS, names, page, pairs, verdict
+from holdall.compatibility import CLOSE, EXACT, REFUSED, SIGNS, feature, members, names, page, pairs, verdict
 from holdall.compatibility import features as known_features
 
 _STYLES = {EXACT: "green", CLOSE: "yellow", REFUSED: "red"}
@@ -32,7 +32,8 @@ def compatible(
     elif features:
         _one(features, json)
     elif json:
-        show_json([{"features": list(pair), **asdict(verdict(*pair))} for pair in pairs()])
+        every = [*pairs(), *((member, name) for member in members() for name in names())]
+        show_json([{"features": list(pair), **asdict(verdict(*pair))} for pair in every])
     else:
         _all()
 
@@ -47,11 +48,11 @@ def _one(features: list[str], json: bool) -> None:
 
 def _all() -> None:
     """Rows by name, columns by number, so that it fits eighty columns."""
-    known = names()
+    known, others = names(), [*members()]
     table = grid("", "", *(str(n + 1) for n in range(len(known))), left=2)
-    for n, name in enumerate(known):
+    for n, name in [*enumerate(known, 1), *(("", name) for name in others)]:
         levels = [verdict(name, other).level for other in known]
-        add_row(table, n + 1, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
+        add_row(table, n, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
     show(table)
     say("\n= exact   ~ close: approximate gradients   x refused before the first step\n")
-    show(facts({f.name: f.what for f in known_features()}))
+    show(facts({f.name: f.what for f in (*known_features(), *(feature(name) for name in others))}))

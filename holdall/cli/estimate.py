@@ -17,6 +17,7 @@ def estimate(
     batch: given.Batch = 1,
     seq: given.Seq = 512,
     dtype: given.Dtype = "float32",
+    precision: given.Precision = None,
     autocast: given.Autocast = None,
     optimizer: given.Optimizer = "adamw",
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cuda or cpu; a GPU need not be here.")] = "cuda",
@@ -34,7 +35,9 @@ def estimate(
     from holdall.experiments.workload import describe_workload
     from holdall.reporting.text import KIND_LABELS
 
-    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, autocast=autocast)
+    workload = describe_workload(
+        model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, autocast=autocast, precision=precision
+    )
     outcome = plain_outcome(workload.trace(device))
     home = next(iter(outcome.peak))
     kinds = {KIND_LABELS[k]: n for k, n in sorted(outcome.peak_kinds.items(), key=lambda item: -item[1])}

@@ -40,6 +40,8 @@ def ladder(
     everything: Annotated[
         bool, typer.Option("--all/--until-it-fits", help="Climb every rung, or stop at the first that fits the budget.")
     ] = False,
+    optimizer: given.Rule = "adamw",
+    precision: given.Precision = None,
     bf16: Annotated[
         bool | None,
         typer.Option(
@@ -61,18 +63,19 @@ def ladder(
       holdall ladder tiny-llama --budget 3MiB --all --csv ladder.csv
     """
     from holdall.errors import Unsupported
-    from holdall.experiments.ladder_rungs import slowness_of_bf16
+    from holdall.experiments.ladder_rungs import Settings, slowness_of_bf16
     from holdall.experiments.ladder_runs import Ladder
     from holdall.experiments.request import find_machine
     from holdall.experiments.sweep_files import write_csv
     from holdall.experiments.workload import _quiet, check_runnable, describe_workload
 
-    workload = describe_workload(model, batch=batch, seq=seq, dtype="float32", optimizer="adamw")
+    workload = describe_workload(model, batch=batch, seq=seq, optimizer=optimizer, precision=precision)
     if workload.source.task != "causal-lm":
         raise Unsupported(f"{model} does not continue text, which the ladder trains on", hint="use a model such as tiny-llama")
     with progress_bar() as progress, _quiet():
         machine = find_machine(None, hardware, progress)
         check_runnable(machine.device)
+        bf16 = False if workload.precision is not None else bf16  # those rungs would undo what was asked for
         slow = slowness_of_bf16(machine.device) if bf16 is None else 0.0
         made = Ladder(
             source=workload.source,
@@ -81,6 +84,7 @@ def ladder(
             seq=seq,
             steps=steps,
             budget=budget,
+            first=Settings(dtype=workload.dtype, precision=workload.precision, optimizer=optimizer),
             narrow=slow < _TOO_SLOW if bf16 is None else bf16,
             progress=progress,
         )

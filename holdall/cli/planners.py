@@ -27,7 +27,7 @@ def planners(*, json: given.Json = False) -> None:
         if row["error"]:
             add_row(table, row["name"], "--", "--", cell(f"cannot be used here: {row['error']}", "yellow"))
             continue
-        options = ", ".join(f"{key}={_short(value)}" for key, value in row["options"].items())
+        options = ", ".join(f"{key}={short(value)}" for key, value in row["options"].items())
         add_row(table, row["name"], "yes" if row["weighs_budget"] else "no", Text(options or "--"), row["paper"])
     show(table)
 
@@ -57,5 +57,5 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else list(value)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

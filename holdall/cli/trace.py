@@ -23,6 +23,7 @@ def trace(
     batch: given.Batch = 1,
     seq: given.Seq = 512,
     dtype: given.Dtype = "float32",
+    precision: given.Precision = None,
     autocast: given.Autocast = None,
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="cuda or cpu; a GPU need not be here. auto: a GPU if there is one.")
@@ -38,7 +39,9 @@ def trace(
     from holdall.cli._summary import summarise
     from holdall.experiments.workload import describe_workload, pick_device
 
-    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, autocast=autocast)
+    workload = describe_workload(
+        model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, autocast=autocast, precision=precision
+    )
     traced = workload.trace(pick_device(device))
     if out is not None:
         traced.save(out)

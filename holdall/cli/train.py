@@ -40,7 +40,13 @@ def train(
     seq: Annotated[int, typer.Option("--seq", "-s", metavar="N", help="Tokens in one sequence.")] = 512,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Updates in all, those before a resume included.")] = 100,
     accumulate: Annotated[int, typer.Option("--accumulate", metavar="N", help="Forwards in one update.")] = 1,
-    lr: Annotated[float, typer.Option("--lr", metavar="X", help="Learning rate after the warmup.")] = 1e-4,
+    optimizer: given.Rule = "adamw",
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            "--lr", metavar="X", help="Learning rate after the warmup. [1e-4; else the optimizer's own]", show_default=False
+        ),
+    ] = None,
     weight_decay: Annotated[float, typer.Option("--weight-decay", metavar="X", help="Of matrices, not of norms.")] = 0.01,
     warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="Updates until the full learning rate.")] = 10,
     clip: Annotated[float, typer.Option("--clip", metavar="X", help="Largest norm of the whole gradient; 0: off.")] = 1.0,
@@ -53,6 +59,7 @@ def train(
     ] = True,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, dropout and the order of the data.")] = 0,
     dtype: given.Dtype = "float32",
+    precision: given.Precision = None,
     field: Annotated[str, typer.Option("--field", metavar="NAME", help="Field of a JSONL line that holds the text.")] = "text",
     fused: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile blocks; sums are then added in another order.")
@@ -68,10 +75,11 @@ def train(
     Example: holdall train tiny-llama --data notes.txt --out run --seq 128 --budget 20MiB
     """
     from holdall.experiments.request import read_budget
-    from holdall.experiments.workload import DTYPE_ALIASES
+    from holdall.experiments.workload import read_precision
     from holdall.training import TrainOptions
     from holdall.training.loop import run_training
 
+    held, recipe = read_precision(dtype, precision)
     options = TrainOptions(
         model=model,
         data=data,
@@ -84,6 +92,7 @@ def train(
         seq=seq,
         steps=steps,
         accumulate=accumulate,
+        optimizer=optimizer,
         lr=lr,
         weight_decay=weight_decay,
         warmup=warmup,
@@ -94,7 +103,8 @@ def train(
         keep=keep,
         resume=resume,
         seed=seed,
-        dtype=DTYPE_ALIASES.get(dtype, dtype),
+        dtype=held,
+        precision=recipe,
         field=field,
         compile=fused,
         record=record,

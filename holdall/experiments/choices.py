@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any, get_origin
 
 from holdall.errors import InvalidInput, unknown_name
 from holdall.experiments.peers import PEERS, Peer
-from holdall.experiments.request import read_options
+from holdall.experiments.request import check_options
+from holdall.registry import read_choice
 from holdall.types import _json
 
 _COMMA = re.compile(r",(?![^\[]*\])")  # not those of a list
@@ -28,52 +28,33 @@ class Choice:
 
 def read_planners(text: str) -> list[Choice]:
     """Planners with their options; what they do not have is refused with what they have."""
-    found = [_parts(part) for part in _split(text)]
-    return [Choice(label=label, name=name, options=read_options(name, pairs)) for label, name, pairs in found]
+    found = [(label, *read_choice(label)) for label in _split(text)]
+    return [Choice(label=label, name=name, options=check_options(name, options)) for label, name, options in found]
 
 
 def read_peers(text: str) -> list[Peer]:
     """Peers with their options."""
-    return [_peer(name, pairs) for _, name, pairs in map(_parts, _split(text))]
+    return [_peer(*read_choice(typed)) for typed in _split(text)]
 
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in _COMMA.split(text) if part.strip()]
 
 
-def _parts(typed: str) -> tuple[str, str, list[str]]:
-    """(as typed, name, KEY=VALUE pairs)"""
-    name, *pairs = typed.split(":")
-    for pair in pairs:
-        if "=" not in pair:
-            raise InvalidInput(f"`{typed}` gives `{pair}` no value", hint="write options as `rockmate:menus=cut:slots=200`")
-    return typed, name, pairs
-
-
-def _peer(name: str, pairs: list[str]) -> Peer:
+def _peer(name: str, given: Mapping[str, Any]) -> Peer:
     if name not in PEERS:
         raise unknown_name("peer", name, PEERS)
     cls = PEERS[name]
     known = [field.name for field in dataclasses.fields(cls)]
     options: dict[str, Any] = {}
-    for key, _, value in (pair.partition("=") for pair in pairs):
+    for key, read in given.items():
         if key not in known:
             raise unknown_name(f"option of {name}", key, known)
         kind = _json._hints(cls)[key]
-        read = _read(value)
-        given = [read] if get_origin(kind) is tuple and not isinstance(read, list) else read
+        value = [read] if get_origin(kind) is tuple and not isinstance(read, list) else read
         try:
-            options[key] = _json.unpack(kind, given, f"{name}:{key}")
+            options[key] = _json.unpack(kind, value, f"{name}:{key}")
         except InvalidInput as error:
             raise InvalidInput(error.fact, hint="write a list as `compile:ratios=[1,0.5]`") from error
     made: Peer = cls(**options)
     return made
-
-
-def _read(value: str) -> Any:
-    """JSON where it can be read so, else text, or a list of texts."""
-    try:
-        return json.loads(value)
-    except ValueError:
-        is_list = value.startswith("[") and value.endswith("]")
-        return [part.strip() for part in value[1:-1].split(",")] if is_list else value

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from holdall.optim.adam8bit import Adam8bit
-from holdall.optim.galore import GaLore
+from holdall import optim
 
 EXACT, REORDERED, LOSSY = "exact", "reordered", "lossy"
 
@@ -28,15 +27,12 @@ class Settings:
     in_backward: bool = False
     optimizer: str = "adamw"
 
+    def __str__(self) -> str:
+        return f"{self.precision or self.dtype} and {self.optimizer}"
+
     def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Small rates that suit each rule; a ladder compares memory and speed, and does not tune."""
-        if self.optimizer == "adam8bit":
-            return Adam8bit(Adam8bit.groups(model), lr=1e-3, weight_decay=0.01)
-        if self.optimizer == "galore":
-            return GaLore(GaLore.groups(model, rank=rank_for(model)), lr=1e-2)
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=1e-2)
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        """With the usual rates of each rule; a ladder compares memory and speed, and does not tune."""
+        return optim.make(self.optimizer, model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +45,7 @@ class Rung:
 
 
 RUNGS = (
-    Rung(name="plain", numerics=EXACT, says="float32 and AdamW, nothing done", changes={}),
+    Rung(name="plain", numerics=EXACT, says="nothing done", changes={}),
     Rung(
         name="bf16 copies",
         numerics=LOSSY,
@@ -82,7 +78,12 @@ RUNGS = (
         changes={"dtype": "bfloat16", "precision": None},
         narrow=True,
     ),
-    Rung(name="8-bit Adam", numerics=LOSSY, says="both moments in blocks of 8 bits", changes={"optimizer": "adam8bit"}),
+    Rung(
+        name="8-bit Adam",
+        numerics=LOSSY,
+        says="both moments in blocks of 8 bits",
+        changes={"optimizer": "adam8bit:weight_decay=0.01"},
+    ),
     Rung(
         name="GaLore",
         numerics=LOSSY,
@@ -98,13 +99,13 @@ RUNGS = (
 )
 
 
-def climb(*, narrow: bool = True) -> Iterator[tuple[Rung, Settings]]:
-    """Each rung with everything below it; `narrow`: those in bf16 too."""
-    settings = Settings()
+def climb(first: Settings | None = None, *, narrow: bool = True) -> Iterator[tuple[Rung, Settings]]:
+    """Each rung with everything below it; `first`: the settings of the lowest. `narrow`: those in bf16 too."""
+    settings = first or Settings()
     for rung in RUNGS:
         if narrow or not rung.narrow:
             settings = replace(settings, **rung.changes)
-            yield rung, settings
+            yield (replace(rung, says=f"{settings}, {rung.says}") if not rung.changes else rung), settings
 
 
 def slowness_of_bf16(device: str, size: int = 96) -> float:
@@ -119,9 +120,3 @@ def slowness_of_bf16(device: str, size: int = 96) -> float:
             best = min(best, time.perf_counter() - began)
         seconds.append(best)
     return seconds[1] / seconds[0]
-
-
-def rank_for(model: torch.nn.Module) -> int:
-    """A quarter of the smallest side of the matrices that GaLore projects."""
-    sides = [min(p.shape) for group in GaLore.groups(model, rank=1) if group.get("rank") for p in group["params"]]
-    return max(1, min(sides, default=4) // 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -54,12 +54,13 @@ class Ladder:
     seq: int
     steps: int
     budget: Any  # None: half of what plain training takes
+    first: Settings = field(default_factory=Settings)  # of the lowest rung
     narrow: bool = True  # with the rungs in bf16
     progress: Progress
 
     def climb(self, *, everything: bool = True) -> Iterator[Step]:
         """The rungs as they end; unless `everything` is asked for, up to the first that fits."""
-        rungs = list(climb(narrow=self.narrow))
+        rungs = list(climb(self.first, narrow=self.narrow))
         text = self._text()
         limit = resolve_budget(self.budget, self.machine)[self.machine.home.name] if self.budget is not None else None
         before: Run | None = None
@@ -126,6 +127,8 @@ class Ladder:
             "final_loss": run.losses[-1] if run else None,
             "identical_to_the_rung_before": step.identical,
             "fits": step.fits,
+            "optimizer": step.settings.optimizer,
+            "precision": step.settings.precision or step.settings.dtype,
             "actions": " ".join(f"{name}:{count}" for name, count in sorted(made.count().items())) if made else "",
             "problem": step.problem,
             "model": self.source.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from holdall.machine.presets import gpu, gpu_names
 from holdall.machine.probe import probed
 from holdall.planning.finish import allocator_of
 from holdall.problem import Budget, resolve_budget
-from holdall.registry import build_member, member_class
+from holdall.registry import build_member, member_class, read_value
 from holdall.simulator import simulate
 from holdall.types import Hardware, Kind, Outcome, Plan, Problem, Progress, Tier, Trace
 from holdall.units import TiB
@@ -45,6 +44,7 @@ class Request:
     hardware: Path | None
     trace: Path | None = None
     autocast: str | None = None
+    precision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ def _workload(request: Request) -> Workload:
         dtype=request.dtype,
         optimizer=request.optimizer,
         autocast=request.autocast,
+        precision=request.precision,
     )
 
 
@@ -148,20 +149,23 @@ def read_budget(text: str) -> Budget:
 
 def read_options(planner: str, given: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE pairs for a planner; values are JSON where they can be read so, else text."""
-    known = [field.name for field in dataclasses.fields(planner_class(planner))]
-    if given and not known:
-        raise InvalidInput(f"planner {planner} has no options, but `--option {given[0]}` was given", hint="leave it out")
     options: dict[str, Any] = {}
     for pair in given:
         key, equals, value = pair.partition("=")
         if not equals:
             raise InvalidInput(f"`--option {pair}` has no value", hint="write it as `--option key=value`")
+        options[key] = read_value(value)
+    return check_options(planner, options)
+
+
+def check_options(planner: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if the planner has them."""
+    known = [field.name for field in dataclasses.fields(planner_class(planner))]
+    for key in options:
+        if not known:
+            raise InvalidInput(f"planner {planner} has no options, but `{key}` was given", hint="leave it out")
         if key not in known:
             raise unknown_name(f"option of {planner}", key, known)
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
     try:
         build_member("planners", planner, options, f"option of {planner}")
     except InvalidInput as error:

@@ -145,6 +145,7 @@ class Comparison:
             "batch": sweep.workload.batch,
             "seq": sweep.workload.seq,
             "dtype": sweep.workload.dtype,
+            "precision": sweep.workload.precision,
             "optimizer": sweep.workload.optimizer,
             "hardware": sweep.machine.name,
             **versions(),
@@ -281,7 +282,7 @@ def _row(sweep: Sweep, choice: Choice, target: Target, reference: Run | None, pr
 
 def _peer_row(sweep: Sweep, variant: Variant, reference: Run | None) -> PeerRow:
     if sweep.workload.precision is not None:
-        return PeerRow(variant=variant, problem=f"peers have no working copies in {sweep.workload.precision}")
+        return PeerRow(variant=variant, problem=f"peers do not know {sweep.workload.precision}")
     device = sweep.machine.device
     try:
         model, optimizer = sweep.workload.build(device)

@@ -6,20 +6,20 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import torch
 
+from holdall import optim
 from holdall.api import trace
 from holdall.errors import InvalidInput, Unsupported, unknown_name
 from holdall.machine.probe import host_memory
 from holdall.models import DTYPES, ModelSource, build, describe, sample_batch
+from holdall.problem import resolve_recipe
 from holdall.tracing.autocast import resolve_autocast
 from holdall.types import Trace
 from holdall.units import format_bytes
 
-OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
+NO_OPTIMIZER = "none"
 MIXED = {"bf16-mixed": "bf16"}  # working copies of this width, float32 parameters
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
 
@@ -31,12 +31,12 @@ class Workload:
     seq: int
     dtype: str
     optimizer: str
-    precision: str | None = None  # the width to compute in, where it is not that of the weights
+    precision: str | None = None  # the recipe, where it is not float32 throughout or the dtype alone
     autocast: str | None = None  # the dtype that the loop's autocast casts to
 
     def __str__(self) -> str:
         tokens = "" if self.is_image else f" x {self.seq} tokens"
-        width = f"{self.precision}-mixed" if self.precision else self.dtype
+        width = "bf16-mixed" if self.precision == "bf16" else self.precision or self.dtype
         width += f" under {self.autocast} autocast" if self.autocast else ""
         return f"{self.source.name}, batch {self.batch}{tokens}, {width}, optimizer {self.optimizer}"
 
@@ -47,8 +47,10 @@ class Workload:
     def build(self, device: str = "meta") -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         """The model, the same for the same kind of device every time, and its optimizer."""
         model = build(self.source, device=device, dtype=self.dtype)
-        make = OPTIMIZERS[self.optimizer]
-        return model, make(model.parameters(), lr=1e-4) if make else None
+        return model, self.build_optimizer(model)
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+        return None if self.optimizer == NO_OPTIMIZER else optim.make(self.optimizer, model, lr=1e-4)
 
     def sample(self, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
         """A batch of its sizes; images come in the dtype of the weights."""
@@ -70,16 +72,22 @@ class Workload:
             raise InvalidInput(error.fact, hint=hint) from error
 
 
-def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer: str, autocast: str | None = None) -> Workload:
+def describe_workload(
+    model: str,
+    *,
+    batch: int,
+    seq: int,
+    dtype: str = "float32",
+    optimizer: str,
+    autocast: str | None = None,
+    precision: str | None = None,
+) -> Workload:
     """A workload from what was typed; wrong names are refused before anything slow begins."""
-    precision = MIXED.get(dtype)
-    dtype = "float32" if precision else DTYPE_ALIASES.get(dtype, dtype)
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, (*DTYPES, *MIXED))
+    dtype, precision = read_precision(dtype, precision)
     if autocast is not None:
         resolve_autocast(autocast, "cuda")
-    if optimizer not in OPTIMIZERS:
-        raise unknown_name("optimizer", optimizer, OPTIMIZERS)
+    if optimizer != NO_OPTIMIZER:
+        optim.read(optimizer)
     _hush_transformers()
     source = describe(model)
     made = Workload(
@@ -87,6 +95,21 @@ def describe_workload(model: str, *, batch: int, seq: int, dtype: str, optimizer
     )
     _check_batch(made)
     return made
+
+
+def read_precision(dtype: str, precision: str | None) -> tuple[str, str | None]:
+    """(dtype of the parameters, recipe or None) of what was typed as --dtype and --precision, of which one is enough."""
+    typed, precision = precision, precision or MIXED.get(dtype)
+    if typed is not None and dtype != "float32":
+        raise InvalidInput(f"both --dtype {dtype} and --precision {typed} were given", hint="leave --dtype out")
+    if precision is not None:
+        recipe = resolve_recipe(precision)
+        assert recipe is not None
+        return str(recipe.held).removeprefix("torch."), None if recipe.exact else precision
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, (*DTYPES, *MIXED))
+    return dtype, None
 
 
 def _check_batch(workload: Workload) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from holdall import optim
 from holdall.errors import InvalidInput, unknown_name
 from holdall.fitting.request import FitRequest
-from holdall.problem import resolve_allow, resolve_budget, resolve_hardware, resolve_precision
+from holdall.precision import Recipe
+from holdall.problem import resolve_allow, resolve_budget, resolve_hardware, resolve_recipe
 from holdall.registry import build_member, member_names
 from holdall.types import Hardware
 from holdall.units import TiB, parse_bytes
@@ -23,7 +25,9 @@ def check_arguments(model: Any, optimizer: Any, batch: Any, request: FitRequest)
     """Raise for the first that cannot be right."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(f"`model` is {_kind(model)}, not a torch.nn.Module", hint=_CALL)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, str):
+        optim.read(optimizer)
+    elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput(f"`optimizer` is {_kind(optimizer)}, not a torch.optim.Optimizer", hint=_CALL)
     if isinstance(batch, (torch.optim.Optimizer, torch.nn.Module)) or not _tensors(batch):
         raise InvalidInput(f"`batch` is {_kind(batch)} and holds no tensor", hint=f"{_CALL} with a batch of the loader")
@@ -70,9 +74,9 @@ def _check_budget(budget: Any, hardware: Any) -> None:
 
 
 def _check_precision(precision: Any) -> None:
-    if precision is not None and not isinstance(precision, (str, torch.dtype)):
+    if precision is not None and not isinstance(precision, (str, torch.dtype, Recipe)):
         raise InvalidInput(f"`precision` is {precision!r}", hint='use precision="bf16", or leave it out')
-    resolve_precision(precision)
+    resolve_recipe(precision)
 
 
 def _check_head(head: Any) -> None:

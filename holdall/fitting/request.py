@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from holdall.problem import Budget
+from holdall.problem import Budget, Precision
 from holdall.tracing.autocast import Autocast
-from holdall.types import Hardware, Progress
+from holdall.types import Hardware, Plan, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class FitRequest:
     hardware: Hardware | str | Path | None = None
     allow: Iterable[str] | None = None
     device: str | torch.device | None = None
-    precision: str | torch.dtype | None = None
+    precision: Precision = None
     autocast: Autocast = None
     head: str | int = "auto"
     clips: bool = True
@@ -35,6 +35,7 @@ class FitRequest:
     record: str | Path | None = None
     compile: bool | str = False
     progress: Progress | None = None
+    plan: Plan | str | Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod

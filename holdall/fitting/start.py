@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall import api
-from holdall.errors import HoldallError
+from holdall.errors import HoldallError, InvalidInput
 from holdall.fitting.arguments import check_arguments
 from holdall.fitting.plan_book import PlanBook
 from holdall.fitting.request import FitRequest
-from holdall.problem import make_problem
+from holdall.problem import make_problem, resolve_optimizer
 from holdall.runtime.harness import Harness, refuse_planned
 from holdall.runtime.programs.compiled import resolve_backend
 from holdall.runtime.switching.recast import Prepared, Recast
@@ -45,13 +46,14 @@ class Room(Protocol):
 def start(
     request: FitRequest,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | str | None,
     batch: Any,
     *,
     room: Room | None = None,
 ) -> Harness:
     """The harness is on when this returns. `request.budget` is what may be planned for; `room` knows the whole."""
     check_arguments(model, optimizer, batch, request)
+    optimizer = resolve_optimizer(optimizer, model)
     refuse_planned(model)
     is_compiled = resolve_backend(request.compile) is not None  # a bad name is refused before anything slow
     told = request.progress or silent
@@ -78,12 +80,16 @@ def start(
         adjust=adjust,
     )
 
+    given = Plan.load(request.plan) if isinstance(request.plan, (str, Path)) else request.plan
+    if given is not None and request.lengths is not None:
+        raise InvalidInput("`plan` is for one size, and `lengths` asks for several", hint="leave one of them out")
+
     def prepare() -> Prepared:
         with nullcontext() if room is None else room.explaining():
             if request.lengths is not None:
                 made, buckets = sizes.buckets(request.lengths)
                 return Prepared(plan=made, buckets=buckets)
-            made, traced = sizes.sample()
+            made, traced = sizes.sample(given)
         fallbacks = () if is_compiled else tuple(sizes.know(f, traced) for f in _fallbacks(made, traced, request.asked))
         is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
         if is_corrected:

@@ -20,7 +20,7 @@ from torch import nn
 from holdall.errors import unknown_name
 from holdall.optim._math.moments import MOMENTS, adam_direction, corrected, moment_bytes
 from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
-from holdall.optim._math.projection import check_matrices, down, gaussian, is_left, matrix_groups, next_seed
+from holdall.optim._math.projection import check_matrices, down, gaussian, is_left, matrix_groups, next_seed, usual_rank
 
 _GROWTH = 1.01  # a scaled gradient's norm is at most this many times the one before
 _TINY = 1e-8
@@ -66,6 +66,10 @@ class Apollo(PerParameter):
     def groups(model: nn.Module, **options: Any) -> list[Group]:
         """A model's inner matrices with the options (a rank among them), everything else for AdamW."""
         return matrix_groups(model, options)
+
+    @staticmethod
+    def usual(model: nn.Module) -> dict[str, Any]:
+        return {"rank": usual_rank(model)}
 
     def _check(self, group: Group) -> None:
         check_matrices(self.name, group)

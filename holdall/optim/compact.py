@@ -29,7 +29,7 @@ from holdall.errors import InvalidInput, unknown_name
 from holdall.layers.sketched_linear import Key, SketchedGradient, sketching
 from holdall.optim._math.moments import MOMENTS, adam_direction, corrected, moment_bytes
 from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
-from holdall.optim._math.projection import down, gaussian, matrix_groups, next_seed
+from holdall.optim._math.projection import down, gaussian, matrix_groups, next_seed, usual_rank
 
 _PROJECTIONS = ("gaussian", "orthogonal")
 
@@ -80,6 +80,10 @@ class Compact(PerParameter):
     def groups(model: nn.Module, **options: Any) -> list[Group]:
         """A model's inner matrices with the options (a rank among them), everything else for AdamW."""
         return matrix_groups(model, options)
+
+    @staticmethod
+    def usual(model: nn.Module) -> dict[str, Any]:
+        return {"rank": usual_rank(model)}
 
     @contextmanager
     def sketching(self, model: nn.Module) -> Iterator[list[nn.Linear]]:

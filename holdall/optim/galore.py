@@ -25,7 +25,7 @@ from torch import nn
 from holdall.errors import InvalidInput, unknown_name
 from holdall.optim._math.moments import MOMENTS, adam_direction, corrected, moment_bytes, read_moment, write_moment
 from holdall.optim._math.per_parameter import Group, PerParameter, State, compute_dtype, number_seeds, seed_of
-from holdall.optim._math.projection import check_matrices, down, is_left, matrix_groups, up
+from holdall.optim._math.projection import check_matrices, down, is_left, matrix_groups, up, usual_rank
 from holdall.optim._math.subspace import leading, leading_left, projector_bytes, read_projector, write_projector
 
 _TYPES = ("std", "reverse_std", "left", "right", "full")
@@ -80,6 +80,10 @@ class GaLore(PerParameter):
     def groups(model: nn.Module, **options: Any) -> list[Group]:
         """A model's inner matrices with the options (a rank among them), everything else for AdamW."""
         return matrix_groups(model, options)
+
+    @staticmethod
+    def usual(model: nn.Module) -> dict[str, Any]:
+        return {"rank": usual_rank(model)}
 
     def _check(self, group: Group) -> None:
         check_matrices(self.name, group)

@@ -94,6 +94,8 @@ def _what_the_harness_needs(problem: Problem, actions: Sequence[Action]) -> dict
         "device": trace.about.get("device"),
         "batch": trace.about.get("batch"),
         "precision": trace.about.get("precision"),
+        "recipe": trace.about.get("recipe"),
+        "optimizer": trace.about.get("optimizer"),
         "autocast": trace.about.get("autocast"),
         "casts": trace.about.get("casts") or [],
         "context": problem.hardware.context,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdall.reporting._chart import LIMIT, draw_timeline, thin_moments, thin_spans
 from holdall.reporting._page import PAGE, SCRIPT, STYLE, legend_item, marked, percent, shortened, voice
-from holdall.reporting.text import KIND_LABELS, format_error
+from holdall.reporting.text import KIND_LABELS, format_error, step_facts
 from holdall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def render_html(report: Report) -> str:
 def _headline(report: Report, title: str) -> str:
     plan = report.plan
     limits = " + ".join(f"{format_bytes(size)} {report.tier_label(tier)}" for tier, size in plan.budget.items())
-    facts = [("planner", plan.planner), ("budget", limits or "none"), ("hardware", plan.hardware)]
+    facts = [("planner", plan.planner), ("budget", limits or "none"), ("hardware", plan.hardware), *step_facts(plan).items()]
     facts.append(("measured", f"{report.steps} step{'s' * (report.steps != 1)}" if report.measured else "not yet"))
     listed = "".join(f"<div><dt>{name}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts if fact)
     level = {True: "good", False: "bad", None: "plain"}[report.fits]

@@ -36,6 +36,12 @@ _WIDTH = 10_000  # lines are not wrapped here: who prints them knows the width, 
 _BAR = 32
 
 
+def step_facts(plan: Plan) -> dict[str, str]:
+    """The optimizer and the precision of the planned step, as far as they are known."""
+    found = {"optimizer": plan.about.get("optimizer"), "precision": plan.about.get("recipe")}
+    return {label: str(value) for label, value in found.items() if value}
+
+
 def report_text(report: Report, *, color: bool = False) -> str:
     """The comparison: predicted, measured, error."""
     table, sentences = _comparison(report)
@@ -52,6 +58,7 @@ def plan_text(plan: Plan, *, color: bool = False) -> str:
     facts = {
         "planner": f"{plan.planner} (decided in {format_seconds(plan.solve_seconds)})",
         "hardware": plan.hardware,
+        **step_facts(plan),
         "budget": ", ".join(budgets) or "none",
         "actions": ", ".join(f"{n} x {name}" for name, n in sorted(plan.count().items())) or "nothing to do",
         "expected": ", ".join([*peaks, f"{format_seconds(said.seconds)}/step"]),

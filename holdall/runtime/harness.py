@@ -106,6 +106,7 @@ class Harness:
         self._policies: dict[str, Policy] = {}
         self._placing: Placing | None = None
         self._undo: list[Callable[[], object]] = []
+        self._last: list[Callable[[], object]] = []
         self.contexts: list[AbstractContextManager[object]] = []
         self._is_stepping = False
         self._outside = 0  # host memory that model states took beside the store
@@ -170,6 +171,10 @@ class Harness:
     def on_close(self, undo: Callable[[], object]) -> None:
         """To be called when the harness leaves the model."""
         self._undo.append(undo)
+
+    def at_close(self, undo: Callable[[], object]) -> None:
+        """To be called when the harness is closed, after its last plan has left the model."""
+        self._last.append(undo)
 
     @property
     def ledger(self) -> Ledger | None:
@@ -374,7 +379,11 @@ class Harness:
         finally:
             self._stop_recording()
             PLANNED.discard(self.model)
-            self._take_off()
+            try:
+                self._take_off()
+            finally:
+                while self._last:
+                    self._last.pop()()
 
     def _peel(self) -> None:
         """Every undo, also if one of them fails."""

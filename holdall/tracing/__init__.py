@@ -221,6 +221,7 @@ def _check_inputs(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Opt
             raise InvalidInput(f"`batch` ({type(batch).__name__}) holds no tensor", hint=hint)
         raise InvalidInput("`batch` is missing", hint=hint)
     if optimizer is not None:
+        _check_optimizer(optimizer)
         own = {id(p) for p in model.parameters()}
         foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
         if foreign:
@@ -228,3 +229,14 @@ def _check_inputs(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Opt
                 f"the optimizer holds {len(foreign)} parameters that are not the model's",
                 hint="build the optimizer over this model's parameters, after it was moved or wrapped",
             )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse rules that are not a backward and a step, which is what is traced and planned."""
+    who = type(optimizer).__name__
+    if getattr(optimizer, "forward_only", False):
+        hint = "train without a plan: `optimizer.step(closure)` needs little more memory than a forward does"
+        raise Unsupported(f"{who} takes no gradients, and a plan is for steps with a backward", hint=hint)
+    if getattr(optimizer, "consumes_gradients", False):
+        hint = "plan for torch.optim.SGD with `clips=False`: parameters are then updated in backward, too"
+        raise Unsupported(f"{who} updates in backward by hooks of its own, which a plan cannot see", hint=hint)

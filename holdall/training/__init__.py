@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdall import optim
 from holdall.errors import InvalidInput, unknown_name
 from holdall.models import DTYPES
-from holdall.problem import Budget
+from holdall.problem import Budget, resolve_recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +26,17 @@ class TrainOptions:
     planner: str = "auto"
     hardware: str | None = None  # the machine to plan with, by name or file; None: this one is measured
     device: str = "auto"  # "auto": the GPU where there is one
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the parameters
+    precision: str | None = (
+        None  # a recipe, one of `holdall precisions`, which also says the dtype; None: that of the parameters
+    )
     field: str = "text"  # of a JSONL file
     batch: int = 4  # sequences in one forward
     seq: int = 512  # tokens in a sequence
     steps: int = 100  # in all, those before a resume included
     accumulate: int = 1  # forwards in one step
-    lr: float = 1e-4
+    optimizer: str = "adamw"  # one of `holdall optimizers`, with options as in galore:rank=64
+    lr: float | None = None  # None: the optimizer's own, and 1e-4 for AdamW
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
     warmup: int = 10  # steps
@@ -52,7 +57,7 @@ class TrainOptions:
             _at_least(name, getattr(self, name), 0)
         if self.seq < 2:
             raise InvalidInput("`seq` is 1, but the next token can only be learned from two", hint="use a longer sequence")
-        if not (0 < self.lr < math.inf):
+        if self.lr is not None and not (0 < self.lr < math.inf):
             raise InvalidInput(f"`lr` is {self.lr}, but must be above zero", hint="a usual value is 1e-4")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidInput(f"`betas` is {self.betas}, but both must lie in [0, 1)", hint="usual values are (0.9, 0.999)")
@@ -61,6 +66,8 @@ class TrainOptions:
             raise InvalidInput(f"`eval_fraction` is {self.eval_fraction}, but must lie in [0, 1)", hint=hint)
         if self.dtype not in DTYPES:
             raise unknown_name("dtype", self.dtype, DTYPES)
+        optim.read(self.optimizer)
+        resolve_recipe(self.precision)
 
     @property
     def tokens_per_step(self) -> int:

@@ -36,6 +36,7 @@ from holdall.training.checkpoint import (
 )
 from holdall.training.data import Encoder, Sequences, load_sequences, make_encoder
 from holdall.training.machine import resolve_device, resolve_machine
+from holdall.training.optimizer import make_optimizer, make_schedule, settled
 from holdall.types import Progress
 from holdall.types._json import write_text
 from holdall.types.plan import silent
@@ -53,6 +54,7 @@ def run_training(
     `progress` hears of the stages and of each step in words, `on_metrics` receives each step's figures. The caller's random
     state is left as it was.
     """
+    options = settled(options)
     source = _causal_lm(options.model)
     device = resolve_device(options.device)
     models.sample_batch(source, batch=1, seq=options.seq)  # refuses a sequence longer than the model's positions
@@ -79,7 +81,7 @@ def run_training(
         progress("building the model", 0, 0, "")
         origin = source if found is None else models.describe(found.folder)
         model: Any = models.build(origin, device="cpu", dtype=options.dtype, seed=options.seed)  # what goes to a GPU is planned
-        optimizer = _make_optimizer(model, options)
+        optimizer = make_optimizer(model, options)
         if found is not None:
             load_optimizer(found, model, optimizer)
         check_can_save(options.out, model)
@@ -96,6 +98,7 @@ def run_training(
             accumulate=options.accumulate,
             record=options.record,
             compile=options.compile,
+            precision=options.precision,
             progress=progress,
         ) as harness:
             run = _Run(
@@ -149,7 +152,7 @@ def _train(run: _Run) -> TrainResult:
     else:
         start, position = run.found.step, int(run.found.about()["position"])
         restore_random(run.found)  # after tracing and planning, which may draw numbers of their own
-    scheduler = _make_schedule(run.optimizer, options, start)
+    scheduler = make_schedule(run.optimizer, options, start)
     rows: list[Metrics] = []
     checkpoint = options.out
     with _metrics_file(options.out / "metrics.jsonl", start) as write:
@@ -285,7 +288,9 @@ def _save(run: _Run, step: int, position: int) -> Path:
 
 def _fixed(options: TrainOptions, name: str, data: Sequences) -> dict[str, Any]:
     """What a resumed run must share with the one that it continues."""
-    return {"model": name, "dtype": options.dtype, "seed": options.seed, "data or sequence length": data.fingerprint}
+    fixed = {"model": name, "dtype": options.dtype, "seed": options.seed, "data or sequence length": data.fingerprint}
+    named = {"optimizer": options.optimizer, "precision": options.precision}
+    return fixed | {key: value for key, value in named.items() if value not in ("adamw", None)}  # files from before lack them
 
 
 def _settings(options: TrainOptions) -> dict[str, Any]:
@@ -323,30 +328,6 @@ def _missing_from(source: models.ModelSource, encoder: Encoder) -> list[str]:
         "tokenizer: each byte of the text is a token": encoder.tokenizer is not None,
     }
     return [f"`{source.folder}` holds no {what}" for what, is_there in missing.items() if not is_there]
-
-
-def _make_optimizer(model: torch.nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW that decays matrices only: norms and biases have no directions to prefer."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)
-
-
-def _make_schedule(optimizer: torch.optim.Optimizer, options: TrainOptions, start: int) -> LambdaLR:
-    """Up in a line, down in a cosine. A function of the step alone, so that there is nothing to save."""
-
-    def factor(step: int) -> float:
-        if step < options.warmup:
-            return (step + 1) / options.warmup
-        done = (step - options.warmup) / max(1, options.steps - options.warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-    for group in optimizer.param_groups:
-        group["initial_lr"] = options.lr
-    return LambdaLR(optimizer, factor, last_epoch=start - 1)
 
 
 # surroundings

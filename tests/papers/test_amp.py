@@ -158,9 +158,9 @@ def test_levels_have_the_dtypes_of_apex():
 
 
 def test_bfloat16_needs_no_scaling():
-    for name in ("bf16-autocast", "bf16-master", "bf16", "bf16-stochastic"):
-        assert precision.RECIPES[name].scale is None
-        assert precision.recipe_for(name).name == name
+    for name in ("bf16-autocast", "bf16-master", "bf16-weights", "bf16-stochastic"):
+        assert precision.find(name).scale is None
+        assert str(precision.find(name)) == name
 
 
 @pytest.mark.parametrize("name", HALF)

@@ -91,6 +91,11 @@ def matrix_groups(model: nn.Module, options: dict[str, Any]) -> list[Group]:
     return [group for group in ({"params": low, **options}, {"params": rest}) if group["params"]]
 
 
+def usual_rank(model: nn.Module) -> int:
+    """A quarter of the shortest side of the matrices that would be projected."""
+    return max(1, min((min(p.shape) for p in _inner_matrices(model)), default=4) // 4)
+
+
 def _inner_matrices(model: nn.Module) -> Iterator[torch.Tensor]:
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     repeated: list[nn.Module] = [

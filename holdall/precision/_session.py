@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from holdall.errors import InvalidInput
-from holdall.precision.recipes import Recipe, recipe_for
-from holdall.precision.rounding import round_stochastically
+from holdall.precision._names import find
+from holdall.precision._recipe import Recipe, cast_calls
+from holdall.precision._rounding import round_stochastically
 from holdall.updates.parts import Part, snapshot
 
 
@@ -30,7 +30,7 @@ def prepare(
     seed: int = 0,
 ) -> Session:
     """Put a recipe on a model whose parameters are float32. `growth_interval`: clean steps after which the scale doubles."""
-    chosen = recipe_for(recipe)
+    chosen = find(recipe)
     narrow = next((n for n, p in model.named_parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     if narrow is not None:
         raise InvalidInput(
@@ -66,6 +66,8 @@ class Session:
             self._stand_in = torch.optim.SGD([self._canary], lr=0.0)
         if recipe.weights != torch.float32:
             self._narrow()
+        if type(recipe).put_on is not Recipe.put_on:
+            self._undo.append(recipe.put_on(model))
 
     def _narrow(self) -> None:
         """Cast the model; keep masters where the recipe has them; cast what goes in and comes out."""
@@ -81,9 +83,7 @@ class Session:
             for buffer in module.buffers(recurse=False):
                 if buffer.dtype == torch.float32:
                     buffer.data = buffer.data.to(dtype)
-        incoming = self.model.register_forward_pre_hook(_casting(dtype), with_kwargs=True)
-        outgoing = self.model.register_forward_hook(lambda _, __, out: _cast(out, dtype, torch.float32))
-        self._undo += [incoming.remove, outgoing.remove]
+        self._undo += cast_calls(self.model, dtype)
 
     # the loop
 
@@ -188,14 +188,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _casting(dtype: torch.dtype) -> Any:
-    def cast_in(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG001
-        return _cast(args, torch.float32, dtype), _cast(kwargs, torch.float32, dtype)
-
-    return cast_in
-
-
-def _cast(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    return tree_map(lambda v: v.to(target) if isinstance(v, torch.Tensor) and v.dtype == source else v, values)
