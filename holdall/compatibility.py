@@ -4,16 +4,21 @@ Said once, here. `holdall compatible` and docs/compatibility.md show it, and tes
 pair against plain training: where it says exact, losses and weights are the same bits and the peak is the predicted one; where
 it says refused, `trace`, `plan` or `apply` raises before the first step.
 
-A pair that is not named is exact. What holds of more than two features follows from their pairs: the worst of them.
+Features of a plan are the actions that say `what` they do; what follows from their facts (exact or not, alone on a block or
+not) is derived, so that an action that is added has its row. A pair that is not named is exact. What holds of more than two
+features follows from their pairs: the worst of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
+from typing import Any
 
 from holdall.errors import unknown_name
+from holdall.registry import member_classes, member_names
 
 EXACT, CLOSE, REFUSED = "exact", "close", "refused"
 LEVELS = (EXACT, CLOSE, REFUSED)  # from best to worst
@@ -37,13 +42,7 @@ class Verdict:
     extra: int = 0  # bytes of the loop's own that come on top of the predicted peak
 
 
-FEATURES = (
-    Feature(name="recompute", group="plan", what="blocks are run again in backward"),
-    Feature(name="offload", group="plan", what="what blocks hold for backward waits in the next tier"),
-    Feature(name="place", group="plan", what="weights are streamed, states and updates are on the host"),
-    Feature(name="reschedule", group="plan", what="a block is run op by op, in an order of its own"),
-    Feature(name="compress", group="plan", what="what a block holds for backward waits as codes of 8 bits"),
-    Feature(name="in_backward", group="plan", what="parameters are updated as their gradients come (clips=False)"),
+_OTHERS = (
     Feature(name="lora", group="model", what="a PEFT model with LoRA adapters"),
     Feature(name="tied", group="model", what="the head is the embedding"),
     Feature(name="moe", group="model", what="a mixture of experts (Mixtral)"),
@@ -58,7 +57,26 @@ FEATURES = (
     Feature(name="autocast", group="precision", what="forward under torch.autocast"),
     Feature(name="scaler", group="precision", what="the loss is scaled by a torch.amp.GradScaler"),
 )
-NAMES = tuple(feature.name for feature in FEATURES)
+
+
+def features() -> tuple[Feature, ...]:
+    """All of them: first the actions, those that are used by default before the others, as they are rewritten."""
+    return *(Feature(name=a.name, group="plan", what=a.what) for a in _actions()), *_OTHERS
+
+
+def names() -> tuple[str, ...]:
+    return tuple(feature.name for feature in features())
+
+
+def _actions() -> tuple[type[Any], ...]:
+    return _classes(member_names("actions"))
+
+
+@lru_cache(maxsize=4)
+def _classes(_: tuple[str, ...]) -> tuple[type[Any], ...]:
+    said = [action for action in member_classes("actions") if action.what]
+    return tuple(sorted(said, key=lambda a: (not a.by_default, a.rank)))
+
 
 _COMPILED = Verdict(
     level=REFUSED,
@@ -83,6 +101,7 @@ ALONE = {
 }
 """What holds of a feature whatever it is put together with."""
 
+_APART = Verdict(why="on different blocks; one block is refused")
 _LOOKS = "the loop looks at gradients before the step, and in backward they are used up"
 
 PAIRS = {
@@ -100,11 +119,8 @@ PAIRS = {
         why="torch cannot run grouped matrix products on fake tensors in float32",
         hint="keep, recompute or offload such blocks whole; in bfloat16 they can be run op by op",
     ),
-    ("recompute", "reschedule"): Verdict(why="on different blocks; one block is refused"),
-    ("recompute", "compress"): Verdict(level=CLOSE, why="on different blocks; one block is refused"),
-    ("offload", "reschedule"): Verdict(why="on different blocks; one block is refused"),
-    ("offload", "compress"): Verdict(level=CLOSE, why="on different blocks; codes that are to wait elsewhere: `swap`"),
-    ("reschedule", "compress"): Verdict(level=CLOSE, why="on different blocks; one block is refused"),
+    ("offload", "reschedule"): Verdict(why="on one block, what the program keeps is offloaded"),
+    ("offload", "compress"): Verdict(why="on different blocks; codes that are to wait elsewhere: `swap`"),
     ("place", "in_backward"): Verdict(why='as `place` with when="backward"; both actions in one plan are refused'),
     ("in_backward", "bf16"): Verdict(why='as `place` with when="backward"'),
     ("accumulate", "bf16"): Verdict(why="sums of gradients are counted as if there from the start", is_bound=True),
@@ -114,17 +130,16 @@ PAIRS = {
 
 def feature(name: str) -> Feature:
     """The feature of a name; others are refused with the closest."""
-    if name not in NAMES:
-        raise unknown_name("feature", name, NAMES)
-    return FEATURES[NAMES.index(name)]
+    known = {f.name: f for f in features()}
+    if name not in known:
+        raise unknown_name("feature", name, known)
+    return known[name]
 
 
-def verdict(*names: str) -> Verdict:
+def verdict(*features: str) -> Verdict:
     """What to expect of these features together: the worst of each alone and of all their pairs."""
-    for name in names:
-        feature(name)
-    pairs = [PAIRS.get((a, b)) or PAIRS.get((b, a)) for a, b in combinations(dict.fromkeys(names), 2)]
-    found = [v for v in (*(ALONE.get(n) for n in dict.fromkeys(names)), *pairs) if v is not None]
+    unique = tuple(dict.fromkeys(feature(name).name for name in features))
+    found = [v for v in (*map(_alone, unique), *(_pair(a, b) for a, b in combinations(unique, 2))) if v is not None]
     level = max((v.level for v in found), key=LEVELS.index, default=EXACT)
     said = [v for v in found if v.level == level] if level == REFUSED else found
     return Verdict(
@@ -136,13 +151,31 @@ def verdict(*names: str) -> Verdict:
     )
 
 
-def pairs(names: Iterable[str] = NAMES) -> tuple[tuple[str, str], ...]:
+def _alone(name: str) -> Verdict | None:
+    inexact = any(a.name == name and not a.exact for a in _actions())
+    return ALONE.get(name) or (Verdict(level=CLOSE, why=f"{name} is not exact") if inexact else None)
+
+
+def _pair(a: str, b: str) -> Verdict | None:
+    return PAIRS.get((a, b)) or PAIRS.get((b, a)) or (_APART if _are_apart(a, b) else None)
+
+
+def _are_apart(a: str, b: str) -> bool:
+    """Whether both treat blocks, and one of them does not bear the other on the same block."""
+    found = [action for action in _actions() if action.name in (a, b) and action.spares_activations]
+    return len(found) == 2 and any(x.alone and y.name not in x.beside for x, y in (found, reversed(found)))
+
+
+def pairs(of: Iterable[str] | None = None) -> tuple[tuple[str, str], ...]:
     """Every two of the features."""
-    return tuple(combinations(names, 2))
+    return tuple(combinations(names() if of is None else of, 2))
 
 
 def page() -> str:
     """docs/compatibility.md."""
+    known = names()
+    singly = {name: _alone(name) for name in known}
+    together = {(a, b): _pair(a, b) for a, b in pairs(known)}
     lines = [
         "# What works with what",
         "",
@@ -155,16 +188,16 @@ def page() -> str:
         "",
         "| feature | decided by | what it is |",
         "|---|---|---|",
-        *(f"| `{f.name}` | {f.group} | {f.what} |" for f in FEATURES),
+        *(f"| `{f.name}` | {f.group} | {f.what} |" for f in features()),
         "",
-        f"| | {' | '.join(f'`{name}`' for name in NAMES)} |",
-        "|---" * (len(NAMES) + 1) + "|",
-        *(f"| `{a}` | {' | '.join(_sign(a, b) for b in NAMES)} |" for a in NAMES),
+        f"| | {' | '.join(f'`{name}`' for name in known)} |",
+        "|---" * (len(known) + 1) + "|",
+        *(f"| `{a}` | {' | '.join(_sign(a, b) for b in known)} |" for a in known),
         "",
         "## In words",
         "",
-        *(_line(f"`{name}`", ALONE[name]) for name in NAMES if name in ALONE),
-        *(_line(f"`{a}` with `{b}`", said) for (a, b), said in PAIRS.items()),
+        *(_line(f"`{name}`", said) for name, said in singly.items() if said is not None),
+        *(_line(f"`{a}` with `{b}`", said) for (a, b), said in together.items() if said is not None),
         "",
         "More than two features together are as good as the worst of their pairs.",
     ]

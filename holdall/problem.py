@@ -14,7 +14,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput, Unsupported, unknown_name
 from holdall.machine.presets import gpu
 from holdall.machine.probe import probed
-from holdall.registry import member_class, member_names
+from holdall.registry import allowed_by_default, member_names
 from holdall.runtime.budget.meter import device_context
 from holdall.types import Hardware, Problem, Progress, Trace
 from holdall.types.plan import silent
@@ -120,7 +120,7 @@ def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
 def resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
     """Names of the actions that may be used."""
     if allow is None:
-        return frozenset(name for name in member_names("actions") if member_class("actions", name).by_default)
+        return allowed_by_default()
     names = [allow] if isinstance(allow, str) else list(allow)
     known = member_names("actions")
     for name in names:

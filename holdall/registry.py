@@ -1,37 +1,102 @@
 """The folders `actions`, `planners`, `tiers` and `optim` are the registries: a file or package there is a member of that name.
 
 Members are imported when asked for, so that a missing solver breaks only its own planner. Names that begin with an underscore
-are helpers. Packages elsewhere add planners through the entry-point group `holdall.planners`.
+are helpers. Members of your own are added in one of two ways, and are then as good as those here (menus of planners, the
+command line, plan files, tables, reports):
+
+- a folder with the same layout (`mine/actions/nap.py`), named by `add_folder("mine")` or in the environment variable
+  `HOLDALL_MEMBERS`, which takes several, separated as in `PATH`;
+- an installed package with entry points of the group `holdall.actions`, `holdall.planners` and so on, each the member's class.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
-from importlib.metadata import entry_points
+import importlib.util
+import os
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from holdall.errors import InvalidInput, unknown_name
 
 _ROOT = Path(__file__).parent
+_VARIABLE = "HOLDALL_MEMBERS"
+
+
+def add_folder(path: str | Path) -> None:
+    """Add the members in a folder that is laid out as this package is: `actions/*.py`, `planners/*.py` and so on.
+
+    For this process, and for those that it starts.
+    """
+    folder = Path(path).resolve()
+    if not folder.is_dir():
+        raise InvalidInput(f"there is no folder `{path}`", hint="name one with `actions/NAME.py` or `planners/NAME.py` in it")
+    if folder not in _added():
+        os.environ[_VARIABLE] = os.pathsep.join(map(str, [*_added(), folder]))
+
+
+def _added() -> list[Path]:
+    return [Path(part) for part in os.environ.get(_VARIABLE, "").split(os.pathsep) if part]
 
 
 def member_names(folder: str) -> tuple[str, ...]:
     """Names of the members of a folder, without importing them."""
-    found = [*(_ROOT / folder).glob("*.py"), *(p.parent for p in (_ROOT / folder).glob("*/__init__.py"))]
-    names = {p.stem for p in found if not p.stem.startswith("_")}
-    names |= {entry.name for entry in entry_points(group=f"holdall.{folder}")}
-    return tuple(sorted(names))
+    names = {name for root in (_ROOT, *_added()) for name in _files(root / folder)}
+    return tuple(sorted(names | _installed(folder).keys()))
+
+
+@cache
+def _installed(folder: str) -> dict[str, EntryPoint]:
+    """Members of packages elsewhere."""
+    return {entry.name: entry for entry in entry_points(group=f"holdall.{folder}")}
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Member -> its file."""
+    found = {p.stem: p for p in folder.glob("*.py")} | {p.parent.name: p for p in folder.glob("*/__init__.py")}
+    return {name: path for name, path in found.items() if not name.startswith("_")}
+
+
+def is_own(folder: str, name: str) -> bool:
+    """Whether a member is one of this package's."""
+    return name in _files(_ROOT / folder)
 
 
 def load_member(folder: str, name: str) -> Any:
     """The module of a member (or what its entry point names)."""
     if name not in member_names(folder):
         raise unknown_name(folder.rstrip("s"), name, member_names(folder))
-    if (_ROOT / folder / f"{name}.py").exists() or (_ROOT / folder / name / "__init__.py").exists():
+    if is_own(folder, name):
         return importlib.import_module(f"holdall.{folder}.{name}")
-    return next(entry.load() for entry in entry_points(group=f"holdall.{folder}") if entry.name == name)
+    for root in _added():
+        path = _files(root / folder).get(name)
+        if path is not None:
+            return _load_file(path)
+    return _installed(folder)[name].load()
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module of a file outside of this package; executed once."""
+    name = f"holdall_member_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    inside = [str(path.parent)] if path.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=inside)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        fact = f"`{path}` cannot be imported ({type(error).__name__}: {error})"
+        raise InvalidInput(fact, hint=f"mend it, or take its folder out of {_VARIABLE}") from error
+    return module
 
 
 def member_class(folder: str, name: str) -> type[Any]:
@@ -42,7 +107,17 @@ def member_class(folder: str, name: str) -> type[Any]:
     for value in vars(module).values():
         if isinstance(value, type) and getattr(value, "name", None) == name and value.__module__ == module.__name__:
             return value
-    raise AttributeError(f"holdall/{folder}/{name}.py defines no class named {name!r}")
+    raise InvalidInput(f"`{module.__file__}` defines no class named {name!r}", hint=f'write `name: ClassVar[str] = "{name}"`')
+
+
+def member_classes(folder: str) -> list[type[Any]]:
+    """The classes of all members, in the order of their names."""
+    return [member_class(folder, name) for name in member_names(folder)]
+
+
+def allowed_by_default() -> frozenset[str]:
+    """Names of the actions that planners may use without being told."""
+    return frozenset(action.name for action in member_classes("actions") if action.by_default)
 
 
 def build_member(folder: str, name: str, options: dict[str, Any], where: str) -> Any:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from holdall.registry import member_names
+
 ROOT = Path(__file__).parent.parent / "holdall"
 FILES = sorted(ROOT.rglob("*.py"))
 MEMBERS = {"actions", "planners", "tiers", "optim", "cli", "planning", "testing/families"}  # folders whose files are members
@@ -77,3 +79,31 @@ def test_cases_that_enter_through_fit_are_never_sampled():
 
 def is_list_of(node, names):
     return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names
+
+
+ACTIONS = set(member_names("actions"))
+BY_NAME = {  # where a word of the file's own is an action's name too, and reports, which see plans as data
+    "planners/pofo/__init__.py": 1,
+    "planners/protrain/model.py": 1,
+    "optim/__init__.py": 1,
+    "reporting/html.py": 1,
+}
+
+
+def compared_names(path):
+    """Names of actions that a file compares something with, or keeps in a set to do so."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        sides += [node.left, node.right] if isinstance(node, ast.BinOp) else []
+        parts = [part for side in sides for part in (side.elts if isinstance(side, ast.Set | ast.Tuple | ast.List) else [side])]
+        found += [p.value for p in parts if isinstance(p, ast.Constant) and p.value in ACTIONS]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nobody_asks_for_an_action_by_its_name(path):
+    """They ask for facts (`types.Facts`, `types.Choice`), or for the class: so an action is one file."""
+    name = str(path.relative_to(ROOT))
+    if not name.startswith(("actions/", "testing/")):
+        assert len(compared_names(path)) <= BY_NAME.get(name, 0), compared_names(path)

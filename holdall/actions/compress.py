@@ -18,7 +18,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.actions.offload import own_inputs
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Copy, Facts, Hardware, Kind, Problem, Run, Save, Schedule, Step, TensorInfo, Trace, Wait
+from holdall.types import (
+    Block,
+    Choice,
+    Copy,
+    Facts,
+    Hardware,
+    Kind,
+    Problem,
+    Run,
+    Save,
+    Schedule,
+    Step,
+    TensorInfo,
+    Trace,
+    Wait,
+)
 from holdall.types.layout import BLOCK, allocated_bytes
 
 if TYPE_CHECKING:  # torch is loaded when something is coded, not when actions are listed
@@ -28,6 +43,7 @@ SIGN = 0  # in the place of bits: only whether a value is above zero is needed
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PASSES = {"encode": 150, "decode": 40}  # of a copy's time, by plain ops on one core (benchmarks/codecs.py); chance is half
 _GPU_PASSES = 10  # by plain ops on a GPU: counted, not measured; the group codec is one kernel
+_OFFERED = (8, 4)  # bits on the menus of planners
 _RELU_BACKWARD = "aten.threshold_backward.default"
 
 
@@ -46,6 +62,8 @@ class Compress(Facts):
     exact: ClassVar[bool] = False
     rank: ClassVar[int] = 25
     alone: ClassVar[bool] = True  # what it codes is neither recomputed nor offloaded; `swap` offloads the codes
+    spares_activations: ClassVar[bool] = True
+    what: ClassVar[str] = "what a block holds for backward waits as codes of 8 bits"
 
     @property
     def uses_store(self) -> bool:
@@ -92,6 +110,12 @@ class Compress(Facts):
             Compress.of(trace, can[0], bits=4),
             Compress.of(trace, second, bits=3, swap=True, overlap=True),
         ]
+
+    @classmethod
+    def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
+        if codable(problem.trace, block):
+            for bits in _OFFERED:
+                yield Choice(label=f"compress to {bits} bits (not exact)", make=_coded, given=(bits,), exact=False)
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
@@ -214,6 +238,10 @@ class Compress(Facts):
         policy.park = self.swap
         policy.lag = self.lag
         policy.fetch = self.fetch
+
+
+def _coded(trace: Trace, block: Block, bits: int) -> tuple[Compress]:
+    return (Compress.of(trace, block, bits=bits),)
 
 
 def codable(trace: Trace, block: Block, *, codec: str = "group", bits: int = 8) -> tuple[int, ...]:

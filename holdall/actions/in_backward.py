@@ -38,6 +38,7 @@ class InBackward(Facts):
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 35  # after everything that moves what backward reads
     settles_states: ClassVar[bool] = True
+    what: ClassVar[str] = "parameters are updated as their gradients come (clips=False)"
 
     @staticmethod
     def of(trace: Trace, actions: Iterable[Action] = (), *, max_norm: float | None = None, accumulate: int = 1) -> Action:

@@ -6,12 +6,13 @@ keeps for its replay, since those are then all it holds; on one that runs by a p
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from holdall.actions.recompute import Recompute, obstacle
 from holdall.errors import Unsupported
-from holdall.types import Block, Copy, Facts, Problem, Schedule, Trace, Wait
+from holdall.types import Action, Block, Choice, Copy, Facts, Problem, Schedule, Trace, Wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Offload(Facts):
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 20
     by_default: ClassVar[bool] = True
+    spares_activations: ClassVar[bool] = True
+    what: ClassVar[str] = "what blocks hold for backward waits in the next tier"
 
     @property
     def uses_store(self) -> bool:
@@ -54,6 +57,23 @@ class Offload(Facts):
             Offload.of(trace, saving[min(1, len(saving) - 1)], overlap=True),
             slow,
         ]
+
+    @classmethod
+    def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
+        """The block itself, or the inputs of a block that is recomputed. Where copies overlap with computation, each comes in
+        two forms: hidden by the next block, which needs room for both, and waited for at once ("now")."""
+        overlap = problem.hardware.overlap
+        if problem.hardware.far is None:
+            return
+        if problem.permits(Recompute) and not obstacle(problem.trace, [block]):
+            yield replayed(late=overlap)
+            if overlap:
+                yield replace(replayed(late=False), label="recompute + offload now", for_all=False, lean=False)
+        if not overlap:
+            yield held(late=False)
+        elif not _is_last(problem.trace, block):  # there is no next block to hide it, and it would be fetched at once
+            yield held(late=True)
+            yield replace(held(late=False), label="offload now", for_all=False)
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
@@ -98,6 +118,30 @@ class Offload(Facts):
         policy.lag = self.lag
         policy.until = self.until
         policy.fetch = self.fetch
+
+
+def held(*, late: bool) -> Choice:
+    """The choice to offload what a block holds for backward."""
+    return Choice(label="offload", make=_held, given=(late,), moves=True, late=late, for_all=True)
+
+
+def _held(trace: Trace, block: Block, late: bool) -> tuple[Action, ...]:
+    return (Offload.of(trace, block, overlap=late),)
+
+
+def replayed(*, late: bool) -> Choice:
+    """The choice to recompute a block and to offload the inputs that it keeps for that."""
+    label = f"{Recompute.name} + {Offload.name}"
+    return Choice(label=label, make=_replayed, given=(late,), recomputes=True, moves=True, late=late, for_all=True, lean=True)
+
+
+def _replayed(trace: Trace, block: Block, late: bool) -> tuple[Action, ...]:
+    return Recompute.of(trace, [block]), Offload.of(trace, block, overlap=late)
+
+
+def _is_last(trace: Trace, block: Block) -> bool:
+    """Whether no later block holds anything for backward."""
+    return not any(b.saves and b.backward is not None for b in trace.blocks[block.id + 1 :])
 
 
 def first_needed(trace: Trace, block: Block, tensors: Collection[int] | None = None) -> int | None:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Facts, Kind, Op, Problem, Run, Schedule, Trace
+from holdall.types import Block, Choice, Facts, Kind, Op, Problem, Run, Schedule, Trace
 from holdall.types.program import Nest
 from holdall.types.schedule import Mark, reading
 from holdall.types.trace import Save
@@ -44,6 +44,8 @@ class Recompute(Facts):
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 10
     by_default: ClassVar[bool] = True
+    spares_activations: ClassVar[bool] = True
+    what: ClassVar[str] = "blocks are run again in backward"
 
     @staticmethod
     def of(
@@ -87,6 +89,11 @@ class Recompute(Facts):
                 break
         return found
 
+    @classmethod
+    def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
+        if not obstacle(problem.trace, [block]):
+            yield WHOLE
+
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
         blocks = [trace.block(name) for name in self.blocks]
@@ -110,6 +117,14 @@ class Recompute(Facts):
             policy.inner = nested(self.blocks, self.inner)
             path = name.partition("#")[0]
             policy.state = tuple(b for b in self.state if b.startswith(f"{path}."))
+
+
+def _whole(trace: Trace, block: Block) -> tuple[Recompute]:
+    return (Recompute.of(trace, [block]),)
+
+
+WHOLE = Choice(label="recompute", make=_whole, recomputes=True, for_all=True, lean=True)
+"""One block, run again as a whole."""
 
 
 def nested(blocks: Sequence[str], inner: Sequence[Inner]) -> tuple[Nest, ...]:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdall.actions.place import Place
-from holdall.actions.reschedule import region
 from holdall.cost.link import copy_seconds
-from holdall.planning.menus import Choice, Menus, kind_of, try_choices
+from holdall.planning.menus import MenuLine, Menus, kind_of, try_offered
 from holdall.simulator import simulate
-from holdall.types import Block, Problem
+from holdall.types import Problem
 from holdall.units import GiB
 
 
@@ -36,52 +35,40 @@ class Alternative:
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
     """The cheapest first. `problem` has a trace with seconds. Bytes and seconds are against keeping everything."""
-    menus = try_choices(problem)
-    found = [_of_blocks(problem, menus, kind, c) for kind, choices in menus.found.items() for c in _distinct(choices)]
+    menus = try_offered(problem)
+    found = [_of_blocks(problem, menus, kind, c) for kind, lines in menus.found.items() for c in _distinct(problem, lines)]
     found += _of_states(problem)
     return tuple(sorted(found, key=lambda a: (a.per_gib_unhidden, a.what)))
 
 
-def _distinct(choices: Sequence[Choice]) -> list[Choice]:
-    """Without "now", which is the same copies waited for at another time, and without what comes to the same."""
-    found: dict[tuple[int, float, int], Choice] = {}
-    for c in choices:
-        if c.freed > 0 and not c.label.endswith("now"):
+def _distinct(problem: Problem, lines: Sequence[MenuLine]) -> list[MenuLine]:
+    """Without copies that are waited for where others are hidden, and without what comes to the same."""
+    found: dict[tuple[int, float, int], MenuLine] = {}
+    for c in lines:
+        waits = problem.hardware.overlap and c.choice.moves and not c.late
+        if c.freed > 0 and not waits:
             found.setdefault((c.freed, c.seconds, c.out), c)
     return list(found.values())
 
 
-def _of_blocks(problem: Problem, menus: Menus, kind: int, choice: Choice) -> Alternative:
+def _of_blocks(problem: Problem, menus: Menus, kind: int, line: MenuLine) -> Alternative:
     blocks = [b for b in menus.chain if kind_of(b) == kind]
     far, copying = problem.hardware.far, 0.0
-    if choice.out and far is not None:
-        copying = copy_seconds(choice.out, far, problem.hardware, "out") + copy_seconds(
-            choice.back, far, problem.hardware, "in"
-        )
+    if line.out and far is not None:
+        copying = copy_seconds(line.out, far, problem.hardware, "out") + copy_seconds(line.back, far, problem.hardware, "in")
     return Alternative(
-        what=_in_words(problem, blocks[0], choice.label),
+        what=line.label,
         where=blocks[0].kind or blocks[0].module,
         count=len(blocks),
-        freed=choice.freed * len(blocks),
-        seconds=choice.seconds * len(blocks),
+        freed=line.freed * len(blocks),
+        seconds=line.seconds * len(blocks),
         copying=copying * len(blocks),
     )
 
 
-def _in_words(problem: Problem, block: Block, label: str) -> str:
-    name, _, rest = label.partition(":")
-    if name == "compress":
-        return f"compress to {rest} bits (not exact)"
-    if name != "program":
-        return name
-    count = region(problem.trace, block)[1]
-    again = sum(int(n) < count for n in rest.split(","))
-    return f"recompute {again} of {count} ops"
-
-
 def _of_states(problem: Problem) -> list[Alternative]:
     """States and updates on the host, simulated whole."""
-    if "place" not in problem.allow or problem.hardware.far is None or not problem.trace.units:
+    if not problem.permits(Place) or problem.hardware.far is None or not problem.trace.units:
         return []
     when = "spill" if problem.hardware.overlap else "step"
     plain = simulate(problem, [Place.all(problem.trace)] if problem.trace.about.get("precision") else [])

@@ -78,7 +78,7 @@ Allow = Annotated[
         "--allow",
         metavar="A,B",
         callback=words.known_actions,
-        help="Actions that may be used, such as recompute,offload.",
+        help="Actions that may be used, such as recompute,offload; see `holdall actions`.",
         show_default=False,
     ),
 ]

@@ -27,6 +27,7 @@ VERBS = {
     "doctor": "Check this machine, and say what to change.",
     "cache": "What was measured, traced and planned before; `cache clear` removes it.",
     "planners": "The planners and their options.",
+    "actions": "What planners may do, for --allow.",
     "compatible": "What works with what, and whether exactly.",
     "systems": "The published systems, and where each lives here.",
 }

@@ -9,7 +9,8 @@ import typer
 
 from holdall.cli import _options as given
 from holdall.cli._console import add_row, cell, facts, grid, say, show, show_json
-from holdall.compatibility import CLOSE, EXACT, FEATURES, NAMES, REFUSED, SIGNS, page, pairs, verdict
+from holdall.compatibility import CLOSE, EXACT, REFUSED, SIGNS, names, page, pairs, verdict
+from holdall.compatibility import features as known_features
 
 _STYLES = {EXACT: "green", CLOSE: "yellow", REFUSED: "red"}
 
@@ -46,10 +47,11 @@ def _one(features: list[str], json: bool) -> None:
 
 def _all() -> None:
     """Rows by name, columns by number, so that it fits eighty columns."""
-    table = grid("", "", *(str(n + 1) for n in range(len(NAMES))), left=2)
-    for n, name in enumerate(NAMES):
-        levels = [verdict(name, other).level for other in NAMES]
+    known = names()
+    table = grid("", "", *(str(n + 1) for n in range(len(known))), left=2)
+    for n, name in enumerate(known):
+        levels = [verdict(name, other).level for other in known]
         add_row(table, n + 1, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
     show(table)
     say("\n= exact   ~ close: approximate gradients   x refused before the first step\n")
-    show(facts({f.name: f.what for f in FEATURES}))
+    show(facts({f.name: f.what for f in known_features()}))

@@ -14,6 +14,7 @@ from holdall.cli import _options as given
 from holdall.cli._console import add_row, grid, in_color, say, show, show_json
 from holdall.cli._progress import progress_bar
 from holdall.errors import InvalidInput
+from holdall.registry import allowed_by_default
 from holdall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _problem_of_files(plan: Plan, path: Path, gpu: str | None, hardware: Path | 
         raise InvalidInput(f"the plan was not made for the trace `{path}`", hint="give the trace that was planned for")
     machine = find_machine(gpu, hardware, progress, device=str(read.about.get("device", "cpu")))
     check_device(read, machine)
-    return _problem(read, machine, dict(plan.budget), None, progress)
+    return _problem(read, machine, dict(plan.budget), sorted(allowed_by_default() | plan.count().keys()), progress)
 
 
 def _problem(trace: Trace, machine: Hardware, budget: dict[str, int], allow: list[str] | None, progress: Progress) -> Problem:

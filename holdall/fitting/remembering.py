@@ -15,6 +15,7 @@ from typing import Any
 
 from holdall.caching import key_of, open_cache
 from holdall.errors import HoldallError
+from holdall.registry import is_own
 from holdall.tracing.identity import values_of
 from holdall.types import Plan, Planner, Problem, Trace, _json
 
@@ -26,9 +27,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 def remember_plan(problem: Problem, planner: Planner, make: Callable[[], Plan]) -> Plan:
     """The plan of this planner for this problem: found, or made and kept."""
-    is_ours = type(planner).__module__.startswith("holdall.planners.")  # others' code is not in the key
+    is_ours = is_own("planners", planner.name) and all(is_own("actions", name) for name in problem.allow)
     cache = open_cache()
-    if not is_ours or cache.folder is None:
+    if not is_ours or cache.folder is None:  # others' code is not in the key
         return make()
     key = _plan_key(problem, planner)
     found = _read_plan(cache.get("plan", key), problem)

@@ -52,7 +52,7 @@ class Actnn:
         average = _LEVELS[self.level] if self.bits is None else self.bits
         if self.level != "L0" and not LEAST <= average <= MOST:
             raise InvalidInput(f"`bits` is {average:g}, and a code has 1 to 8", hint="give an average from 1 to 8")
-        if "compress" not in problem.allow:
+        if not problem.permits(Compress):
             return self._without_consent(problem, began)
         chosen = [] if self.level == "L0" else self._tensors(problem.trace)
         widths = self._widths(problem.trace, chosen, average)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdall.actions.recompute import Recompute
+from holdall.actions.reschedule.op_graph import keeping
 from holdall.planners.loongtrain import all_but_attention, attention_labels, described, products
 from holdall.planning.attention import attentions, with_attention
 from holdall.planning.finish import finish
-from holdall.planning.op_graph import keeping
 from holdall.planning.segments import runs
 from holdall.types import Block, Plan, Problem, Trace
 

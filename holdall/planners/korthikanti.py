@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from holdall.actions.recompute import Recompute, keepable
+from holdall.actions.reschedule.op_graph import keeping
 from holdall.planning.attention import Attention, attentions
 from holdall.planning.finish import finish
-from holdall.planning.op_graph import keeping
 from holdall.planning.segments import runs
 from holdall.types import Action, Block, Op, Plan, Problem, Trace
 from holdall.units import format_bytes

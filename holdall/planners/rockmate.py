@@ -18,16 +18,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from holdall.actions.reschedule import obstacle
+from holdall.actions.reschedule import choice_of, obstacle
+from holdall.actions.reschedule.op_graph import OpGraph, op_graph, programs
 from holdall.errors import unknown_name
 from holdall.planners.checkmate import ilp
 from holdall.planners.rotor import Tried, actions_of, chain_of, enough, in_slots, row_numbers
 from holdall.planners.rotor.table import NEVER, Dropped, Item, Row, Stage, Table, Taken, _from, _shifted
 from holdall.planning.finish import finish, with_traced
-from holdall.planning.menus import Choice, kind_of, program_for, try_labels
-from holdall.planning.op_graph import OpGraph, op_graph, programs
+from holdall.planning.menus import MenuLine, kind_of, try_choices
 from holdall.planning.segments import runs
-from holdall.types import Action, Block, Plan, Problem, Trace
+from holdall.types import Action, Block, Choice, Plan, Problem, Trace
 from holdall.units import format_seconds
 
 _MENUS = ("checkmate", "cut")
@@ -53,36 +53,35 @@ class Rockmate:
         blocks = [block for row in rows for block in row]
         if not blocks:
             return finish(self, problem, [], why=["no block can be run again"], began=began)
-        labels = self.make_menus(problem, blocks)
-        choices = try_labels(problem, labels).found
+        offered = self.make_menus(problem, blocks)
+        lines = try_choices(problem, offered).found
         chain = chain_of(problem, rows)
         unit = max(1, -(-enough(chain) // self.slots))
-        options = [_options(stage, after, choices.get(kind_of(b), ()), unit) for stage, after, b in _along(chain, blocks)]
+        options = [_options(stage, after, lines.get(kind_of(b), ()), unit) for stage, after, b in _along(chain, blocks)]
         table = MenuTable(in_slots(chain, unit), self.slots + 1 + len(chain), options, rows=row_numbers(rows))
         answers = [table.items(0, len(blocks), m) for m, _ in table.stairs(0, len(blocks))]
         tried = _Tried(problem, blocks, answers)
         best = tried.best()
-        kinds = len(labels)
-        lines = sum(len(v) for v in labels.values())
-        why = [f"{kinds} kinds of blocks solved once each, {lines} programs on their menus ({self.menus})"]
+        count = sum(len(v) for v in offered.values())
+        why = [f"{len(offered)} kinds of blocks solved once each, {count} programs on their menus ({self.menus})"]
         why.append(_described(answers[best], len(blocks)))
         why.append(f"{format_seconds(tried.outcomes[best].recompute_seconds or 0.0)} of recomputation is the least found")
         return finish(self, problem, tried.actions(best), why=why, began=began)
 
-    def make_menus(self, problem: Problem, blocks: Sequence[Block]) -> dict[int, list[str]]:
+    def make_menus(self, problem: Problem, blocks: Sequence[Block]) -> dict[int, list[Choice]]:
         """Programs for every kind of block that can be run op by op."""
         trace = problem.trace
         kinds: dict[int, Block] = {}
         for block in blocks:
             kinds.setdefault(kind_of(block), block)
-        found: dict[int, list[str]] = {}
+        found: dict[int, list[Choice]] = {}
         for n, (kind, block) in enumerate(kinds.items()):
             problem.progress("rockmate: menus", n, len(kinds), block.name)
             if not obstacle(trace, block):
                 found[kind] = self._programs(trace, block)
         return found
 
-    def _programs(self, trace: Trace, block: Block) -> list[str]:
+    def _programs(self, trace: Trace, block: Block) -> list[Choice]:
         by_cut = programs(trace, block)
         step = max(1.0, len(by_cut) / self.options)
         chosen = [by_cut[int(n * step)] for n in range(min(self.options, len(by_cut)))]
@@ -92,7 +91,7 @@ class Rockmate:
             chosen += [order for order in solved if order is not None]
         count = block.last - block.first + 1
         again = [order for order in dict.fromkeys(chosen) if any(n < count for n in order)]
-        return ["program:" + ",".join(map(str, order)) for order in again]
+        return [choice_of(block, order) for order in again]
 
     def _solve(self, graph: OpGraph, share: float) -> tuple[int, ...] | None:
         """The program that holds at most this share of the block's bytes between forward and backward."""
@@ -106,7 +105,7 @@ class Rockmate:
 class Option:
     """A line of a block's menu as rotor's search sees it."""
 
-    label: str
+    choice: Choice
     kept: int  # slots that are held, without the input and with the output
     ub: float  # backward, with what is run again in it
     ob: int  # slots that come and go in backward
@@ -144,7 +143,7 @@ class MenuTable(Table):
             best = self.seconds(s, t, m)
             whole = float(super()._whole_row(s, t)[m])
             lines: list[tuple[float, int, Item]] = [(whole, self._kept(s), s)]
-            lines += [(float(self._option_row(s, o)[m]), o.kept, Taken(s, o.label)) for o in self._options[s]]
+            lines += [(float(self._option_row(s, o)[m]), o.kept, Taken(s, o.choice)) for o in self._options[s]]
             seconds, kept, line = min(lines, key=lambda entry: entry[0])
             if seconds <= best and seconds < NEVER:
                 found.append(line)
@@ -164,8 +163,7 @@ class _Tried(Tried):
         found: list[Action] = [*actions_of(trace, self._blocks, self._answers[n])]
         for item in self._answers[n]:
             if isinstance(item, Taken):
-                order = tuple(int(k) for k in item.label.partition(":")[2].split(","))
-                found.append(program_for(trace, self._blocks[item.stage], order))
+                found += item.choice.on(trace, self._blocks[item.stage])
         return with_traced(self._problem, found)
 
 
@@ -174,7 +172,7 @@ def _along(chain: Sequence[Stage], blocks: Sequence[Block]) -> list[tuple[Stage,
     return [(stage, after.a, block) for stage, after, block in zip(chain, chain[1:], blocks, strict=False)]
 
 
-def _options(stage: Stage, out: int, choices: Sequence[Choice], unit: int) -> list[Option]:
+def _options(stage: Stage, out: int, lines: Sequence[MenuLine], unit: int) -> list[Option]:
     """The tried choices in the search's own sizes, rounded up."""
 
     def slots(size: int) -> int:
@@ -182,12 +180,12 @@ def _options(stage: Stage, out: int, choices: Sequence[Choice], unit: int) -> li
 
     return [
         Option(
-            label=c.label,
+            choice=c.choice,
             kept=slots(max(0, stage.abar - stage.a + out - c.freed)),
             ub=stage.ub + c.seconds,
             ob=slots(max(0, c.backward + c.freed + out - stage.a)),
         )
-        for c in choices
+        for c in lines
         if c.freed > 0
     ]
 

@@ -53,7 +53,7 @@ class ZeroOffload:
         return finish(self, problem, actions, why=why, began=began)
 
     def _check(self, problem: Problem) -> None:
-        needed = {"place", "recompute"} if self.recompute else {"place"}
+        needed = {Place.name, Recompute.name} if self.recompute else {Place.name}
         if not needed <= problem.allow:
             missing = ", ".join(sorted(needed - problem.allow))
             raise Unsupported(f"zero_offload may not use {missing}", hint="allow it, or use another planner")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from holdall.actions.keep import Keep
 from holdall.cost.link import copy_seconds
 from holdall.simulator.lower import blocks_of, lower
 from holdall.types import Action, Block, Copy, Phase, Problem, Run, Schedule
@@ -14,10 +15,10 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
     """One dictionary per block: decision, bytes held on the device for backward with and without the plan, seconds."""
     trace = problem.trace
     schedule = lower(problem, actions)
-    decided: dict[str, list[str]] = {}
+    decided: dict[str, list[Action]] = {}
     for action in sorted(actions, key=lambda a: a.rank):
         for name in blocks_of(action):
-            decided.setdefault(name, []).append(action.name)
+            decided.setdefault(name, []).append(action)
     moved = {x for steps in schedule.after.values() for s in steps if isinstance(s, Copy) for x in s.tensors}
     again: dict[int, float] = {}
     for steps in schedule.after.values():
@@ -35,7 +36,8 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         forward = {x for x in own if block.first <= trace.tensors[x].born <= block.last} | {x for x in own if x in block.inputs}
         replayed = block.id in schedule.replays
         codes = _codes(schedule, block)
-        by_op = codes or "reschedule" in decided.get(block.name, decided.get("", []))
+        treated = [a for a in decided.get(block.name, decided.get("", [])) if not isinstance(a, Keep)]
+        by_op = codes or any(a.by_program for a in treated)
         if by_op:
             held = (forward & needed) - moved
         else:
@@ -48,7 +50,7 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         rows.append(
             {
                 "module": block.name,
-                "decision": " + ".join(d for d in decided.get(block.name, decided.get("", [])) if d != "keep") or "keep",
+                "decision": " + ".join(a.name for a in treated) or Keep.name,
                 "nbytes_held": sum(trace.tensors[x].nbytes for x in held) + codes,
                 "nbytes_plain": sum(trace.tensors[x].nbytes for x in forward),
                 "seconds": seconds + extra,

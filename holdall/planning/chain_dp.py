@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from holdall.planning.menus import Choice, Item
+from holdall.planning.menus import Item, MenuLine
 from holdall.types import Hardware
 
 _STATES = 1000  # beyond this, of states closer together than a thousandth of the budget only the fastest is kept
@@ -41,7 +41,7 @@ class _Front:
     path: Ints  # rows of the walk's list of (state before, choice)
 
 
-def best_choices(items: Sequence[Item], budget: int, hardware: Hardware) -> tuple[float, list[Choice]] | None:
+def best_choices(items: Sequence[Item], budget: int, hardware: Hardware) -> tuple[float, list[MenuLine]] | None:
     """The least extra seconds and a choice per item, or None if no combination stays within the budget."""
     walk = _Walk(budget, hardware)
     for item in items:
@@ -118,7 +118,7 @@ def _join(parts: list[tuple[Any, Ints, Ints, int]]) -> tuple[Any, Ints, Ints, In
     return seconds[order], freed[order], before[order], choice[order]
 
 
-def step_seconds(out: int, back: int, item: Item, choice: Choice, hardware: Hardware) -> float:
+def step_seconds(out: int, back: int, item: Item, choice: MenuLine, hardware: Hardware) -> float:
     """What a choice adds: recomputation, and copies as far as nothing hides them."""
     seconds = choice.seconds
     far = hardware.far

@@ -9,7 +9,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from holdall.actions.head import Head
+from holdall.actions.offload import Offload
 from holdall.actions.place import Place
+from holdall.actions.recompute import Recompute
 from holdall.errors import Infeasible, Unsupported
 from holdall.planning.block_rows import block_rows
 from holdall.simulator import simulate
@@ -76,10 +78,10 @@ def outcome_or_never(problem: Problem, actions: Sequence[Action]) -> Outcome:
 
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions with those that the trace takes for granted: its chunked head, and working copies in its precision."""
-    names = {a.name for a in actions}
-    head = [] if "head" in names else Head.samples(problem.trace)
+    head = [] if any(isinstance(a, Head) for a in actions) else Head.samples(problem.trace)
     is_narrow = problem.trace.about.get("precision") is not None
-    place = [Place.all(problem.trace)] if is_narrow and "place" not in names else []
+    is_placed = any(isinstance(a, Place) for a in actions)
+    place = [Place.all(problem.trace)] if is_narrow and not is_placed else []
     return [*head, *actions, *place]
 
 
@@ -127,7 +129,7 @@ def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None
     least = problem.limit(tier) + missing[tier]
     kinds = ", ".join(f"{k.value} {format_bytes(v)}" for k, v in outcome.peak_kinds.items() if v)
     where = f"; at the peak ({outcome.peak_where}): {kinds}" if kinds else ""
-    options = "" if problem.allow >= {"recompute", "offload"} else "allow recompute and offload, or "
+    options = "" if problem.allow >= {Recompute.name, Offload.name} else "allow recompute and offload, or "
     if "_foreach_" in outcome.peak_where:
         options += "build the optimizer with `fused=True`, which needs no temporaries, or "
     cure = f"use a budget of at least {least} bytes"

@@ -1,10 +1,8 @@
 """What can be done with each block, and what each choice holds, peaks at and costs.
 
-Where copies overlap with computation, offloading comes in two forms: hidden by the next block, which needs room for both, or
-at once ("now").
-
-A choice is tried on one block of every kind in a whole simulated step, beside the untouched step; the difference is its
-entry. So menus follow the simulator, to the byte, and a stack of a hundred equal blocks costs as much as one.
+The choices are those that the permitted actions offer (`Action.choices`). Each is tried on one block of every kind in a whole
+simulated step, beside the untouched step; the difference is its line of the menu. So menus follow the simulator, to the byte,
+and a stack of a hundred equal blocks costs as much as one.
 """
 
 from __future__ import annotations
@@ -12,26 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdall.actions.compress import Compress, codable
-from holdall.actions.offload import Offload
-from holdall.actions.recompute import Recompute, obstacle
-from holdall.actions.reschedule import Reschedule, effects, region
-from holdall.actions.reschedule import obstacle as op_obstacle
 from holdall.errors import Unsupported
-from holdall.planning.op_graph import programs
+from holdall.registry import member_classes
 from holdall.simulator.curve import Curve, memory_curve
-from holdall.types import Action, Block, Problem, Trace
-from holdall.types.program import fault
-
-_BITS = (8, 4)  # of compressed activations, where the user agreed to them
-_PROGRAMS = 8  # on a menu, of those that run ops again one by one
+from holdall.types import KEEP, Action, Block, Choice, Problem, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One line of a block's menu. Bytes and seconds are relative to keeping the block."""
+class MenuLine:
+    """A choice that was tried. Bytes and seconds are relative to keeping the block."""
 
-    label: str
+    choice: Choice
     freed: int  # bytes it does not hold between its forward and its backward
     forward: int  # highest bytes during its forward, above what was live before it
     backward: int  # the same for its backward; what was live includes the block as if it were kept
@@ -39,7 +28,14 @@ class Choice:
     out: int = 0  # bytes copied out after its forward
     back: int = 0  # bytes copied back before its backward
     slow: int = 0  # of `freed`, the bytes that go only after the next block's forward (late choices)
-    late: bool = False  # the memory is free only after the next block's forward, and taken before its backward
+
+    @property
+    def label(self) -> str:
+        return self.choice.label
+
+    @property
+    def late(self) -> bool:
+        return self.choice.late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +47,7 @@ class Item:
     before_backward: int
     forward_seconds: float
     backward_seconds: float
-    choices: tuple[Choice, ...]
-
-
-def actions_for(problem: Problem, block: Block, label: str) -> list[Action]:
-    """The actions that a choice stands for."""
-    trace = problem.trace
-    overlap = problem.hardware.overlap
-    name, _, order = label.partition(":")
-    if name == "compress":
-        return [Compress.of(trace, block, bits=int(order))]
-    if name == "program":
-        return [program_for(trace, block, tuple(int(n) for n in order.split(",")))]
-    actions: list[Action] = []
-    if "recompute" in name:
-        actions.append(Recompute.of(trace, [block]))
-    if "offload" in name:
-        actions.append(Offload.of(trace, block, overlap=overlap and not name.endswith("now")))
-    return actions
+    choices: tuple[MenuLine, ...]  # the first is to keep it
 
 
 Windows = dict[int, tuple[tuple[int, int], tuple[int, int]]]
@@ -80,11 +59,11 @@ class Menus:
 
     chain: tuple[Block, ...]
     windows: Windows
-    found: dict[int, tuple[Choice, ...]]  # kind of block -> its choices
+    found: dict[int, tuple[MenuLine, ...]]  # kind of block -> its lines
     curves: dict[tuple[Action, ...], Curve] = field(default_factory=dict)  # of steps with some actions around
 
-    def items(self, problem: Problem, around: Sequence[Action] = (), *, without: str = "") -> tuple[Item, ...]:
-        """The chain of blocks in a step with the actions `around`. `without`: choices with this word are left out."""
+    def items(self, problem: Problem, around: Sequence[Action] = (), *, moving: bool = True) -> tuple[Item, ...]:
+        """The chain of blocks in a step with the actions `around`. `moving`: false leaves out choices that move bytes."""
         trace = problem.trace
         key = tuple(around)
         if key not in self.curves:
@@ -93,13 +72,13 @@ class Menus:
         items = []
         for block in self.chain:
             ahead, behind = self.windows[block.id]
-            kept = Choice(
-                label="keep",
+            kept = MenuLine(
+                choice=KEEP,
                 freed=0,
                 forward=max(plain.high[k] for k in range(*ahead)) - plain.before[ahead[0]],
                 backward=max((plain.high[k] for k in range(*behind)), default=0) - plain.before[behind[0]],
             )
-            others = [c for c in self.found.get(kind_of(block), ()) if not without or without not in c.label]
+            others = [c for c in self.found.get(kind_of(block), ()) if moving or not c.choice.moves]
             items.append(
                 Item(
                     block=block,
@@ -121,38 +100,49 @@ class Menus:
                         before_backward=0,
                         forward_seconds=sum(trace.ops[k].seconds for k in range(begin, end)),
                         backward_seconds=0.0,
-                        choices=(Choice(label="keep", freed=0, forward=high, backward=0),),
+                        choices=(MenuLine(choice=KEEP, freed=0, forward=high, backward=0),),
                     )
                 )
         return tuple(items)
 
 
-def try_choices(problem: Problem) -> Menus:
-    """Try every choice on one block of every kind."""
-    chain = _chain(problem.trace)
-    return try_labels(problem, {b.id: _labels(problem, b, last=b is chain[-1]) for b in chain if b.same_as is None})
+def offered(problem: Problem, block: Block) -> list[Choice]:
+    """What the permitted actions can do about a block, in the order of menus."""
+    permitted = [action for action in member_classes("actions") if problem.permits(action)]
+    return sorted((choice for action in permitted for choice in action.choices(problem, block)), key=order_of)
+
+
+def order_of(choice: Choice) -> tuple[bool, ...]:
+    """The order of menus: exact choices first, those that run the whole block again before those that run some of its ops
+    again, and those before the ones that only move bytes."""
+    return not choice.exact, not choice.recomputes, choice.by_program, choice.moves, not choice.late
+
+
+def try_offered(problem: Problem) -> Menus:
+    """Try everything that is offered on one block of every kind."""
+    return try_choices(problem, {b.id: offered(problem, b) for b in _chain(problem.trace) if b.same_as is None})
 
 
 def _chain(trace: Trace) -> list[Block]:
     return [b for b in trace.blocks if b.backward is not None and b.saves]
 
 
-def try_labels(problem: Problem, labels: Mapping[int, Sequence[str]]) -> Menus:
+def try_choices(problem: Problem, choices: Mapping[int, Sequence[Choice]]) -> Menus:
     """Try these choices on one block of every kind (a kind is the number of its first block)."""
     trace = problem.trace
     chain = _chain(trace)
     plain = memory_curve(problem, [])
     windows = _windows(trace, chain)
-    found: dict[int, list[Choice]] = {b: [] for b in labels}
-    examples = {b: _example(chain, b) for b in labels}
-    rounds = max((len(v) for v in labels.values()), default=0)
+    found: dict[int, list[MenuLine]] = {b: [] for b in choices}
+    examples = {b: _example(chain, b) for b in choices}
+    rounds = max((len(v) for v in choices.values()), default=0)
     for n in range(rounds):
         for parity in (0, 1):  # neighbours are tried apart: a late choice reaches into the next block
-            group = [b for k, b in enumerate(labels) if k % 2 == parity and n < len(labels[b])]
+            group = [b for k, b in enumerate(choices) if k % 2 == parity and n < len(choices[b])]
             if not group:
                 continue
-            for b, curve in _tried(problem, {b: actions_for(problem, examples[b], labels[b][n]) for b in group}):
-                found[b].append(_compare(labels[b][n], examples[b], windows, plain, curve, problem))
+            for b, curve in _tried(problem, {b: choices[b][n].on(trace, examples[b]) for b in group}):
+                found[b].append(_compare(choices[b][n], examples[b], windows, plain, curve))
         problem.progress("menus", n + 1, rounds, "")
     return Menus(chain=tuple(chain), windows=windows, found={b: tuple(c) for b, c in found.items()})
 
@@ -172,10 +162,10 @@ def _tried(problem: Problem, actions: Mapping[int, Sequence[Action]]) -> Iterato
 
 def make_menus(problem: Problem) -> tuple[Item, ...]:
     """The chain of blocks that hold something for backward, each with its menu."""
-    return try_choices(problem).items(problem)
+    return try_offered(problem).items(problem)
 
 
-def _windows(trace: Trace, chain: Sequence[Block]) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+def _windows(trace: Trace, chain: Sequence[Block]) -> Windows:
     """For every block the ops [from, to) of its forward and of its backward, each up to where the next one begins."""
     backwards = sorted({(b.backward or 0) + 1 for b in chain})
     step = next((op.id for op in trace.ops if op.site.phase.value == "step"), len(trace.ops))
@@ -194,84 +184,40 @@ def _example(chain: Sequence[Block], kind: int) -> Block:
     return alike[1] if len(alike) > 2 else alike[0]
 
 
-def _labels(problem: Problem, block: Block, *, last: bool) -> list[str]:
-    """The choices worth trying on a block."""
-    can_recompute = "recompute" in problem.allow and not obstacle(problem.trace, [block])
-    can_offload = "offload" in problem.allow and problem.hardware.far is not None
-    labels = []
-    if can_recompute:
-        labels.append("recompute")
-        if can_offload:
-            labels += ["recompute + offload", *(["recompute + offload now"] if problem.hardware.overlap else [])]
-        labels += _programs(problem.trace, block)
-    if can_offload and not (last and problem.hardware.overlap):
-        labels += ["offload", *(["offload now"] if problem.hardware.overlap else [])]
-    if "compress" in problem.allow and codable(problem.trace, block):  # by consent: gradients are approximate
-        labels += [f"compress:{bits}" for bits in _BITS]
-    return labels
-
-
-def _programs(trace: Trace, block: Block) -> list[str]:
-    """Labels of a few of the programs that keep some results of a block and run the rest again op by op."""
-    if op_obstacle(trace, block) or all(op.seconds == 0 for op in trace.ops[block.first : block.last + 1]):
-        return []
-    return ["program:" + ",".join(str(n) for n in order) for order in programs(trace, block, most=_PROGRAMS)]
-
-
-def program_for(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Action:
-    """The block run by a program that was made for another of its kind; whole, where it turns out to differ."""
-    ops, count = region(trace, block)
-    if op_obstacle(trace, block) or fault(effects(ops), count, forward or range(count), backward):
-        return Recompute.of(trace, [block])
-    return Reschedule.of(trace, block, backward, forward)
-
-
 def kind_of(block: Block) -> int:
     """Equal for blocks that repeat each other."""
     return block.id if block.same_as is None else block.same_as
 
 
-def _compare(
-    label: str,
-    block: Block,
-    windows: dict[int, tuple[tuple[int, int], tuple[int, int]]],
-    plain: Curve,
-    curve: Curve,
-    problem: Problem,
-) -> Choice:
-    """The entry of a choice that was tried on a block."""
+def _compare(choice: Choice, block: Block, windows: Windows, plain: Curve, curve: Curve) -> MenuLine:
+    """The line of a choice that was tried on a block."""
     f, b = windows[block.id]
-    late = "offload" in label and problem.hardware.overlap and not label.endswith("now")
     changed_before = plain.before[f[0]] - curve.before[f[0]]
     after = f[1]
-    if late:  # let go when the next block's forward is over
+    if choice.late:  # let go when the next block's forward is over
         following = [w for w in windows.values() if w[0][0] >= f[1]]
         after = min((w[0][1] for w in following), default=f[1])
     after = min(after, len(plain.before) - 1)
     freed = (plain.before[after] - curve.before[after]) - changed_before
     at_once = (plain.before[f[1]] - curve.before[f[1]]) - changed_before
-    copied_out = _between(curve.out, f[0], after + 1) if "offload" in label else 0
-    return Choice(
-        label=label,
+    copied_out = sum(curve.out[f[0] : after + 1]) if choice.moves else 0
+    return MenuLine(
+        choice=choice,
         freed=freed,
         forward=max(curve.high[k] for k in range(*f)) - curve.before[f[0]],
         backward=max(curve.high[k] for k in range(*b)) + changed_before - plain.before[b[0]],
         seconds=sum(curve.seconds[k] for k in (*range(*f), *range(*b))),
         out=copied_out,
         back=copied_out,
-        slow=max(0, freed - at_once) if late else 0,
-        late=late,
+        slow=max(0, freed - at_once) if choice.late else 0,
     )
 
 
-def _between(values: list[int], start: int, end: int) -> int:
-    return sum(values[start:end])
-
-
-def _worthwhile(choices: Iterable[Choice]) -> list[Choice]:
-    """Without what frees nothing, and without what another choice beats in everything."""
-    kept: list[Choice] = []
-    useful = [c for c in choices if c.freed > 0]
+def _worthwhile(lines: Iterable[MenuLine]) -> list[MenuLine]:
+    """Without what frees nothing, and without what another line beats in everything."""
+    useful = [c for c in lines if c.freed > 0]
+    preferred = {id(c): (*_preference(c.choice), -n) for n, c in enumerate(useful)}
+    kept: list[MenuLine] = []
     for c in useful:
         beaten = any(
             o is not c
@@ -281,9 +227,14 @@ def _worthwhile(choices: Iterable[Choice]) -> list[Choice]:
             and o.seconds <= c.seconds
             and o.out <= c.out
             and (o.late == c.late or not o.out)  # at once is smaller, but nothing hides its copies
-            and (o.freed, -o.seconds, -o.out, o.label) > (c.freed, -c.seconds, -c.out, c.label)
+            and (o.freed, -o.seconds, -o.out, preferred[id(o)]) > (c.freed, -c.seconds, -c.out, preferred[id(c)])
             for o in useful
         )
         if not beaten:
             kept.append(c)
     return kept
+
+
+def _preference(choice: Choice) -> tuple[bool, ...]:
+    """The larger is taken of two that come to the same."""
+    return choice.exact, choice.recomputes, not choice.by_program, choice.moves, not choice.late

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from holdall.actions.reschedule import Reschedule, obstacle
-from holdall.planning.dag import Answer, Dag, replay
+from holdall.actions.reschedule import Reschedule, obstacle, program_for
+from holdall.actions.reschedule.dag import Answer, Dag, replay
+from holdall.actions.reschedule.op_graph import OpGraph, op_graph
 from holdall.planning.finish import finish, outcome_of, outcome_or_never, over_budget
-from holdall.planning.menus import kind_of, program_for
-from holdall.planning.op_graph import OpGraph, op_graph
+from holdall.planning.menus import kind_of
 from holdall.planning.stages import Limits, everything, squeeze
 from holdall.simulator.curve import memory_curve
 from holdall.types import Action, Plan, Planner, Problem
@@ -115,9 +115,10 @@ def _blocks(problem: Problem, solver: Solver) -> Iterator[tuple[list[Action], li
         if not orders:
             return
         actions = [
-            program_for(trace, b, orders[kind_of(b)].backward, orders[kind_of(b)].forward)
+            action
             for b in chain
             if kind_of(b) in orders
+            for action in program_for(trace, b, orders[kind_of(b)].backward, orders[kind_of(b)].forward)
         ]
         worst = max(gaps, key=lambda a: a.gap)
         yield actions, [f"{len(graphs)} kinds of blocks solved for {share:.0%} of what they hold", _verdict(worst)]

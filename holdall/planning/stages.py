@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
+from holdall.actions.reschedule.dag import Dag, Program, Replay, replay
 from holdall.errors import InvalidInput
-from holdall.planning.dag import Dag, Program, Replay, replay
 
 _PROMISING = 12  # outputs that `squeeze` tries to drop at a place
 

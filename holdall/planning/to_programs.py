@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from holdall.actions.offload import Offload
+from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
 from holdall.errors import HoldallError
@@ -25,7 +27,7 @@ from holdall.types.program import lazily
 
 def by_programs(problem: Problem, plan: Plan) -> Plan:
     """The plan with as many blocks by programs as fit its budget: all, or those that are recomputed, or as it was."""
-    if "recompute" not in problem.allow:
+    if not problem.permits(Recompute):
         return plan
     planner = build_member("planners", plan.planner, dict(plan.options), f"planner {plan.planner}")
     plan = _without_offload(planner, problem, plan)
@@ -39,11 +41,10 @@ def by_programs(problem: Problem, plan: Plan) -> Plan:
 
 
 def _without_offload(planner: Any, problem: Problem, plan: Plan) -> Plan:
-    names = {action.name for action in plan.actions}
-    if "offload" not in names or "place" in names:
+    if not any(isinstance(a, Offload) for a in plan.actions) or any(isinstance(a, Place) for a in plan.actions):
         return plan
     try:
-        made: Plan = planner(replace(problem, allow=problem.allow - {"offload"}))
+        made: Plan = planner(replace(problem, allow=problem.allow - {Offload.name}))
     except HoldallError:
         return plan
     return made
@@ -64,7 +65,7 @@ def _recomputed(trace: Trace, plan: Plan) -> list[Action]:
 
 def _kept(trace: Trace, actions: list[Action]) -> list[Action]:
     """Blocks without an action of their own but leaving, as programs that make nothing again."""
-    treated = {name for action in actions if action.name != "offload" for name in blocks_of(action)}
+    treated = {name for action in actions if not isinstance(action, Offload) for name in blocks_of(action)}
     found: list[Action] = []
     for block in trace.blocks:
         if block.name not in treated and _is_able(trace, block):

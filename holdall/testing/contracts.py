@@ -18,6 +18,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, OverBudget
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish, over_budget
+from holdall.registry import member_names
 from holdall.runtime.harness import Harness
 from holdall.simulator import check, close, lower, simulate
 from holdall.simulator.lower import blocks_of, excludes
@@ -25,7 +26,7 @@ from holdall.testing.worlds import chain, family, machine
 from holdall.tiers.far import Far
 from holdall.tracing import trace_step
 from holdall.tracing.step import default_loss
-from holdall.types import Action, Plan, Problem, Trace
+from holdall.types import Action, Choice, Copy, Plan, Problem, Run, Trace
 
 UNLIMITED = 2**50
 
@@ -196,6 +197,18 @@ class ActionContract:
                                 second = simulate(problem, [theirs, mine], checked=True)
                                 assert dict(first.peak) == dict(second.peak)
 
+    def test_its_choices_do_what_they_say(self) -> None:
+        every = frozenset(member_names("actions"))
+        for trace in (chain([50] * 4), traced("tied")[3]):
+            for overlap in (False, True):
+                problem = dataclasses.replace(problem_for(trace, overlap=overlap), allow=every)
+                for block in (b for b in trace.blocks if b.saves and b.backward is not None and b.same_as is None):
+                    choices = list(self.action.choices(problem, block))
+                    assert choices == list(self.action.choices(problem, block))
+                    assert len({choice.label for choice in choices if choice.for_all}) == sum(c.for_all for c in choices)
+                    for choice in choices:
+                        _check_choice(problem, choice, choice.on(trace, block))
+
     def test_one_real_run_gives_the_same_bits_and_the_predicted_peak(self) -> None:
         for name in self.families:
             count = len(self.action.samples(traced(name)[3]))
@@ -281,6 +294,17 @@ class TierContract:
             raise AssertionError("a full tier took more")
         assert store.peak == 1024
         store.close()
+
+
+def _check_choice(problem: Problem, choice: Choice, actions: Sequence[Action]) -> None:
+    """A planner may believe the facts of a choice."""
+    steps = [step for steps in lower(problem, actions).after.values() for step in steps]
+    assert actions and choice.label
+    assert choice.exact == all(a.exact for a in actions)
+    assert choice.by_program == any(a.by_program for a in actions)
+    assert choice.recomputes == any(isinstance(step, Run) and step.again for step in steps)
+    assert choice.moves or not any(isinstance(step, Copy) for step in steps)
+    assert not choice.late or (choice.moves and problem.hardware.overlap)
 
 
 def _clash(first: Any, second: Any) -> bool:

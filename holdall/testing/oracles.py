@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 from math import inf
 
-from holdall.planning.dag import Answer, Dag, Program, answer
+from holdall.actions.reschedule.dag import Answer, Dag, Program, answer
 from holdall.runtime.eviction.replay import Call, Free, Key
 
 

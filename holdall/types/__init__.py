@@ -17,6 +17,7 @@ Sizes are bytes, times are seconds, always. Every moment of a step is written "a
 op k's completion and the start of op k + 1; -1 is the moment before the first op.
 """
 
+from holdall.types.choice import KEEP, Choice
 from holdall.types.hardware import Hardware, Rate, Tier
 from holdall.types.outcome import Holder, Moment, Outcome, Span
 from holdall.types.plan import Action, Facts, Plan, Planner, Problem, Progress
@@ -24,8 +25,10 @@ from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
 from holdall.types.trace import Block, Kind, Op, Phase, Save, Site, TensorInfo, Trace, Unit
 
 __all__ = [
+    "KEEP",
     "Action",
     "Block",
+    "Choice",
     "Copy",
     "Drop",
     "Facts",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from holdall.errors import InvalidInput
-from holdall.registry import action_from_json
+from holdall.registry import action_from_json, allowed_by_default
 from holdall.types import _json
+from holdall.types.choice import Choice
 from holdall.types.hardware import Hardware
 from holdall.types.outcome import Outcome
 from holdall.types.schedule import Schedule
-from holdall.types.trace import Trace
+from holdall.types.trace import Block, Trace
 from holdall.units import format_bytes, format_seconds
 
 FORMAT = "holdall-plan-1"
@@ -31,7 +32,7 @@ class Problem:
     trace: Trace
     hardware: Hardware
     budget: Mapping[str, int]  # tier -> bytes; a tier that is not named has its capacity
-    allow: frozenset[str] = frozenset({"keep", "recompute", "offload", "place", "head"})  # names of actions that may be used
+    allow: frozenset[str] = field(default_factory=allowed_by_default)  # names of actions that may be used
     clips: bool = True  # the loop looks at gradients between backward and step
     accumulate: int = 1  # backwards per step
     clipped: bool = True  # gradients are clipped in every step, so that an update begun ahead of that was in vain
@@ -44,6 +45,10 @@ class Problem:
     def limit(self, tier: str) -> int:
         """Bytes allowed in a tier."""
         return self.budget.get(tier, self.hardware.tier(tier).capacity)
+
+    def permits(self, action: type[Action]) -> bool:
+        """Whether an action may be used: it was named, or one that it serves was."""
+        return bool({action.name, *action.permitted_by} & self.allow)
 
 
 @runtime_checkable
@@ -61,10 +66,18 @@ class Action(Protocol):
     beside: ClassVar[frozenset[str]]
     places_states: ClassVar[bool]
     settles_states: ClassVar[bool]
+    spares_activations: ClassVar[bool]
     by_program: ClassVar[bool]
+    permitted_by: ClassVar[frozenset[str]]
+    what: ClassVar[str]
 
     @property
     def uses_store(self) -> bool: ...
+
+    @classmethod
+    def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
+        """What it can do about a block, for the menus of planners; the action is permitted by `problem`."""
+        ...
 
     @staticmethod
     def samples(trace: Trace) -> Sequence[Action]:
@@ -84,12 +97,20 @@ class Facts:
     beside: ClassVar[frozenset[str]] = frozenset()  # but for the actions of these names
     places_states: ClassVar[bool] = False  # it says where model states live, and adds gradients up itself
     settles_states: ClassVar[bool] = False  # model states or their updates depend on it: the same in all plans of a run
+    spares_activations: ClassVar[bool] = False  # blocks hold less for backward
     by_program: ClassVar[bool] = False  # its block runs op by op
+    permitted_by: ClassVar[frozenset[str]] = frozenset()  # names of actions that it serves: whoever allows one allows it
+    what: ClassVar[str] = ""  # one line for tables of features; empty: it is not in them
 
     @property
     def uses_store(self) -> bool:
         """Whether it copies bytes to a farther tier."""
         return False
+
+    @classmethod
+    def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:  # noqa: ARG003
+        """None: planners that choose from menus have no use for it."""
+        return ()
 
 
 class Planner(Protocol):

@@ -27,7 +27,7 @@ from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, effects, region
 from holdall.cli import app
-from holdall.compatibility import CLOSE, FEATURES, NAMES, REFUSED, pairs, verdict
+from holdall.compatibility import CLOSE, REFUSED, pairs, verdict
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.testing.contracts import problem_for
@@ -38,6 +38,8 @@ transformers = pytest.importorskip("transformers", reason="the models are Huggin
 
 STEPS = 2
 VOCABULARY = 32
+FEATURES = compatibility.features()
+NAMES = compatibility.names()
 GROUPS = {group: frozenset(f.name for f in FEATURES if f.group == group) for group in ("plan", "model", "loop", "precision")}
 ALIKE = GROUPS["model"] | {"bf16", "autocast"}  # what a trace depends on
 

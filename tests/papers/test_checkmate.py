@@ -19,10 +19,10 @@ from textwrap import dedent
 import numpy as np
 import pytest
 
+from holdall.actions.reschedule.dag import Dag, fits, replay, uniform
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.checkmate.ilp import Mip, least, relax, round_lp, solve
 from holdall.planning import highs
-from holdall.planning.dag import Dag, fits, replay, uniform
 from holdall.planning.stages import Limits, complete, everything, greedy, in_stages, ruled
 from holdall.testing.oracles import shortest
 
@@ -316,7 +316,7 @@ def test_highspy_stands_in_for_scipy():
         import sys
         sys.modules["scipy.optimize"] = None  # as if it were not installed
         from holdall.planners.checkmate.ilp import relax, solve
-        from holdall.planning.dag import uniform
+        from holdall.actions.reschedule.dag import uniform
         assert [solve(uniform(6), b).cost for b in (2, 3, 4, 5)] == [float("inf"), 18, 14, 13]
         assert abs(relax(uniform(6), 3).bound - 18) < 1e-6
         assert "highspy" in sys.modules

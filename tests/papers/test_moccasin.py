@@ -13,10 +13,10 @@ from math import inf
 
 import pytest
 
+from holdall.actions.reschedule.dag import Dag, fits, replay, uniform
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.checkmate import ilp
 from holdall.planners.moccasin.cp import solve
-from holdall.planning.dag import Dag, fits, replay, uniform
 from holdall.planning.stages import Limits, greedy
 from holdall.testing.oracles import shortest
 

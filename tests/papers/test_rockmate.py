@@ -18,6 +18,7 @@ from holdall.planning.menus import kind_of
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import machine
+from holdall.types import KEEP
 
 pytest.importorskip("scipy")
 
@@ -55,7 +56,7 @@ def test_with_one_line_on_every_menu_it_is_rotor():
 
 def test_a_line_that_holds_less_for_little_time_is_taken():
     chain = [Stage(uf=4.0, ub=4.0, a=1, abar=5) for _ in range(6)] + [Stage(uf=0.0, ub=0.0, a=1, abar=1)]
-    options = [[Option("program", 2, 4.5, 3)] for _ in chain]
+    options = [[Option(KEEP, 2, 4.5, 3)] for _ in chain]
     plain, menued = Table(chain, 60), MenuTable(chain, 60, options)
     better = [m for m in range(61) if menued.seconds(0, 6, m) < plain.seconds(0, 6, m)]
     assert better
@@ -73,7 +74,7 @@ def test_identical_blocks_are_solved_once_and_menus_trade_bytes_for_seconds(trac
     assert len(menus) <= len({kind_of(b) for b in blocks}) < len(blocks)
     lines = menus[kinds.pop()]
     count = layers[0].last - layers[0].first + 1
-    ran = [sum(int(n) < count for n in line.partition(":")[2].split(",")) for line in lines]
+    ran = [sum(n < count for n in line.on(trace, layers[0])[0].backward) for line in lines]
     assert max(ran) >= count - 3 and min(ran) < count / 3  # nearly everything again, and little
 
 

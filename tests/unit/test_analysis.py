@@ -24,7 +24,7 @@ from holdall.analysis.pareto_page import pareto_page
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput
 from holdall.models import build, describe
-from holdall.planning.menus import kind_of, try_choices
+from holdall.planning.menus import kind_of, try_offered
 from holdall.runtime.budget.ledger import Ledger
 from holdall.simulator import simulate
 from holdall.testing.worlds import Convnet, Tied, chain, family, machine
@@ -274,7 +274,7 @@ def test_the_price_of_recomputing_is_what_the_simulator_adds():
     problem = problem_of(api.trace(model, batch))
     found = alternatives(problem)
     chosen = next(a for a in found if a.what == "recompute" and a.where == "_Layer")
-    blocks = [b for b in try_choices(problem).chain if b.kind == "_Layer"]
+    blocks = [b for b in try_offered(problem).chain if b.kind == "_Layer"]
     actions = [Recompute.of(problem.trace, [b]) for b in blocks]
     added = simulate(problem, actions).seconds - simulate(problem, []).seconds
     assert chosen.count == len(blocks) == 4 and len({kind_of(b) for b in blocks}) == 1

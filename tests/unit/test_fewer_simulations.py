@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import holdall
+from holdall.actions.offload import replayed
 from holdall.actions.place import Place
+from holdall.actions.recompute import WHOLE
 from holdall.planners.auto import Auto, _Search
 from holdall.planners.auto.placements import Guesses
 from holdall.planners.auto.search import Search
@@ -87,6 +89,6 @@ def test_schedules_that_are_known_are_those_that_would_be_made(problem):
     search = _Search(problem, through=None, ahead=True)
     lowering = Lowering(problem)
     for spread in search.placements.passing(search._least_of_all()):
-        for label in ("recompute", "recompute + offload", "recompute"):
-            actions = (*search.uniform(label), search.placements.at(spread))
+        for choice in (WHOLE, replayed(late=problem.hardware.overlap), WHOLE):
+            actions = (*search.uniform(choice), search.placements.at(spread))
             assert simulate(problem, actions, lowering=lowering) == simulate(problem, actions, checked=True)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import holdall
+from holdall.actions.recompute import WHOLE
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
-from holdall.planning.dag import Dag, replay
+from holdall.actions.reschedule.dag import Dag, replay
+from holdall.actions.reschedule.min_cut import best_sets, made_again
+from holdall.actions.reschedule.op_graph import op_graph, programs
 from holdall.planning.menus import make_menus
-from holdall.planning.min_cut import best_sets, made_again
-from holdall.planning.op_graph import op_graph, programs
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import family, machine
@@ -73,8 +74,8 @@ def test_half_of_the_bytes_cost_a_fraction_of_running_the_block_again():
     """A transformer's layer: norms, activation functions and dropout are cheap to run again, products are not."""
     _, _, _, trace = traced("tiny-gpt2")
     item = max(make_menus(problem_for(trace)), key=lambda i: max(c.freed for c in i.choices))
-    whole = next(c for c in item.choices if c.label == "recompute")
-    parts = [c for c in item.choices if c.label.startswith("program") and c.freed >= whole.freed // 2]
+    whole = next(c for c in item.choices if c.choice == WHOLE)
+    parts = [c for c in item.choices if c.choice.by_program and c.freed >= whole.freed // 2]
     assert min(c.seconds for c in parts) < 0.25 * whole.seconds
 
 

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 import holdall
+from holdall.actions.offload import held
+from holdall.actions.recompute import WHOLE
 from holdall.errors import Infeasible
 from holdall.planners.auto import Auto
 from holdall.planners.auto.hidden_offload import hidden_offloads
 from holdall.planning.chain_dp import best_choices
-from holdall.planning.menus import _labels, actions_for, make_menus, try_choices
+from holdall.planning.menus import make_menus, offered, try_offered
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED, traced
 from holdall.testing.worlds import chain, family, machine
-from holdall.types import Problem
+from holdall.types import KEEP, Problem
 
 
 def problem(trace, *, budget=UNLIMITED, overlap=False, rate=40.0):
@@ -30,21 +32,16 @@ def blocks_of(trace):
     return [b for b in trace.blocks if b.backward is not None and b.saves]
 
 
-def every_outcome(asked, labels):
-    """(peak, seconds, labels) of each combination; `labels`: per block, what may be done with it."""
+def every_outcome(asked):
+    """(peak, seconds, labels) of each combination of what may be done with each block, before the menus leave out what they
+    think useless."""
     blocks = blocks_of(asked.trace)
     found = []
-    for combination in itertools.product(*labels):
-        actions = [a for block, label in zip(blocks, combination, strict=True) for a in actions_for(asked, block, label)]
+    for combination in itertools.product(*([KEEP, *offered(asked, block)] for block in blocks)):
+        actions = [a for block, choice in zip(blocks, combination, strict=True) for a in choice.on(asked.trace, block)]
         got = simulate(asked, actions)
-        found.append((got.peak["cpu"], got.seconds, combination))
+        found.append((got.peak["cpu"], got.seconds, [choice.label for choice in combination]))
     return found
-
-
-def every_label(asked):
-    """All that may be done with each block, before the menus leave out what they think useless."""
-    blocks = blocks_of(asked.trace)
-    return [["keep", *_labels(asked, block, last=block is blocks[-1])] for block in blocks]
 
 
 def planned(asked):
@@ -72,7 +69,7 @@ def test_auto_finds_the_fastest_mix_that_fits(seed, overlap):
     trace = random_chain(random.Random(seed))
     rate = [10.0, 40.0, 100.0, 400.0][seed % 4]
     asked = problem(trace, overlap=overlap, rate=rate)
-    everything = every_outcome(asked, every_label(asked))
+    everything = every_outcome(asked)
     for budget in some_budgets(everything):
         fitting = [(seconds, labels) for peak, seconds, labels in everything if peak <= budget]
         plan = planned(problem(trace, budget=budget, overlap=overlap, rate=rate))
@@ -95,7 +92,7 @@ def test_blocks_leave_meanwhile_where_the_link_is_slow():
     for seed in range(12):
         trace = random_chain(random.Random(seed))
         asked = problem(trace, overlap=True, rate=[10.0, 40.0, 100.0, 400.0][seed % 4])
-        menus = try_choices(asked)
+        menus = try_offered(asked)
         items = menus.items(asked)
         for one in itertools.chain.from_iterable(hidden_offloads(asked, menus, items)):
             outcome = simulate(asked, one.actions)
@@ -111,9 +108,9 @@ def test_more_blocks_leave_where_programs_keep_less_of_them():
     trace = traced("tiny-llama")[3]
     asked = problem(trace, overlap=True)
     forward = sum(op.seconds for op in trace.ops[: trace.blocks[-1].last])
-    size = next(c.out for c in try_choices(asked).found[trace.blocks[2].id] if c.label == "offload")
+    size = next(c.out for c in try_offered(asked).found[trace.blocks[2].id] if c.choice == held(late=True))
     asked = problem(trace, overlap=True, rate=2.2 * size / forward)
-    menus = try_choices(asked)
+    menus = try_offered(asked)
     whole, by_program = hidden_offloads(asked, menus, menus.items(asked))
     assert len(by_program) >= len(whole) > 0
     assert all([a.name for a in one.actions] == ["offload"] for one in whole)
@@ -127,7 +124,7 @@ def test_more_blocks_leave_where_programs_keep_less_of_them():
 def test_the_dynamic_program_knows_the_smallest_peak_and_its_price(seed, overlap):
     asked = problem(random_chain(random.Random(100 + seed)), overlap=overlap)
     items = make_menus(asked)
-    everything = every_outcome(asked, every_label(asked))
+    everything = every_outcome(asked)
     smallest = min(peak for peak, _, _ in everything)
     least = min(seconds for peak, seconds, _ in everything if peak == smallest)
     assert best_choices(items, smallest - 1, asked.hardware) is None
@@ -164,12 +161,12 @@ def test_a_hundred_blocks_are_planned_in_seconds(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("label", ["recompute", "offload"])
-def test_auto_is_never_slower_than_one_rule_for_all(label, overlap):
+@pytest.mark.parametrize("choice", [lambda _: WHOLE, lambda overlap: held(late=overlap)], ids=["recompute", "offload"])
+def test_auto_is_never_slower_than_one_rule_for_all(choice, overlap):
     for seed in range(15):
         trace = random_chain(random.Random(seed))
         asked = problem(trace, overlap=overlap, rate=[10.0, 40.0, 1000.0][seed % 3])
-        actions = [a for block in blocks_of(trace) for a in actions_for(asked, block, label)]
+        actions = [a for block in blocks_of(trace) for a in choice(overlap).on(trace, block)]
         rule = simulate(asked, actions)
         for budget in (rule.peak["cpu"], rule.peak["cpu"] + 15):
             plan = planned(Problem(trace=trace, hardware=asked.hardware, budget={"cpu": budget}))

@@ -47,6 +47,7 @@ class Evict(Facts):
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 90  # after all others, whose steps it then sees
     block: ClassVar[str] = "the step"  # one policy for all of it
+    spares_activations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         score_named(self.score)

@@ -41,6 +41,7 @@ class Place(Facts):
     by_default: ClassVar[bool] = True
     places_states: ClassVar[bool] = True
     settles_states: ClassVar[bool] = True
+    what: ClassVar[str] = "weights are streamed, states and updates are on the host"
 
     @property
     def uses_store(self) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
+from holdall.actions.in_backward import InBackward
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
 from holdall.planners.auto.placements import Guesses, Placements, PlacementShape
@@ -23,7 +24,7 @@ from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
 from holdall.planning.finish import NEVER, finish, over_budget
 from holdall.planning.updates_in_backward import plan_with_updates
 from holdall.simulator import simulate
-from holdall.types import Action, Outcome, Phase, Plan, Problem
+from holdall.types import KEEP, Action, Choice, Outcome, Phase, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
 _SHOWS = 0.88  # of the time without passing units; with them, clipped steps took up to 14 % longer than was said on an H200
@@ -31,7 +32,6 @@ _ROOM = (0.97, 0.94)  # of the memory, where a plan that takes all of it keeps t
 _BUSY = 0.005  # of a step, for the allocator, that is worth looking further
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
 _TRIED_TWICE = 5  # candidates that are simulated without clipping too
-_LEAST = ("recompute + offload", "recompute")  # for activations that take the least; what likely takes less comes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class Auto:
 
     def _with_updates_in_backward(self, problem: Problem) -> Plan | None:
         """The best mix of activations where gradients are used up as they come: by consent, since nothing else sees them."""
-        is_asked = "in_backward" in problem.allow and not problem.clips and problem.accumulate == 1
+        is_asked = problem.permits(InBackward) and not problem.clips and problem.accumulate == 1
         copies = problem.trace.about.get("precision") is not None  # whose updates `place` makes in backward
         if not is_asked or copies or not any(op.site.phase is Phase.STEP for op in problem.trace.ops):
             return None
         try:
-            made = plan_with_updates(self, replace(problem, allow=problem.allow - {"in_backward", "place"}))
+            made = plan_with_updates(self, replace(problem, allow=problem.allow - {InBackward.name, Place.name}))
         except (Infeasible, Unsupported):
             return None
         return None if over_budget(problem, made.predicted) else made
@@ -114,7 +114,7 @@ class _Search(Search):
         """Whether it has, if no activation leaves for it."""
         count = sum(self._sizes[unit] for unit, _, update in place.units if update == "host")
         if self._ahead_at_most < count < self._ahead_below:
-            if self._passes_host((*self.uniform("recompute"), replace(place, ahead=True))):
+            if self._passes_host((*self.uniform(self._lean(moving=False)[0]), replace(place, ahead=True))):
                 self._ahead_below = count
             else:
                 self._ahead_at_most = count
@@ -238,9 +238,9 @@ class _Search(Search):
     def _on_device(self, problem: Problem, streamed: int) -> _Counts | None:
         """How many units can be updated on the device if activations take the least: more do not fit the device, fewer not
         the host. None: no number fits both."""
-        for labels in (_LEAST, _LEAST[1:]):  # what is offloaded takes room on the host
-            most = self._most_on_device(problem, streamed, labels)
-            if most is not None and self._fits_least(problem, PlacementShape(most, streamed, through=False), labels):
+        for choices in (self._least, self._lean(moving=False)):  # what is offloaded takes room on the host
+            most = self._most_on_device(problem, streamed, choices)
+            if most is not None and self._fits_least(problem, PlacementShape(most, streamed, through=False), choices):
                 break
         else:
             return None
@@ -253,42 +253,48 @@ class _Search(Search):
             low, high = (low, middle) if fits else (middle + 1, high)
         return _Counts(fewest=high, most=most)
 
-    def _most_on_device(self, problem: Problem, streamed: int, labels: Sequence[str] = _LEAST) -> int | None:
+    def _lean(self, *, moving: bool) -> tuple[Choice, ...]:
+        """With what activations take the least that they can, by moving bytes or without."""
+        return tuple(c for c in self.for_all if c.lean and c.moves == moving) or (KEEP,)
+
+    @cached_property
+    def _least(self) -> tuple[Choice, ...]:
+        """All of these; what likely takes less comes first."""
+        return *self._lean(moving=True), *self._lean(moving=False)
+
+    def _most_on_device(self, problem: Problem, streamed: int, choices: Sequence[Choice] | None = None) -> int | None:
         """How many units the device can hold, whatever that leaves to the host; None: not even none of them."""
         most = len(self.placements.movable) - (0 if self.placements.castable else streamed)
 
-        def excess(label: str, count: int) -> int:
-            outcome = self._least_of(self.placements.at(PlacementShape(count, streamed, through=False)), label)
+        def excess(choice: Choice, count: int) -> int:
+            outcome = self._least_of(self.placements.at(PlacementShape(count, streamed, through=False)), choice)
             return outcome.peak[problem.home] - problem.limit(problem.home) if outcome is not None else NEVER
 
         found: int | None = None
-        for label in labels:  # the first is likely the one with which most units fit
-            more = self._guesses.most_that_fit(partial(excess, label), self.placements.sizes[: most + 1], found or 0)
+        for choice in choices or self._least:  # the first is likely the one with which most units fit
+            more = self._guesses.most_that_fit(partial(excess, choice), self.placements.sizes[: most + 1], found or 0)
             found = more if more is not None else found
         return found
 
-    def _fits_least(self, problem: Problem, spread: PlacementShape, labels: Sequence[str] = _LEAST) -> bool:
-        return any(not over_budget(problem, outcome) for outcome in self._least(spread, labels))
+    def _fits_least(self, problem: Problem, spread: PlacementShape, choices: Sequence[Choice] | None = None) -> bool:
+        """Whether a placement fits where activations take as little as blocks can."""
+        place = self.placements.at(spread)
+        outcomes = (self._least_of(place, choice) for choice in choices or self._least)
+        return any(outcome is not None and not over_budget(problem, outcome) for outcome in outcomes)
 
     def _least_seconds(self, problem: Problem, spread: PlacementShape, *, below: float = math.inf) -> float:
         """With activations in the least memory; infinite where there is no room for it, or where it takes `below` or more."""
         place, least = self.placements.at(spread), math.inf
-        for label in _LEAST:
-            if self.bounds.step(place, self.uniform_extra(label)) >= min(least, below):
+        for choice in self._least:
+            if self.bounds.step(place, self.uniform_extra(choice)) >= min(least, below):
                 continue
-            outcome = self._least_of(place, label)
+            outcome = self._least_of(place, choice)
             if outcome is not None and not over_budget(problem, outcome):
                 least = min(least, outcome.seconds)
         return least if least < below else math.inf
 
-    def _least(self, spread: PlacementShape, labels: Sequence[str] = _LEAST) -> Iterator[Outcome]:
-        """What a placement gives where activations take as little as blocks can."""
-        place = self.placements.at(spread)
-        found = (self._least_of(place, label) for label in labels)
-        yield from (outcome for outcome in found if outcome is not None)
-
-    def _least_of(self, place: Place, label: str) -> Outcome | None:
-        return self.outcome(self._ahead((*self.uniform(label), place)))
+    def _least_of(self, place: Place, choice: Choice) -> Outcome | None:
+        return self.outcome(self._ahead((*self.uniform(choice), place)))
 
     def _least_of_all(self) -> PlacementShape:
         """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""

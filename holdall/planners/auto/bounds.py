@@ -13,7 +13,7 @@ from functools import cached_property
 from holdall.actions.place import Place
 from holdall.cost.link import IN, OUT, link_rate
 from holdall.cost.updates import host_seconds
-from holdall.planning.menus import Choice
+from holdall.planning.menus import MenuLine
 from holdall.types import Phase, Problem
 
 _SAFE = 0.999  # of every bound, since sums of floats depend on their order
@@ -28,8 +28,8 @@ class Extra:
     back: int = 0
 
     @staticmethod
-    def of(choices: Iterable[Choice]) -> Extra:
-        found = list(choices)
+    def of(lines: Iterable[MenuLine]) -> Extra:
+        found = list(lines)
         return Extra(sum(c.seconds for c in found), sum(c.out for c in found), sum(c.back for c in found))
 
 

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from holdall.actions.offload import Offload
-from holdall.planning.menus import Choice, Item, Menus, actions_for, kind_of
-from holdall.types import Action, Problem
+from holdall.actions.offload import Offload, held
+from holdall.planning.menus import Item, MenuLine, Menus, kind_of
+from holdall.types import KEEP, Action, Choice, Problem
 
-HIDDEN = "offload, hidden"
-_PROGRAM = "program:"
+_HIDDEN = Choice(label="offload, hidden")  # what is done about it is settled around the chain
 _LEAD = 3  # blocks that stay, of a chain of at least four times as many; an embedding is one
 _SLACK = 1.15  # of a copy's time: steps may turn out shorter than predicted, and copies not
 
@@ -29,23 +28,23 @@ class Leaving:
 
     block: str
     actions: tuple[Action, ...]
-    choice: Choice
+    line: MenuLine
 
 
 def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item], price: float = 0.0) -> Iterator[list[Leaving]]:
     """As many of the early blocks, in their order, as the link can carry out during one forward and back during one backward:
     whole, and by the program that is worth the most where a byte costs `price` seconds otherwise."""
     far = problem.hardware.far
-    if far is None or not problem.hardware.overlap or "offload" not in problem.allow:
+    if far is None or not problem.hardware.overlap or not problem.permits(Offload):
         return
     whole = _leaving(problem, menus, items, [_way(menus, item, None) for item in items])
-    most = max((sum(c.label.startswith(_PROGRAM) for c in item.choices) for item in items), default=0)
+    most = max((sum(c.choice.by_program for c in item.choices) for item in items), default=0)
     by_programs = [_leaving(problem, menus, items, [_way(menus, item, n) for item in items]) for n in range(most)]
-    best = max(by_programs, key=lambda some: sum(one.choice.freed * price - one.choice.seconds for one in some), default=[])
+    best = max(by_programs, key=lambda some: sum(one.line.freed * price - one.line.seconds for one in some), default=[])
     yield from (found for found in (whole, best) if found)
 
 
-def price_of(answer: tuple[float, Sequence[Choice]] | None) -> float:
+def price_of(answer: tuple[float, Sequence[MenuLine]] | None) -> float:
     """Seconds that a byte costs on average in what the dynamic program found; 0: nothing is known."""
     freed = sum(c.freed for c in answer[1]) if answer is not None else 0
     return answer[0] / freed if answer is not None and freed > 0 else 0.0
@@ -53,27 +52,29 @@ def price_of(answer: tuple[float, Sequence[Choice]] | None) -> float:
 
 def with_hidden(items: Sequence[Item], leaving: Sequence[Leaving]) -> list[Item]:
     """The chain in which these blocks have no other choice."""
-    settled = {one.block: one.choice for one in leaving}
+    settled = {one.block: one.line for one in leaving}
     return [replace(i, choices=(settled[i.block.name],)) if i.block.name in settled else i for i in items]
 
 
-def _way(menus: Menus, item: Item, program: int | None) -> tuple[str, Choice] | None:
+def _way(menus: Menus, item: Item, program: int | None) -> tuple[Choice, MenuLine] | None:
     """How a block is run that leaves, and what it then gives; None: it cannot leave so. `out` of it are the bytes that move."""
     kept = item.choices[0]
-    whole = next((c for c in menus.found.get(kind_of(item.block), ()) if c.label == "offload"), None)
+    whole = next((c for c in menus.found.get(kind_of(item.block), ()) if c.choice == held(late=True)), None)
     if whole is None or not whole.out:
         return None
-    choice = replace(kept, label=HIDDEN, freed=whole.freed, backward=max(kept.backward, whole.backward), out=whole.out)
+    line = replace(kept, choice=_HIDDEN, freed=whole.freed, backward=max(kept.backward, whole.backward), out=whole.out)
     if program is None:
-        return "keep", choice
-    programs = [c for c in item.choices if c.label.startswith(_PROGRAM) and c.freed < whole.out]
+        return KEEP, line
+    programs = [c for c in item.choices if c.choice.by_program and c.freed < whole.out]
     if program >= len(programs):
         return None
     by = programs[program]
-    return by.label, replace(choice, seconds=by.seconds, forward=by.forward, out=whole.out - by.freed)
+    return by.choice, replace(line, seconds=by.seconds, forward=by.forward, out=whole.out - by.freed)
 
 
-def _leaving(problem: Problem, menus: Menus, items: Sequence[Item], ways: Sequence[tuple[str, Choice] | None]) -> list[Leaving]:
+def _leaving(
+    problem: Problem, menus: Menus, items: Sequence[Item], ways: Sequence[tuple[Choice, MenuLine] | None]
+) -> list[Leaving]:
     far = problem.hardware.far
     assert far is not None
     blocks = [item.block for item in items]
@@ -93,15 +94,15 @@ def _leaving(problem: Problem, menus: Menus, items: Sequence[Item], ways: Sequen
     found: list[Leaving] = []
     free = float("inf")
     for n, last in gone.items():  # the first block is needed last
-        label, choice = ways[n] or ("", None)
-        assert choice is not None
-        begins = min(free, starts[n]) - _SLACK * (far.latency + choice.out / far.read)
+        way = ways[n]
+        assert way is not None
+        begins = min(free, starts[n]) - _SLACK * (far.latency + way[1].out / far.read)
         at = min((m for m in range(n + 1, len(starts)) if starts[m] <= begins), default=None)
         if at is None:
             break
         free = begins
         away = Offload.of(problem.trace, blocks[n], overlap=True)
         away = replace(away, until=blocks[last].name, fetch=blocks[at].name)
-        settled = replace(choice, out=0)  # hidden: the dynamic program need not count it
-        found.append(Leaving(blocks[n].name, (*actions_for(problem, blocks[n], label), away), settled))
+        settled = replace(way[1], out=0)  # hidden: the dynamic program need not count it
+        found.append(Leaving(blocks[n].name, (*way[0].on(problem.trace, blocks[n]), away), settled))
     return found

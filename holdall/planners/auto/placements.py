@@ -62,7 +62,7 @@ class Placements:
     @property
     def is_possible(self) -> bool:
         p = self.problem
-        return "place" in p.allow and p.hardware.far is not None and bool(self.movable)
+        return p.permits(Place) and p.hardware.far is not None and bool(self.movable)
 
     @property
     def when(self) -> str:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from holdall.actions.place import Place
+from holdall.actions.recompute import Recompute
 from holdall.errors import Unsupported
 from holdall.planners.auto.bounds import Bounds, Extra
-from holdall.planners.auto.hidden_offload import HIDDEN, hidden_offloads, price_of, with_hidden
+from holdall.planners.auto.hidden_offload import hidden_offloads, price_of, with_hidden
 from holdall.planning.chain_dp import best_choices
 from holdall.planning.finish import allocator_of, outcome_of, over_budget
-from holdall.planning.menus import Item, Menus, actions_for, kind_of, try_choices
+from holdall.planning.menus import Item, MenuLine, Menus, kind_of, order_of, try_offered
 from holdall.planning.segments import segmented
 from holdall.simulator import Lowering, simulate
 from holdall.simulator.allocators import Expandable
-from holdall.types import Action, Block, Outcome, Problem
+from holdall.types import Action, Block, Choice, Outcome, Problem
 
 _TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
 _REASONS = 4  # for which something was not considered, that are named
 CLOSE = 1.02  # of the time of the best, for what is looked at too
 PLACEMENTS = 3  # that are looked at with blocks leaving meanwhile
-UNIFORM = ("recompute", "recompute + offload", "offload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class Search:
         self._refused: dict[tuple[Action, ...], str] = {}
         self._known: dict[tuple[Action, ...], Outcome | None] = {}
         self._allocated: dict[tuple[Action, ...], Outcome] = {}
-        self._made: dict[tuple[str, str], Sequence[Action]] = {}  # by block and choice
+        self._made: dict[tuple[str, Choice], Sequence[Action]] = {}  # by block and choice
+        self._lines: dict[Choice, list[tuple[Block, MenuLine]]] = {}
         self._menus: Menus | None = None
         self._lowering = Lowering(problem)
         self.bounds = Bounds(problem)
@@ -54,7 +56,7 @@ class Search:
     @property
     def menus(self) -> Menus:
         if self._menus is None:
-            self._menus = try_choices(self.problem)
+            self._menus = try_offered(self.problem)
         return self._menus
 
     def attempt(self, label: str, actions: Sequence[Action]) -> Candidate | None:
@@ -106,20 +108,33 @@ class Search:
     def fastest(self, problem: Problem) -> Candidate | None:
         return next(iter(self.fitting(problem)), None)
 
-    def uniform(self, label: str) -> tuple[Action, ...]:
+    @cached_property
+    def for_all(self) -> tuple[Choice, ...]:
+        """What may be done with every block alike, in the order of the menus."""
+        lines = [line for found in self.menus.found.values() for line in found]
+        found = dict.fromkeys(line.choice for line in lines if line.choice.for_all)
+        return tuple(sorted(found, key=order_of))
+
+    def uniform(self, choice: Choice) -> tuple[Action, ...]:
         """The same for every block that can."""
-        blocks = [b for b in self.menus.chain if any(c.label == label for c in self.menus.found.get(kind_of(b), ()))]
-        return tuple(a for b in blocks for a in self._actions(b, label))
+        return tuple(a for block, _ in self._having(choice) for a in self._actions(block, choice))
 
-    def _actions(self, block: Block, label: str) -> Sequence[Action]:
-        key = block.name, label
-        if key not in self._made:
-            self._made[key] = actions_for(self.problem, block, label)
-        return self._made[key]
-
-    def uniform_extra(self, label: str) -> Extra:
+    def uniform_extra(self, choice: Choice) -> Extra:
         """What is done besides where every block that can is treated so."""
-        return Extra.of(c for b in self.menus.chain for c in self.menus.found.get(kind_of(b), ()) if c.label == label)
+        return Extra.of(line for _, line in self._having(choice))
+
+    def _having(self, choice: Choice) -> list[tuple[Block, MenuLine]]:
+        """The blocks that have a choice, with their line of it."""
+        if choice not in self._lines:
+            every = [(b, line) for b in self.menus.chain for line in self.menus.found.get(kind_of(b), ())]
+            self._lines[choice] = [(b, line) for b, line in every if line.choice == choice]
+        return self._lines[choice]
+
+    def _actions(self, block: Block, choice: Choice) -> Sequence[Action]:
+        key = block.name, choice
+        if key not in self._made:
+            self._made[key] = choice.on(self.problem.trace, block)
+        return self._made[key]
 
     def best_placements(self, problem: Problem) -> list[tuple[Place, ...]]:
         """Those of the fastest that fit: what blocks do meanwhile may turn their order around."""
@@ -146,19 +161,19 @@ class Search:
 
     def mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's mixes of activations around a placement, and uniform ones."""
-        for without in ("", "offload"):
+        for moving in (True, False):
             try:
-                items = self.menus.items(self.problem, around, without=without)
+                items = self.menus.items(self.problem, around, moving=moving)
             except Unsupported as error:
                 self.dropped.setdefault(label, error.fact)
                 break
             self._by_program(problem, items, around, label)
-            if not any("offload" in c.label for i in items for c in i.choices):
+            if not any(c.choice.moves for i in items for c in i.choices):
                 break
-        for name in UNIFORM:
-            actions = self.uniform(name)
-            if actions and not self._is_in_vain(problem, around, self.uniform_extra(name)):
-                self.attempt(f"{name} all, {label}", (*actions, *around))
+        for choice in self.for_all:
+            actions = self.uniform(choice)
+            if actions and not self._is_in_vain(problem, around, self.uniform_extra(choice)):
+                self.attempt(f"{choice.label} all, {label}", (*actions, *around))
 
     def hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
         """Mixes in which early blocks leave during the whole forward, as many as the link carries, and fewer."""
@@ -182,8 +197,8 @@ class Search:
                 break
             if self._is_in_vain(problem, around, Extra.of(answer[1])):
                 break  # and less memory takes longer
-            chosen = [(i.block, c.label) for i, c in zip(items, answer[1], strict=True)]
-            actions = [a for block, name in chosen if name != HIDDEN for a in self._actions(block, name)]
+            chosen = [(i.block, c.choice) for i, c in zip(items, answer[1], strict=True)]
+            actions = [a for block, choice in chosen for a in self._actions(block, choice)]
             candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
             if candidate is None:
                 break
@@ -194,7 +209,7 @@ class Search:
 
     def segments(self, arounds: Iterable[tuple[Action, ...]]) -> None:
         """Last resorts, for the smallest peak rather than the least time: rows of blocks that are run again together."""
-        if "recompute" not in self.problem.allow:
+        if not self.problem.permits(Recompute):
             return
         every = list(arounds)
         for n, actions in segmented(self.problem):

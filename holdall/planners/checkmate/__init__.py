@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from holdall.actions.reschedule.dag import Answer, Dag
 from holdall.errors import unknown_name
 from holdall.planners.checkmate import ilp
-from holdall.planning.dag import Answer, Dag
 from holdall.planning.op_level import plan_by_ops
 from holdall.types import Plan, Problem
 

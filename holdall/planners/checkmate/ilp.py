@@ -22,9 +22,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.actions.reschedule.dag import Answer, Dag, Status, answer
 from holdall.errors import InvalidInput
 from holdall.planning import highs
-from holdall.planning.dag import Answer, Dag, Status, answer
 from holdall.planning.highs import Floats, Ints, Model
 from holdall.planning.stages import Limits, Staged, complete, everything, fill, greedy, ruled, squeeze
 

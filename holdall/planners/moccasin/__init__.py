@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from holdall.actions.reschedule.dag import Answer, Dag
 from holdall.planners.moccasin import cp
-from holdall.planning.dag import Answer, Dag
 from holdall.planning.op_level import plan_by_ops
 from holdall.types import Plan, Problem
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from math import floor, gcd, inf
 from typing import Any
 
+from holdall.actions.reschedule.dag import Answer, Dag, Program, Status, answer, fits
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planning.dag import Answer, Dag, Program, Status, answer, fits
 from holdall.planning.stages import Limits, everything, fill, greedy, in_stages, ruled, squeeze
 
 _FINE = 1_000_000  # steps in which costs that are no whole numbers are counted, over the dearest node

@@ -24,20 +24,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from holdall.actions.offload import Offload, own_inputs
-from holdall.actions.recompute import Recompute
+from holdall.actions.offload import Offload, held, own_inputs, replayed
+from holdall.actions.recompute import WHOLE, Recompute
 from holdall.errors import InvalidInput
 from holdall.planners.pofo.program import ROUGH, Costs, Link, Node, Segment, Way, solve
 from holdall.planners.rotor.table import Stage, Table
 from holdall.planning.finish import NEVER, finish, outcome_or_never, over_budget
-from holdall.planning.menus import Choice, Item, make_menus
+from holdall.planning.menus import Item, MenuLine, make_menus
 from holdall.planning.segments import runs
 from holdall.simulator import simulate
-from holdall.types import Action, Block, Outcome, Plan, Problem, Trace
+from holdall.types import Action, Block, Choice, Outcome, Plan, Problem, Trace
 from holdall.units import format_bytes, format_seconds
 
 _TRIES = 6  # times the program may be asked again with a budget corrected by what the whole simulation said
-_FETCHED = ("recompute + offload", "recompute + offload now")  # labels of menus; without anything to move: plain recompute
+_FETCHED = (replayed(late=True), replayed(late=False))  # without anything to move: plain recompute
+_OFFLOADED = (held(late=True), held(late=False))
 _TOLL = 1e-3  # share of a hidden copy's time that is charged, so that nothing is moved for nothing
 _HALVINGS = 12  # of the interval in which the smallest budget is looked for
 
@@ -90,17 +91,17 @@ def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
     row = {block.id: n for n, blocks in enumerate(runs(trace)) for block in blocks}
     nodes, again, between = [], [], []
     for n, item in enumerate(menus):
-        named = {choice.label: choice for choice in item.choices}
+        lines = {line.choice: line for line in item.choices}
         before = menus[n - 1].block if n else None
         tail = before is item.block  # from the last block to the first backward
-        recomputed = _recomputed(problem, item, named) if item.block.id in row and not tail else None
+        recomputed = _recomputed(problem, item, lines) if item.block.id in row and not tail else None
         joins = recomputed is not None and before is not None and row.get(before.id) == row[item.block.id]
         between.append(_bytes_between(trace, before, item.block) if joins and before is not None else 0)
         again.append(recomputed)
         hidden = overlap and item.block.id + 1 < len(trace.blocks)  # copies, by the next block
-        full = [_way("keep", item, item.choices[0]), *_moving(trace, item, named, "offload", hidden, toll)]
+        full = [_way("keep", item, item.choices[0]), *_moving(trace, item, lines, _OFFLOADED, hidden, toll)]
         inputs = [] if recomputed is None else [_way("keep", item, recomputed)]
-        inputs += _moving(trace, item, named, "recompute + offload", hidden, toll) if inputs else []
+        inputs += _moving(trace, item, lines, _FETCHED, hidden, toll) if inputs else []
         nodes.append(
             Node(
                 uf=item.forward_seconds,
@@ -115,23 +116,24 @@ def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
     return Costs(nodes=nodes, inside=_Replays(menus, nodes, again, between))
 
 
-def _moving(trace: Trace, item: Item, named: Mapping[str, Choice], label: str, hidden: bool, toll: float) -> list[Way]:
+def _moving(
+    trace: Trace, item: Item, lines: Mapping[Choice, MenuLine], choices: Sequence[Choice], hidden: bool, toll: float
+) -> list[Way]:
     """The ways to offload, hidden and at once; a choice that moves nothing is none.
 
     Menus try one block of each kind. The first of a stack may move less than the others: its input is the user's.
     """
-    found = [named[name] for name in (label, f"{label} now") if name in named]
-    most = _movable(trace, item.block, replayed=label != "offload")
+    most = _movable(trace, item.block, replayed=choices is _FETCHED)
     ways = []
-    for choice in found:
-        moved = min(choice.out, most)
+    for line in (lines[choice] for choice in choices if choice in lines):
+        moved = min(line.out, most)
         if moved:
-            way = _way("offload", item, choice)
+            way = _way("offload", item, line)
             ways.append(
                 way._replace(
-                    pinned=way.pinned + choice.out - moved,
+                    pinned=way.pinned + line.out - moved,
                     moved=moved,
-                    at_once=not (hidden and choice.late),
+                    at_once=not (hidden and line.late),
                     toll=moved * toll,
                 )
             )
@@ -148,16 +150,12 @@ def _movable(trace: Trace, block: Block, *, replayed: bool) -> int:
     return sum(trace.tensors[x].nbytes for x in own)
 
 
-def _first_of(named: Mapping[str, Choice], *labels: str) -> Choice | None:
-    return next((named[label] for label in labels if label in named), None)
-
-
-def _recomputed(problem: Problem, item: Item, named: Mapping[str, Choice]) -> Choice | None:
+def _recomputed(problem: Problem, item: Item, lines: Mapping[Choice, MenuLine]) -> MenuLine | None:
     """The block run again; where that frees nothing by itself, it may still stand inside a segment."""
-    if "recompute" not in problem.allow:
+    if not problem.permits(Recompute):
         return None
-    found = _first_of({label: c for label, c in named.items() if not c.out}, "recompute", *_FETCHED)
-    return found or replace(item.choices[0], label="recompute", seconds=item.forward_seconds)
+    found = [lines[choice] for choice in (WHOLE, *_FETCHED) if choice in lines and not lines[choice].out]
+    return found[0] if found else replace(item.choices[0], choice=WHOLE, seconds=item.forward_seconds)
 
 
 def _bytes_between(trace: Trace, before: Block, block: Block) -> int:
@@ -169,15 +167,15 @@ def _bytes_between(trace: Trace, before: Block, block: Block) -> int:
     return sum(trace.tensors[x].nbytes for x in passed if before.first <= trace.tensors[x].born <= before.last)
 
 
-def _way(place: str, item: Item, choice: Choice) -> Way:
-    return Way(place, -choice.freed, choice.out, item.before_forward + choice.forward, item.before_backward + choice.backward)
+def _way(place: str, item: Item, line: MenuLine) -> Way:
+    return Way(place, -line.freed, line.out, item.before_forward + line.forward, item.before_backward + line.backward)
 
 
 class _Replays:
     """What the backward of a segment needs that is replayed once, as a whole; found when asked for."""
 
     def __init__(
-        self, menus: Sequence[Item], nodes: Sequence[Node], again: Sequence[Choice | None], between: Sequence[int]
+        self, menus: Sequence[Item], nodes: Sequence[Node], again: Sequence[MenuLine | None], between: Sequence[int]
     ) -> None:
         self._menus, self._nodes, self._again, self._between = menus, nodes, again, between
         self._found: dict[tuple[int, int], list[tuple[int, float]]] = {}

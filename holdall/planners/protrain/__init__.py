@@ -102,7 +102,7 @@ def profile_of(problem: Problem) -> Profile:
     curve = memory_curve(problem, with_traced(problem, []))
     end = next((op.id for op in trace.ops if op.site.phase is Phase.STEP), len(trace.ops))
     blocks = [b for b in trace.blocks if b.backward is not None and b.saves and (_dropped(problem, b) or _moved(problem, b))]
-    units = trace.units if "place" in problem.allow and hardware.far is not None else ()
+    units = trace.units if problem.permits(Place) and hardware.far is not None else ()
     ready = [max((k for g in u.grads for k in trace.uses(g) if k < end), default=-1) for u in units]
     forward, backward, rest = _computation(trace, units, ready, end)
     return Profile(
@@ -223,7 +223,7 @@ def _spans(curve: Curve, blocks: Sequence[Block], ready: Sequence[int], end: int
 def _dropped(problem: Problem, block: Block) -> int:
     """Bytes that the block makes and only its saves hold, less inputs that are held for it; 0: it cannot be run again."""
     trace = problem.trace
-    if "recompute" not in problem.allow or obstacle(trace, [block]):
+    if not problem.permits(Recompute) or obstacle(trace, [block]):
         return 0
     own = {id(trace.saves[i]) for i in block.saves}
     freed = [x for x in _inside(trace, block) if all(id(save) in own for save in trace.saves_of(x))]
@@ -239,7 +239,7 @@ def _end(trace: Trace, tensor: int) -> int:
 
 def _moved(problem: Problem, block: Block) -> list[int]:
     """What `offload` takes away."""
-    if "offload" not in problem.allow or problem.hardware.far is None:
+    if not problem.permits(Offload) or problem.hardware.far is None:
         return []
     trace = problem.trace
     saved = {trace.saves[i].tensor for i in block.saves}

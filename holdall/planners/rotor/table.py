@@ -22,6 +22,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from holdall.types import Choice
+
 NEVER = float("inf")
 
 Row = npt.NDArray[np.float64]  # by m
@@ -55,7 +57,7 @@ class Taken:
     """A stage that runs by a line of its menu (Rockmate)."""
 
     stage: int
-    label: str
+    choice: Choice
 
 
 Item = Dropped | Taken | int

@@ -12,13 +12,14 @@ state or a buffer is activations and temporaries, and their names are known only
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdall.types import Action
 from holdall.units import format_bytes
 
 _LARGEST = 8  # storages and blocks that are named
@@ -120,7 +121,7 @@ def describe(error: BaseException, harness: Any, moment: Moment) -> dict[str, An
         "actions": sorted(harness.plan.count()),
         "torch": torch.__version__,
     }
-    return {**found, "advice": _advice(found)}
+    return {**found, "advice": _advice(found, harness.plan.actions)}
 
 
 def _sizes(harness: Any) -> list[tuple[str, str, int]]:
@@ -196,7 +197,7 @@ def _paragraph(found: dict[str, Any]) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _advice(found: dict[str, Any]) -> str:
+def _advice(found: dict[str, Any], actions: Sequence[Action]) -> str:
     """What to try, the most telling first."""
     batch, planned = found["batch"], found["planned_batch"]
     advice = []
@@ -207,9 +208,9 @@ def _advice(found: dict[str, Any]) -> str:
         advice.append(f"{format_bytes(reserved - live)} were reserved but free, in pieces: plan for a budget of a tenth less")
     roles = found["roles"]
     states = sum(roles.get(role, 0) for role in ("weights", "gradients", "optimizer states"))
-    if "place" not in found["actions"] and states > roles["activations and temporaries"]:
+    if not any(a.places_states for a in actions) and states > roles["activations and temporaries"]:
         advice.append("weights, gradients and states take most of it: allow `place`, which moves them off the device")
-    elif not {"recompute", "offload", "reschedule"} & set(found["actions"]):
+    elif not any(a.spares_activations for a in actions):
         advice.append("activations take most of it, and nothing is recomputed or offloaded: allow `recompute` and `offload`")
     if not advice:
         advice.append("use a smaller batch or a larger budget, or plan for a budget of a tenth less, to leave room")

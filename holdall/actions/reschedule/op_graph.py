@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdall.actions.reschedule import Reschedule, effects, obstacle, region
-from holdall.planning.dag import Dag, Program
-from holdall.planning.min_cut import best_sets, telling
+from holdall.actions.reschedule.dag import Dag, Program
+from holdall.actions.reschedule.min_cut import best_sets, telling
 from holdall.types import Block, Kind, Op, Trace
 from holdall.types.program import fault, groups, lazily
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from holdall.planning.dag import Dag
+from holdall.actions.reschedule.dag import Dag
 
 _NEVER = float("inf")
 

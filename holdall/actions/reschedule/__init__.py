@@ -8,15 +8,19 @@ was kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from holdall.actions.offload import Offload
+from holdall.actions.recompute import Recompute
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Facts, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
+from holdall.types import Action, Block, Choice, Facts, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
 from holdall.types.program import Effect, fault, lazily
 from holdall.types.schedule import Kept
 from holdall.types.trace import TensorId, digest_of
+
+_OFFERED = 8  # programs on the menus of planners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +34,12 @@ class Reschedule(Facts):
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
-    beside: ClassVar[frozenset[str]] = frozenset({"offload"})  # but for these: what a program keeps may wait elsewhere
+    beside: ClassVar[frozenset[str]] = frozenset({Offload.name})  # but for these: what a program keeps may wait elsewhere
     rank: ClassVar[int] = 5
     by_program: ClassVar[bool] = True
+    spares_activations: ClassVar[bool] = True
+    permitted_by: ClassVar[frozenset[str]] = frozenset({Recompute.name})  # the same by smaller pieces
+    what: ClassVar[str] = "a block is run op by op, in an order of its own"
 
     @staticmethod
     def of(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Reschedule:
@@ -56,6 +63,17 @@ class Reschedule(Facts):
             order = lazily(effects(ops), count) if lazy else [*range(count), *range(count, len(ops))]
             found.append(Reschedule.of(trace, block, order))
         return found
+
+    @classmethod
+    def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
+        """A few of the programs that keep some results of a block and run the rest again op by op."""
+        from holdall.actions.reschedule.op_graph import programs  # which makes actions of this class
+
+        trace = problem.trace
+        is_free = all(op.seconds == 0 for op in trace.ops[block.first : block.last + 1])
+        if is_free or obstacle(trace, block):
+            return
+        yield from (choice_of(block, order) for order in programs(trace, block, most=_OFFERED))
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
@@ -82,6 +100,22 @@ class Reschedule(Facts):
 
         runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note(), harness.compiler, wanted=self.wanted)
         harness.policy(self.block).runner = runner
+
+
+def choice_of(block: Block, backward: tuple[int, ...]) -> Choice:
+    """The choice to run a block with this backward."""
+    count = block.last - block.first + 1
+    again = sum(n < count for n in backward)
+    label = f"recompute {again} of {count} ops"
+    return Choice(label=label, make=program_for, given=(backward,), recomputes=True, by_program=True)
+
+
+def program_for(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> tuple[Action]:
+    """The block run by a program that was made for another of its kind; whole, where it turns out to differ."""
+    ops, count = region(trace, block)
+    if obstacle(trace, block) or fault(effects(ops), count, forward or range(count), backward):
+        return (Recompute.of(trace, [block]),)
+    return (Reschedule.of(trace, block, backward, forward),)
 
 
 _UNFAKED = ("aten._grouped_mm.default",)  # in bfloat16 alone, although the real kernel takes more
