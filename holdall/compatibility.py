@@ -18,7 +18,7 @@ from itertools import combinations
 from typing import Any
 
 from holdall.errors import unknown_name
-from holdall.registry import member_classes, member_names
+from holdall.registry import member_class, member_classes, member_names
 
 EXACT, CLOSE, REFUSED = "exact", "close", "refused"
 LEVELS = (EXACT, CLOSE, REFUSED)  # from best to worst
@@ -171,6 +171,17 @@ def pairs(of: Iterable[str] | None = None) -> tuple[tuple[str, str], ...]:
     return tuple(combinations(names() if of is None else of, 2))
 
 
+def tiers() -> dict[str, str]:
+    """Every tier, and what can go there: activations everywhere, model states where there is memory to work on."""
+    found = {}
+    for name in member_names("tiers"):
+        tier = member_class("tiers", name)
+        if tier.serves:
+            what = "activations and model states" if hasattr(tier, "memory") else "activations"
+            found[name] = f"{what}, from {' or '.join(sorted(tier.serves))}"
+    return found
+
+
 def page() -> str:
     """docs/compatibility.md."""
     known = names()
@@ -200,6 +211,12 @@ def page() -> str:
         *(_line(f"`{a}` with `{b}`", said) for (a, b), said in together.items() if said is not None),
         "",
         "More than two features together are as good as the worst of their pairs.",
+        "",
+        "## Tiers",
+        "",
+        "Where bytes can leave to. All of the above holds for each of them.",
+        "",
+        *(f"- `{name}`: {what}." for name, what in tiers().items()),
     ]
     return "\n".join(lines) + "\n"
 
