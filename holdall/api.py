@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from holdall.fitting.applying import check_belongs, store_for
+from holdall.fitting.applying import check_belongs, stores_for
 from holdall.fitting.head import choose_head
 from holdall.precision import plannable, put_on
 from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, resolve_precision, resolve_recipe
@@ -27,6 +27,7 @@ from holdall.runtime.switching.buckets import Buckets
 from holdall.runtime.switching.recast import Recast
 from holdall.runtime.switching.retry import Tighten
 from holdall.runtime.switching.trials import Correct
+from holdall.tiers import Store
 from holdall.tracing import check_model, trace_step
 from holdall.tracing.autocast import Autocast
 from holdall.tracing.calls import Given
@@ -168,8 +169,8 @@ def apply(
     check_model(model)
     refuse_planned(model)
 
-    def make_store(plan: Plan) -> Any:
-        return store_for(plan, model)
+    def make_stores(plan: Plan) -> list[Store]:
+        return stores_for(plan, model)
 
     recipe = read.about.get("recipe")
     with ExitStack() as stack:
@@ -180,10 +181,10 @@ def apply(
             read,
             model,
             optimizer,
-            store=make_store(read),
+            stores=make_stores(read),
             enforce=enforce,
             make_report=make_report,
-            make_store=make_store,
+            make_stores=make_stores,
             fallbacks=fallbacks,
             correct=correct,
             buckets=buckets,

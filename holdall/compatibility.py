@@ -228,6 +228,17 @@ def pairs(of: Iterable[str] | None = None) -> tuple[tuple[str, str], ...]:
     return tuple(combinations(names() if of is None else of, 2))
 
 
+def tiers() -> dict[str, str]:
+    """Every tier, and what can go there: activations everywhere, model states where there is memory to work on."""
+    found = {}
+    for name in member_names("tiers"):
+        tier = member_class("tiers", name)
+        if tier.serves:
+            what = "activations and model states" if hasattr(tier, "memory") else "activations"
+            found[name] = f"{what}, from {' or '.join(sorted(tier.serves))}"
+    return found
+
+
 def page() -> str:
     """docs/compatibility.md."""
     known = names()
@@ -258,6 +269,12 @@ def page() -> str:
         "",
         "More than two features together are as good as the worst of their pairs. Optimizers and precision recipes, which are",
         "members of open sets, stand in the table that `holdall compatible` prints: `holdall compatible galore offload`.",
+        "",
+        "## Tiers",
+        "",
+        "Where bytes can leave to. All of the above holds for each of them.",
+        "",
+        *(f"- `{name}`: {what}." for name, what in tiers().items()),
     ]
     return "\n".join(lines) + "\n"
 

@@ -13,6 +13,7 @@ import torch
 from holdall import optim
 from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput, Unsupported, unknown_name
+from holdall.machine.more_tiers import with_tiers
 from holdall.machine.presets import gpu
 from holdall.machine.probe import probed
 from holdall.precision import Recipe, plannable
@@ -39,7 +40,7 @@ def make_problem(
 ) -> Problem:
     """What a planner is given; see `plan`."""
     progress("looking at this machine", 0, 0, "")
-    machine = hardware_for(trace, hardware)
+    machine = hardware_for(trace, hardware, budget)
     progress("planning", 0, 0, "")
     given: dict[str, Any] = {"allow": allow, "clips": clips, "accumulate": accumulate, "progress": progress}
     return bare_problem(cost_trace(trace, machine), machine, budget=budget, **given)
@@ -67,9 +68,9 @@ def bare_problem(
     )
 
 
-def hardware_for(trace: Trace, hardware: Hardware | str | Path | None) -> Hardware:
+def hardware_for(trace: Trace, hardware: Hardware | str | Path | None, budget: Budget = "auto") -> Hardware:
     """The machine for a trace: with what its kernels came to take where its ops were measured, since they will again."""
-    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
+    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")), budget)
     if trace.about.get("timed") != machine.name:
         return machine
     return replace(machine, context=max(machine.context, int(trace.about.get("context") or 0)))
@@ -80,8 +81,8 @@ def _probed(device: str) -> Hardware:
     return probed(device)
 
 
-def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Hardware:
-    """The machine to plan for: given, read, named, or probed."""
+def resolve_hardware(hardware: Hardware | str | Path | None, device: str, budget: Budget = "auto") -> Hardware:
+    """The machine to plan for: given, read, named, or probed, then with the tiers that the budget names."""
     if isinstance(hardware, Hardware):
         return _as_it_is_now(hardware)
     if hardware is None:
@@ -90,7 +91,7 @@ def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Har
                 "the trace is for a GPU, and this machine has none to probe",
                 hint='name the GPU to plan for: hardware="rtx-4090"',
             )
-        return _as_it_is_now(_probed(device))
+        return with_tiers(_as_it_is_now(_probed(device)), budget if isinstance(budget, Mapping) else ())
     text = str(hardware)
     if isinstance(hardware, Path) or text.endswith(".json"):
         return _as_it_is_now(Hardware.load(hardware))
@@ -112,6 +113,11 @@ def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
     given = budget if isinstance(budget, Mapping) else {hardware.home.name: budget}
     resolved = {}
     for tier, value in given.items():
+        if tier not in names and tier in member_names("tiers"):
+            raise InvalidInput(
+                f"the budget names the tier `{tier}`, and nothing is known of it on {hardware.name}",
+                hint=f"measure that machine with `holdall probe --tiers {tier} --out FILE`, and plan with `--hardware FILE`",
+            )
         if tier not in names:
             raise unknown_name("tier", str(tier), names)
         capacity = hardware.tier(tier).capacity

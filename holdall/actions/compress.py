@@ -66,8 +66,8 @@ class Compress(Facts):
     what: ClassVar[str] = "what a block holds for backward waits as codes of 8 bits"
 
     @property
-    def uses_store(self) -> bool:
-        return self.swap
+    def tiers(self) -> frozenset[str]:
+        return frozenset({""} if self.swap else ())
 
     @staticmethod
     def of(
@@ -181,20 +181,18 @@ class Compress(Facts):
         self, schedule: Schedule, problem: Problem, block: Block, codes: tuple[int, ...], saves: Iterable[Save]
     ) -> list[Step]:
         """The codes leave when the block is over and come back together, as an offloaded block's tensors do."""
-        trace, far = problem.trace, problem.hardware.far
-        if far is None:
-            raise Unsupported("there is no tier to swap codes to", hint="plan for hardware with a second tier")
+        trace, tier = problem.trace, problem.other()
         asked = [s.unpacked for s in saves if s.unpacked is not None]
         if not asked:
             return []
         needed = min(asked)
         wait = Wait(tensors=codes)
-        leave: list[Step] = [Copy(tensors=codes, src=schedule.home, dst=far.name, name=self.block)]
+        leave: list[Step] = [Copy(tensors=codes, src=schedule.home, dst=tier, name=self.block)]
         if self.lag and block.id + 1 < len(trace.blocks):
             schedule.insert(trace.blocks[block.id + 1].last, [wait])
         else:
             leave.append(wait)
-        back = Copy(tensors=codes, src=far.name, dst=schedule.home, name=self.block)
+        back = Copy(tensors=codes, src=tier, dst=schedule.home, name=self.block)
         begins = trace.block(self.fetch).backward if self.fetch else None
         if begins is not None and begins < needed:
             schedule.insert(needed, [wait], first=True)
@@ -230,7 +228,7 @@ class Compress(Facts):
         if policy.recompute or policy.park:
             other = "recompute" if policy.recompute else "offload"
             raise InvalidInput(f"`{self.block}` cannot have both {other} and compress", hint="choose one of them")
-        if self.swap and harness.store is None:
+        if self.swap and not harness.stores:
             raise Unsupported("codes are to be swapped, and there is no tier to swap them to", hint="plan with swap=False")
         from holdall.runtime.activations.compress import Compression, seed_of
 

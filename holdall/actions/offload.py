@@ -1,4 +1,4 @@
-"""Offload: what a block holds for backward waits in the next tier, and is fetched ahead of need.
+"""Offload: what a block holds for backward waits in another tier, and is fetched ahead of need.
 
 The idea of vDNN (arXiv 1602.08124), at the granularity of a block. On a recomputed block it moves the inputs that the block
 keeps for its replay, since those are then all it holds; on one that runs by a program, what the program keeps.
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from holdall.actions.recompute import Recompute, obstacle
-from holdall.errors import Unsupported
 from holdall.types import Action, Block, Choice, Copy, Facts, Problem, Schedule, Trace, Wait
 
 
@@ -22,6 +21,7 @@ class Offload(Facts):
     lag: bool = False  # free the device's copy when the next block's forward is over, so that copying overlaps
     until: str = ""  # free it when the forward of this block is over instead: where a copy takes longer than one block
     fetch: str = ""  # start fetching when the backward of this block begins; empty: when the tensors are needed
+    tier: str = ""  # where they wait; empty: in the nearest tier
 
     name: ClassVar[str] = "offload"
     exact: ClassVar[bool] = True
@@ -31,11 +31,11 @@ class Offload(Facts):
     what: ClassVar[str] = "what blocks hold for backward waits in the next tier"
 
     @property
-    def uses_store(self) -> bool:
-        return True
+    def tiers(self) -> frozenset[str]:
+        return frozenset({self.tier})
 
     @staticmethod
-    def of(trace: Trace, block: Block, *, overlap: bool) -> Offload:
+    def of(trace: Trace, block: Block, *, overlap: bool, tier: str = "") -> Offload:
         """The action for a block of a trace; `overlap`: copies run beside computation."""
         after = trace.blocks[block.id + 1] if block.id + 1 < len(trace.blocks) else None
         ahead = after is not None and after.backward is not None
@@ -44,6 +44,7 @@ class Offload(Facts):
             inputs=own_inputs(trace, block),
             lag=overlap and after is not None,
             fetch=after.name if overlap and ahead and after is not None else "",
+            tier=tier,
         )
 
     @staticmethod
@@ -60,35 +61,23 @@ class Offload(Facts):
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
-        """The block itself, or the inputs of a block that is recomputed. Where copies overlap with computation, each comes in
-        two forms: hidden by the next block, which needs room for both, and waited for at once ("now")."""
-        overlap = problem.hardware.overlap
-        if problem.hardware.far is None:
-            return
-        if problem.permits(Recompute) and not obstacle(problem.trace, [block]):
-            yield replayed(late=overlap)
-            if overlap:
-                yield replace(replayed(late=False), label="recompute + offload now", for_all=False, lean=False)
-        if not overlap:
-            yield held(late=False)
-        elif not _is_last(problem.trace, block):  # there is no next block to hide it, and it would be fetched at once
-            yield held(late=True)
-            yield replace(held(late=False), label="offload now", for_all=False)
+        """The block itself, or the inputs of a block that is recomputed, to each tier. Where copies overlap with computation,
+        each comes in two forms: hidden by the next block, which needs room for both, and waited for at once ("now")."""
+        for n, tier in enumerate(problem.hardware.others):
+            yield from _to(problem, block, tier.name if n else "")
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
         block = trace.block(self.block)
-        far = problem.hardware.far
-        if far is None:
-            raise Unsupported("there is no tier to offload to", hint="plan for hardware with a second tier")
+        tier = problem.other(self.tier)
         moved = self._moved(schedule, trace, block)
         program = schedule.programs.get(block.id)
         needed = program.until if program else schedule.replays.get(block.id, first_needed(trace, block, moved))
         if not moved or needed is None:
             return schedule
         schedule = schedule.copy()
-        out = Copy(tensors=moved, src=schedule.home, dst=far.name, name=self.block)
-        back = Copy(tensors=moved, src=far.name, dst=schedule.home, name=self.block)
+        out = Copy(tensors=moved, src=schedule.home, dst=tier, name=self.block)
+        back = Copy(tensors=moved, src=tier, dst=schedule.home, name=self.block)
         wait = Wait(tensors=moved)
         schedule.insert(block.last, [out])
         after = trace.blocks[block.id + 1].last if self.lag and block.id + 1 < len(trace.blocks) else block.last
@@ -118,25 +107,41 @@ class Offload(Facts):
         policy.lag = self.lag
         policy.until = self.until
         policy.fetch = self.fetch
+        policy.tier = self.tier
 
 
-def held(*, late: bool) -> Choice:
+def _to(problem: Problem, block: Block, tier: str) -> Iterable[Choice]:
+    overlap = problem.hardware.overlap
+    if problem.permits(Recompute) and not obstacle(problem.trace, [block]):
+        yield (by_replay := replayed(late=overlap, tier=tier))
+        if overlap:
+            at_once = replayed(late=False, tier=tier)
+            yield replace(at_once, label=f"{by_replay.label} now", for_all=False, lean=False)
+    if not overlap:
+        yield held(late=False, tier=tier)
+    elif not _is_last(problem.trace, block):  # there is no next block to hide it, and it would be fetched at once
+        yield (hidden := held(late=True, tier=tier))
+        yield replace(held(late=False, tier=tier), label=f"{hidden.label} now", for_all=False)
+
+
+def held(*, late: bool, tier: str = "") -> Choice:
     """The choice to offload what a block holds for backward."""
-    return Choice(label="offload", make=_held, given=(late,), moves=True, late=late, for_all=True)
+    label = f"{Offload.name} to {tier}" if tier else Offload.name
+    return Choice(label=label, make=_held, given=(late, tier), moves=True, tier=tier, late=late, for_all=True)
 
 
-def _held(trace: Trace, block: Block, late: bool) -> tuple[Action, ...]:
-    return (Offload.of(trace, block, overlap=late),)
+def _held(trace: Trace, block: Block, late: bool, tier: str) -> tuple[Action, ...]:
+    return (Offload.of(trace, block, overlap=late, tier=tier),)
 
 
-def replayed(*, late: bool) -> Choice:
+def replayed(*, late: bool, tier: str = "") -> Choice:
     """The choice to recompute a block and to offload the inputs that it keeps for that."""
-    label = f"{Recompute.name} + {Offload.name}"
-    return Choice(label=label, make=_replayed, given=(late,), recomputes=True, moves=True, late=late, for_all=True, lean=True)
+    moved = held(late=late, tier=tier)
+    return replace(moved, label=f"{Recompute.name} + {moved.label}", make=_replayed, recomputes=True, lean=True)
 
 
-def _replayed(trace: Trace, block: Block, late: bool) -> tuple[Action, ...]:
-    return Recompute.of(trace, [block]), Offload.of(trace, block, overlap=late)
+def _replayed(trace: Trace, block: Block, late: bool, tier: str) -> tuple[Action, ...]:
+    return Recompute.of(trace, [block]), Offload.of(trace, block, overlap=late, tier=tier)
 
 
 def _is_last(trace: Trace, block: Block) -> bool:

@@ -53,9 +53,11 @@ def _distinct(problem: Problem, lines: Sequence[MenuLine]) -> list[MenuLine]:
 
 def _of_blocks(problem: Problem, menus: Menus, kind: int, line: MenuLine) -> Alternative:
     blocks = [b for b in menus.chain if kind_of(b) == kind]
-    far, copying = problem.hardware.far, 0.0
-    if line.out and far is not None:
-        copying = copy_seconds(line.out, far, problem.hardware, "out") + copy_seconds(line.back, far, problem.hardware, "in")
+    copying = 0.0
+    if line.out:
+        tier = problem.other(line.choice.tier)
+        copying = copy_seconds(line.out, problem.hardware, problem.home, tier)
+        copying += copy_seconds(line.back, problem.hardware, tier, problem.home)
     return Alternative(
         what=line.label,
         where=blocks[0].kind or blocks[0].module,

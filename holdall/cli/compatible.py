@@ -9,7 +9,7 @@ import typer
 
 from holdall.cli import _options as given
 from holdall.cli._console import add_row, cell, facts, grid, say, show, show_json
-from holdall.compatibility import CLOSE, EXACT, REFUSED, SIGNS, feature, members, names, page, pairs, verdict
+from holdall.compatibility import CLOSE, EXACT, REFUSED, SIGNS, feature, members, names, page, pairs, tiers, verdict
 from holdall.compatibility import features as known_features
 
 _STYLES = {EXACT: "green", CLOSE: "yellow", REFUSED: "red"}
@@ -56,3 +56,5 @@ def _all() -> None:
     show(table)
     say("\n= exact   ~ close: approximate gradients   x refused before the first step\n")
     show(facts({f.name: f.what for f in (*known_features(), *(feature(name) for name in others))}))
+    say("\ntiers")
+    show(facts({**tiers()}))

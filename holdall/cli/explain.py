@@ -110,7 +110,7 @@ def _problem_of_files(plan: Plan, path: Path, gpu: str | None, hardware: Path | 
     read = Trace.load(path)
     if read.fingerprint != plan.trace:
         raise InvalidInput(f"the plan was not made for the trace `{path}`", hint="give the trace that was planned for")
-    machine = find_machine(gpu, hardware, progress, device=str(read.about.get("device", "cpu")))
+    machine = find_machine(gpu, hardware, progress, device=str(read.about.get("device", "cpu")), budget=dict(plan.budget))
     check_device(read, machine)
     return _problem(read, machine, dict(plan.budget), sorted(allowed_by_default() | plan.count().keys()), progress)
 

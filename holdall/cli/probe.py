@@ -20,6 +20,10 @@ def probe(
     *,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu or cuda.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Shorter, noisier timings.")] = False,
+    tiers: Annotated[
+        str,
+        typer.Option("--tiers", metavar="A,B", help="Measure these tiers too (`holdall doctor`).", show_default=False),
+    ] = "",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write it here, for `--hardware`.", show_default=False)
     ] = None,
@@ -29,12 +33,13 @@ def probe(
 
     Example: holdall probe --quick --out laptop.json
     """
+    from holdall.machine.more_tiers import with_tiers
     from holdall.machine.probe import probe as measure
     from holdall.types import _json
     from holdall.types.hardware import FORMAT
 
     with progress_bar() as progress:
-        machine = measure(device, quick=quick, progress=progress)
+        machine = with_tiers(measure(device, quick=quick, progress=progress), filter(None, tiers.split(",")))
     if out is not None:
         machine.save(out)
     if json:
@@ -70,9 +75,9 @@ def _show(machine: Hardware) -> None:
         )
     )
     say()
-    tiers = grid("memory", "holds", "read", "write", "latency")
+    table = grid("memory", "holds", "read", "write", "latency")
     for tier in machine.tiers:
         latency = format_seconds(tier.latency) if tier.latency else "--"
         rates = (format_rate(rate, "B") for rate in (tier.read, tier.write))
-        add_row(tiers, tier.name, format_bytes(tier.capacity), *rates, latency)
-    show(tiers)
+        add_row(table, tier.name, format_bytes(tier.capacity), *rates, latency)
+    show(table)

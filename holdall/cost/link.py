@@ -1,28 +1,39 @@
-"""Seconds for one copy between the accelerator and a farther memory; several at once are the simulator's clock's business."""
+"""Seconds for one copy between two memories; several at once are the simulator's clock's business.
+
+Where no link joins the two, bytes pass through the tiers between, piece by piece: all links of the way are busy at once, the
+slowest decides, and every one adds its latency.
+"""
 
 from __future__ import annotations
 
-from holdall.errors import InvalidInput, unknown_name
-from holdall.types import Hardware, Tier
+from typing import NamedTuple
+
+from holdall.types import Hardware
 from holdall.types.trace import Bytes, Seconds
 
-OUT, IN = "out", "in"  # from the accelerator, to the accelerator
+
+def copy_seconds(nbytes: Bytes, hardware: Hardware, source: str, destination: str, *, both_busy: bool = False) -> Seconds:
+    """One copy from tier to tier. `both_busy`: the other direction is in use all the while."""
+    path = hardware.path(source, destination)
+    rate = min((link.duplex if both_busy else 1.0) * link.rate for link in path)
+    return sum(link.latency for link in path) + nbytes / rate
 
 
-def copy_seconds(nbytes: Bytes, tier: Tier, hardware: Hardware, direction: str, both_busy: bool = False) -> Seconds:
-    """One copy between the accelerator and `tier`. `both_busy`: the other direction is in use all the while."""
-    share = hardware.duplex if both_busy else 1.0
-    return tier.latency + nbytes / (share * link_rate(tier, direction))
+def link_rate(hardware: Hardware, source: str, destination: str) -> float:
+    """Bytes per second from tier to tier, alone."""
+    return min(link.rate for link in hardware.path(source, destination))
 
 
-def link_rate(tier: Tier, direction: str) -> float:
-    """Bytes per second of one direction, alone."""
-    if direction not in (OUT, IN):
-        raise unknown_name("direction", direction, (OUT, IN))
-    rate = tier.write if direction == OUT else tier.read
-    if rate <= 0:
-        raise InvalidInput(
-            f"the memory `{tier.name}` has no rate for copies {direction}",
-            hint="give its `read` and `write` in bytes per second",
-        )
-    return rate
+class Reach(NamedTuple):
+    """A tier as the accelerator sees it: seconds before the first byte, bytes per second to it and from it."""
+
+    latency: Seconds
+    write: float
+    read: float
+
+
+def reach(hardware: Hardware, tier: str) -> Reach:
+    """Over all links of the way."""
+    home = hardware.home.name
+    latency = sum(link.latency for link in hardware.path(home, tier))
+    return Reach(latency, link_rate(hardware, home, tier), link_rate(hardware, tier, home))

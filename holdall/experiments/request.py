@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
 from holdall.experiments.workload import Workload, describe_workload
+from holdall.machine.more_tiers import with_tiers
 from holdall.machine.presets import gpu, gpu_names
 from holdall.machine.probe import probed
 from holdall.planning.finish import allocator_of
@@ -76,8 +77,9 @@ def prepare(request: Request, progress: Progress) -> Prepared:
     options = read_options(request.planner, request.options)
     read = Trace.load(request.trace) if request.trace else None
     workload = _workload(request) if read is None else None
-    machine = find_machine(request.gpu, request.hardware, progress, device=_device_of(read))
-    budget = resolve_budget(read_budget(request.budget), machine)
+    sizes = read_budget(request.budget)
+    machine = find_machine(request.gpu, request.hardware, progress, device=_device_of(read), budget=sizes)
+    budget = resolve_budget(sizes, machine)
     if read is None:
         assert workload is not None
         progress(f"tracing {workload.source.name}", 0, 0, "")
@@ -111,8 +113,10 @@ def _device_of(trace: Trace | None) -> str:
     return "auto" if trace is None else str(trace.about.get("device", "cpu"))
 
 
-def find_machine(name: str | None, path: Path | None, progress: Progress, *, device: str = "auto") -> Hardware:
-    """The GPU of that name, the machine of that file, or this machine, measured."""
+def find_machine(
+    name: str | None, path: Path | None, progress: Progress, *, device: str = "auto", budget: Budget = "auto"
+) -> Hardware:
+    """The GPU of that name, the machine of that file, or this machine, measured, with the tiers that the budget names."""
     if name is not None and path is not None:
         raise InvalidInput("both --gpu and --hardware were given", hint="give one of them")
     if name is not None:
@@ -126,7 +130,7 @@ def find_machine(name: str | None, path: Path | None, progress: Progress, *, dev
             "the trace is for a GPU, and this machine has none to measure",
             hint="name the GPU to plan for, as in `--gpu rtx-4090`, or trace again with `--device cpu`",
         )
-    return probed(device, progress=progress)
+    return with_tiers(probed(device, progress=progress), budget if isinstance(budget, Mapping) else ())
 
 
 def check_device(trace: Trace, machine: Hardware) -> None:

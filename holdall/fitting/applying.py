@@ -1,13 +1,12 @@
-"""What must be so before a plan is put on a model, and the tier that it needs."""
+"""What must be so before a plan is put on a model, and the stores that it needs."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from holdall.errors import InvalidInput, TraceMismatch, Unsupported
 from holdall.registry import member_class, member_names
+from holdall.tiers import Store
 from holdall.tracing import model_signature
 from holdall.types import Plan
 
@@ -36,14 +35,15 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
         )
 
 
-def store_for(plan: Plan, model: torch.nn.Module) -> Any:
-    """The far tier of the plan, if any action uses one."""
-    tiers = list(plan.budget)
-    uses = any(action.uses_store for action in plan.actions)
-    if len(tiers) < 2 or not uses:
-        return None
-    if tiers[1] not in member_names("tiers"):
-        raise Unsupported(f"there is no tier `{tiers[1]}`", hint="plan again with this version")
+def stores_for(plan: Plan, model: torch.nn.Module) -> list[Store]:
+    """A store for every tier that an action of the plan uses."""
+    near = next(iter(list(plan.budget)[1:]), "")
+    names = dict.fromkeys(tier or near for action in plan.actions for tier in sorted(action.tiers))
     device = torch.device(str(plan.about.get("device") or next(model.parameters()).device.type))
-    left = plan.budget[tiers[1]] - int(plan.about.get("process") or 0)
-    return member_class("tiers", tiers[1])(capacity=left, device=device)
+    stores: list[Store] = []
+    for name in filter(None, names):
+        if name not in member_names("tiers") or name not in plan.budget:
+            raise Unsupported(f"there is no tier `{name}`", hint="plan again with this version")
+        taken = int(plan.about.get("process") or 0) if name == near else 0
+        stores.append(member_class("tiers", name)(capacity=plan.budget[name] - taken, device=device))
+    return stores

@@ -155,7 +155,7 @@ class PlanBook:
         if abs(seconds / harness.expected.seconds - 1) <= _OFF:
             return None
         given = {k: v for k, v in self._planning.items() if k in PROBLEM}
-        machine = hardware_for(known[1], given.pop("hardware", None))
+        machine = hardware_for(known[1], given.pop("hardware", None), given.get("budget", "auto"))
         problem = bare_problem(known[1], machine, **given)
         rate = harness.engine.updater.rate if harness.engine is not None and harness.engine.updater is not None else None
         options = {k: v for k, v in self._planning.items() if k not in (*PROBLEM, "planner")}

@@ -147,7 +147,7 @@ class Fitting:
 def fit(request: FitRequest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Harness:
     """`holdall.fit`, with some of the budget left to what a trainer keeps beside the step."""
     device = request.device or device_of_batch(batch) or _device_of(model)
-    machine = resolve_hardware(request.hardware, torch.device(device).type)
+    machine = resolve_hardware(request.hardware, torch.device(device).type, request.budget)
     # a trainer reads the batches of a step together, and a loop's variable holds the one before
     batches = request.accumulate * sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
     whole = resolve_budget(request.budget, machine)

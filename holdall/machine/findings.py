@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from holdall.machine.more_tiers import tier_names
 from holdall.machine.probe import host_memory
 from holdall.units import GiB, MiB, format_bytes, format_rate
 
@@ -31,7 +32,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Every finding about this machine, in the order in which they matter."""
-    found = [_torch(), _threads(), _host(), *_devices(), *_environment()]
+    found = [_torch(), _threads(), _host(), *_devices(), _tiers(), *_environment()]
     return [*found, *(_extra(name, packages) for name, packages in EXTRAS.items())]
 
 
@@ -63,6 +64,12 @@ def _host() -> Finding:
         ok=not short,
         advice="stop other programs, or raise the container's memory limit, before anything is offloaded" if short else "",
     )
+
+
+def _tiers() -> Finding:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = tier_names(device)
+    return Finding(what="tiers", found=f"{', '.join(names)}: where bytes can leave to, up to `--budget {names[-1]}=SIZE`")
 
 
 def _devices() -> Iterator[Finding]:

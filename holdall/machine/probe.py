@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdall.caching import key_of, open_cache
 from holdall.errors import HoldallError, Unsupported, unknown_name
 from holdall.machine.host_rates import host_rates
+from holdall.registry import member_class
 from holdall.runtime.budget.meter import device_context
 from holdall.tiers import Store
 from holdall.types import Hardware, Progress, Rate, Tier, _json
@@ -38,6 +39,7 @@ _MEMORY = {  # bytes of one operand
     "cpu": (16 * KiB, 256 * KiB, 4 * MiB, 24 * MiB, 64 * MiB),
     "cuda": (256 * KiB, 4 * MiB, 64 * MiB, 256 * MiB),
 }
+_NEAREST = {"cpu": "far", "cuda": "cpu"}  # the tier that every machine has beside its own memory
 _COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
 Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, the call that does them)
 _UPDATE_BYTES = 28  # that Adam reads and writes per parameter
@@ -136,7 +138,7 @@ def _measure(request: _Request) -> Hardware:
             request.progress(f"measuring {family} {dtype}".rstrip(), done, total, "")
             table += _climb(family, dtype, tries, clock, overhead)
         request.progress("measuring copies", total - 1, total, "")
-        store = _store(clock.device)
+        store: Store = member_class("tiers", _NEAREST[kind])(device=clock.device)
         try:
             far, duplex = _measure_store(store, clock)
         finally:
@@ -299,14 +301,17 @@ def _overhead(clock: _Clock) -> float:
 # the farther memory
 
 
-def _store(device: torch.device) -> Store:
-    if device.type == "cuda":
-        from holdall.tiers.cpu import Cpu
-
-        return Cpu(device=device)
-    from holdall.tiers.far import Far
-
-    return Far()
+def measure_tier(name: str, device: str) -> tuple[Tier, float]:
+    """A tier as the copies of its own store show it, and what is left of its rates when both ways are busy."""
+    clock = _Clock(torch.device(_resolve(device)), 0.04)
+    cls = member_class("tiers", name)
+    store: Store = cls(device=clock.device)
+    try:
+        with torch.no_grad():
+            tier, duplex = _measure_store(store, clock)
+    finally:
+        store.close()
+    return replace(tier, capacity=cls.room()) if hasattr(cls, "room") else tier, duplex
 
 
 def _measure_store(store: Store, clock: _Clock) -> tuple[Tier, float]:

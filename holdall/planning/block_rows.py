@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdall.actions.keep import Keep
 from holdall.cost.link import copy_seconds
 from holdall.simulator.lower import blocks_of, lower
-from holdall.types import Action, Block, Copy, Phase, Problem, Run, Schedule
+from holdall.types import Action, Block, Copy, Phase, Problem, Run, Schedule, Trace
+from holdall.types.trace import TensorId
 
 
 def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, Any]]:
@@ -20,6 +21,8 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         for name in blocks_of(action):
             decided.setdefault(name, []).append(action)
     moved = {x for steps in schedule.after.values() for s in steps if isinstance(s, Copy) for x in s.tensors}
+    leaving = (s for steps in schedule.after.values() for s in steps if isinstance(s, Copy) and s.src == problem.home)
+    gone = {x: s.dst for s in leaving for x in s.tensors}
     again: dict[int, float] = {}
     for steps in schedule.after.values():
         for step in steps:
@@ -45,12 +48,13 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         seconds = sum(t for module, t in by_module.items() if module == block.module or module.startswith(f"{block.module}."))
         extra = sum(again.get(op, 0.0) for op in range(block.first, block.last + 1))
         if problem.hardware.far is not None and not problem.hardware.overlap:
-            size = sum(trace.tensors[x].nbytes for x in forward & moved)
-            extra += sum(copy_seconds(size, problem.hardware.far, problem.hardware, d) for d in ("out", "in") if size)
+            for tier, size in _sizes(trace, forward & moved, gone, problem.other()).items():
+                ways = ((problem.home, tier), (tier, problem.home))
+                extra += sum(copy_seconds(size, problem.hardware, *way) for way in ways if size)
         rows.append(
             {
                 "module": block.name,
-                "decision": " + ".join(a.name for a in treated) or Keep.name,
+                "decision": " + ".join(_called(a) for a in treated) or Keep.name,
                 "nbytes_held": sum(trace.tensors[x].nbytes for x in held) + codes,
                 "nbytes_plain": sum(trace.tensors[x].nbytes for x in forward),
                 "seconds": seconds + extra,
@@ -58,6 +62,21 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
             }
         )
     return rows
+
+
+def _called(action: Action) -> str:
+    """The action's name, with the tier that it names."""
+    named = sorted(tier for tier in action.tiers if tier)
+    return f"{action.name} to {', '.join(named)}" if named else action.name
+
+
+def _sizes(trace: Trace, tensors: Iterable[TensorId], gone: Mapping[TensorId, str], near: str) -> dict[str, int]:
+    """Bytes of these tensors by the tier that each leaves for."""
+    found: dict[str, int] = {}
+    for x in tensors:
+        tier = gone.get(x, near)
+        found[tier] = found.get(tier, 0) + trace.tensors[x].nbytes
+    return found
 
 
 def _codes(schedule: Schedule, block: Block) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from holdall.cost.link import reach
 from holdall.planning.menus import Item, MenuLine
 from holdall.types import Hardware
 
@@ -30,6 +31,7 @@ class _Tail:
     late: int = 0  # bytes that are free only after this block's forward
     out: int = 0  # bytes still to be copied
     back: int = 0
+    tier: str = ""  # where to
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class _Walk:
 
     def __init__(self, budget: int, hardware: Hardware) -> None:
         self._budget = budget
-        self._hardware = hardware
+        names = [tier.name for tier in hardware.others]
+        self._reach = {name if n else "": reach(hardware, name) for n, name in enumerate(names)}
         self._before: list[Ints] = []  # of every state ever kept, the state it came from, item by item
         self._choice: list[Ints] = []
         self._count = 0
@@ -74,8 +77,8 @@ class _Walk:
                 if fits.start == len(front.freed):
                     continue
                 slow = choice.slow if choice.late else 0
-                after = _Tail(slow, choice.out, choice.back) if choice.late else _Tail()
-                seconds = front.seconds[fits] + step_seconds(tail.out, tail.back, item, choice, self._hardware)
+                after = _Tail(slow, choice.out, choice.back, choice.choice.tier) if choice.late else _Tail()
+                seconds = front.seconds[fits] + self._step_seconds(tail, item, choice)
                 freed = front.freed[fits] + (tail.late + choice.freed - slow)
                 grown.setdefault(after, []).append((seconds, freed, front.path[fits], n))
         self.fronts = self._thin({tail: _join(parts) for tail, parts in grown.items()})
@@ -96,7 +99,7 @@ class _Walk:
 
     def best(self) -> tuple[float, list[int]]:
         """The least seconds and the choices that lead there."""
-        ends = [(float(f.seconds[0]) + _tail(t, self._hardware), int(f.path[0])) for t, f in self.fronts.items()]
+        ends = [(float(f.seconds[0]) + self._tail_seconds(t), int(f.path[0])) for t, f in self.fronts.items()]
         seconds, row = min(ends)
         before, choice = np.concatenate(self._before), np.concatenate(self._choice)
         picks = []
@@ -104,6 +107,27 @@ class _Walk:
             picks.append(int(choice[row]))
             row = int(before[row])
         return seconds, picks[::-1]
+
+    def _step_seconds(self, tail: _Tail, item: Item, choice: MenuLine) -> float:
+        """What a choice adds: recomputation, and copies as far as nothing hides them."""
+        seconds = choice.seconds
+        if tail.out or tail.back:
+            before = self._reach[tail.tier]
+            if tail.out:
+                seconds += max(0.0, before.latency + tail.out / before.write - item.forward_seconds)
+            if tail.back:
+                seconds += max(0.0, before.latency + tail.back / before.read - item.backward_seconds - choice.seconds)
+        if not choice.late and choice.out:
+            there = self._reach[choice.choice.tier]
+            seconds += 2 * there.latency + choice.out / there.write + choice.back / there.read
+        return seconds
+
+    def _tail_seconds(self, tail: _Tail) -> float:
+        """Copies of the last block: nothing comes after it to hide them."""
+        if not tail.out:
+            return 0.0
+        there = self._reach[tail.tier]
+        return 2 * there.latency + tail.out / there.write + tail.back / there.read
 
 
 def _join(parts: list[tuple[Any, Ints, Ints, int]]) -> tuple[Any, Ints, Ints, Ints]:
@@ -116,26 +140,3 @@ def _join(parts: list[tuple[Any, Ints, Ints, int]]) -> tuple[Any, Ints, Ints, In
     most = np.maximum.accumulate(freed[order])
     order = order[np.concatenate(([True], freed[order][1:] > most[:-1]))]
     return seconds[order], freed[order], before[order], choice[order]
-
-
-def step_seconds(out: int, back: int, item: Item, choice: MenuLine, hardware: Hardware) -> float:
-    """What a choice adds: recomputation, and copies as far as nothing hides them."""
-    seconds = choice.seconds
-    far = hardware.far
-    if far is None:
-        return seconds
-    if out:
-        seconds += max(0.0, far.latency + out / far.write - item.forward_seconds)
-    if back:
-        seconds += max(0.0, far.latency + back / far.read - item.backward_seconds - choice.seconds)
-    if not choice.late and choice.out:
-        seconds += 2 * far.latency + choice.out / far.write + choice.back / far.read
-    return seconds
-
-
-def _tail(tail: _Tail, hardware: Hardware) -> float:
-    """Copies of the last block: nothing comes after it to hide them."""
-    far = hardware.far
-    if far is None or not tail.out:
-        return 0.0
-    return 2 * far.latency + tail.out / far.write + tail.back / far.read

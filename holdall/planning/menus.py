@@ -7,7 +7,7 @@ and a stack of a hundred equal blocks costs as much as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdall.errors import Unsupported
@@ -62,8 +62,8 @@ class Menus:
     found: dict[int, tuple[MenuLine, ...]]  # kind of block -> its lines
     curves: dict[tuple[Action, ...], Curve] = field(default_factory=dict)  # of steps with some actions around
 
-    def items(self, problem: Problem, around: Sequence[Action] = (), *, moving: bool = True) -> tuple[Item, ...]:
-        """The chain of blocks in a step with the actions `around`. `moving`: false leaves out choices that move bytes."""
+    def items(self, problem: Problem, around: Sequence[Action] = (), *, without: Collection[str] = ()) -> tuple[Item, ...]:
+        """The chain of blocks in a step with the actions `around`. `without`: tiers for which nothing leaves."""
         trace = problem.trace
         key = tuple(around)
         if key not in self.curves:
@@ -78,7 +78,7 @@ class Menus:
                 forward=max(plain.high[k] for k in range(*ahead)) - plain.before[ahead[0]],
                 backward=max((plain.high[k] for k in range(*behind)), default=0) - plain.before[behind[0]],
             )
-            others = [c for c in self.found.get(kind_of(block), ()) if moving or not c.choice.moves]
+            others = [c for c in self.found.get(kind_of(block), ()) if not (c.choice.moves and c.choice.tier in without)]
             items.append(
                 Item(
                     block=block,
@@ -227,6 +227,7 @@ def _worthwhile(lines: Iterable[MenuLine]) -> list[MenuLine]:
             and o.seconds <= c.seconds
             and o.out <= c.out
             and (o.late == c.late or not o.out)  # at once is smaller, but nothing hides its copies
+            and (o.choice.tier == c.choice.tier or not o.out)  # one tier may have room where another has none
             and (o.freed, -o.seconds, -o.out, preferred[id(o)]) > (c.freed, -c.seconds, -c.out, preferred[id(c)])
             for o in useful
         )

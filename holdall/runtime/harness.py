@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ from holdall.runtime.switching.selector import Choosing
 from holdall.runtime.switching.snapshot import RandomNumbers
 from holdall.runtime.switching.submodule_calls import Parts
 from holdall.runtime.switching.trials import Correct, PlanTrials
+from holdall.tiers import Keeper, Store, Stores
+from holdall.tiers._keepers import Keepers
 from holdall.types import Outcome, Plan, Progress
 from holdall.types.plan import silent
 from holdall.updates.planned import PLANNED
@@ -81,10 +83,10 @@ class Harness:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         *,
-        store: Any,
+        stores: Iterable[Store] = (),
         enforce: bool = True,
         make_report: Callable[[Harness], Any] | None = None,
-        make_store: Callable[[Plan], Any] | None = None,
+        make_stores: Callable[[Plan], list[Store]] | None = None,
         fallbacks: Sequence[Plan] = (),
         correct: Correct | None = None,
         buckets: Buckets | None = None,
@@ -97,7 +99,7 @@ class Harness:
         self.plan = self.regular = plan  # the one that is on; the one for steps of the sample's size
         self.model = model
         self.optimizer = optimizer
-        self.store = store
+        self.stores = Stores(stores, plan.budget)
         self.notes: list[str] = []
         self.compiler = Compiler(backend, self.note()) if backend is not None else None
         self.engine: Engine | None = None
@@ -117,7 +119,7 @@ class Harness:
         self._results = Results(self._meter)
         self._enforce = enforce
         self._closed = False
-        self._make_store = make_store
+        self._make_stores = make_stores
         self._next: Plan | None = None  # a plan to change to before the next step
         recorder = Recorder(record)
         self._repeat = Repeat(self, tighten, recorder) if tighten is not None or record is not None else None
@@ -136,8 +138,7 @@ class Harness:
             self._stop_recording()
             self._stay()
             self._peel()
-            if self.store is not None:
-                self.store.close()
+            self.stores.close()
             raise
         self._progress = silent  # later plans are for the notes to tell of
         PLANNED.add(model)
@@ -177,6 +178,11 @@ class Harness:
         self._last.append(undo)
 
     @property
+    def store(self) -> Keeper | None:
+        """The store of the nearest tier, where model states live; None: nothing goes there."""
+        return self.stores.nearest
+
+    @property
     def ledger(self) -> Ledger | None:
         """Who counts every storage, where that is done: on a CPU."""
         return self._meter.ledger
@@ -213,7 +219,7 @@ class Harness:
         for context in self.contexts:
             context.__enter__()
             self._undo.append(partial(context.__exit__, None, None, None))
-        self._blocks = Blocks(self._policies, self.store, Bank(self._meter.ledger), resident.__contains__, self.engine)
+        self._blocks = Blocks(self._policies, self.stores, Bank(self._meter.ledger), resident.__contains__, self.engine)
         self._watch = Watch(self.plan, Notes(self.notes), any_size=self._sizes)
         if self.compiler is not None:
             self.compiler.expect(policy.runner is not None for policy in self._policies.values())
@@ -256,7 +262,7 @@ class Harness:
             self.model,
             self.optimizer,
             placing,
-            store=self.store,
+            store=Keepers(self.stores, self.stores.near) if self.store is not None else None,
             device=self.device,
             calls=[name for name, _ in self.plan.about.get("blocks", ())],
             tell=self._tell,
@@ -275,25 +281,25 @@ class Harness:
 
     def switch(self, plan: Plan) -> None:
         """Go on under another plan from the next step on. What is trained stays; only where things live changes."""
-        if self._make_store is None:
+        if self._make_stores is None:
             raise Unsupported("this harness cannot change its plan", hint="use `holdall.apply`")
         if self._sizes:
             raise Unsupported("this harness chooses its plans by the size of the batch", hint="leave `lengths` out")
         self._next = plan
 
     def _change(self, plan: Plan) -> None:
-        assert self._make_store is not None
-        new, keep = self._make_store(plan), None
-        if new is not None and self.store is not None and plan.budget == self.plan.budget:
+        assert self._make_stores is not None
+        new, keep = Stores(self._make_stores(plan), plan.budget), None
+        if new and new.keys() == self.stores.keys() and plan.budget == self.plan.budget:
             new.close()
-            new = keep = self.store
+            new = keep = self.stores
         self._take_off(keep=keep)
         self._begin_with(plan, new)
 
-    def _begin_with(self, plan: Plan, store: Any) -> None:
+    def _begin_with(self, plan: Plan, stores: Stores) -> None:
         """Install a plan on the bare model."""
         self.plan = self.regular = plan
-        self.store = store
+        self.stores = stores
         self._policies, self._placing, self.contexts = {}, None, []
         self._results.begin_anew()
         self._install()
@@ -308,8 +314,8 @@ class Harness:
         self.plan, self._policies, self.contexts = plan, {}, []
         for action in sorted(plan.actions, key=lambda a: a.rank):
             action.install(self)
-        if self.store is None and self._make_store is not None:
-            self.store = self._make_store(plan)
+        if self._make_stores is not None:
+            self.stores.fill((tier for a in plan.actions for tier in a.tiers), partial(self._make_stores, plan))
         if self._placing != placing:
             raise Unsupported(
                 "the plan for this step places model states in another way than the one before",
@@ -355,8 +361,8 @@ class Harness:
             self._rivals = PlanTrials(made.fallbacks, made.correct)
             if self._choosing is not None:
                 self._choosing.use(made.buckets)
-            assert self._make_store is not None
-            self._begin_with(made.plan, self._make_store(made.plan))
+            assert self._make_stores is not None
+            self._begin_with(made.plan, Stores(self._make_stores(made.plan), made.plan.budget))
         except BaseException:
             self._closed = True
             self._stop_recording()
@@ -392,8 +398,8 @@ class Harness:
                 stack.callback(undo)
             self._undo.clear()
 
-    def _take_off(self, *, keep: Any = None) -> None:
-        """`keep`: the store, if its memory will be used again; taking and pinning it anew would hold up the loop."""
+    def _take_off(self, *, keep: Stores | None = None) -> None:
+        """`keep`: the stores, if their memory will be used again; taking and pinning it anew would hold up the loop."""
         engine, self.engine = self.engine, None
         try:
             self._peel()
@@ -410,8 +416,8 @@ class Harness:
                 self._blocks.restart()
                 if keep is not None:
                     keep.begin_anew()
-                elif self.store is not None:
-                    self.store.close()
+                else:
+                    self.stores.close()
 
     def __enter__(self) -> Harness:
         return self
@@ -501,7 +507,9 @@ class Harness:
         """What was seen; None before the first whole step. Seconds are the median of the steps after the first."""
         outside = self.engine.outside if self.engine is not None else self._outside
         process = int(self.plan.about.get("process") or 0)
-        elsewhere = {self.store.name: self.store.peak + outside + process} if self.store is not None else {}
+        elsewhere = {name: store.peak for name, store in self.stores.items()}
+        if self.stores.near in elsewhere:
+            elsewhere[self.stores.near] += outside + process
         return self._results.measured(self.plan, self._home, elsewhere)
 
     @property

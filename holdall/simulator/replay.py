@@ -12,7 +12,7 @@ from dataclasses import replace
 from holdall.cost.launching import COPY, PLACED, by_program, starts, starts_of
 from holdall.cost.link import copy_seconds
 from holdall.simulator.allocators import Allocator
-from holdall.simulator.clock import COMPUTE, HOST, Clock
+from holdall.simulator.clock import COMPUTE, HOST, Clock, lane_of
 from holdall.types import Copy, Drop, Hardware, Holder, Kind, Moment, Op, Outcome, Run, Schedule, Span, Step, Wait
 
 _MOMENTS = 1200  # points of a timeline worth drawing
@@ -92,18 +92,17 @@ def replay(
                 for x in step.tensors:
                     enter(x, step.dst)
             peak[step.dst] = max(peak.get(step.dst, 0), live.get(step.dst, 0))
-            far, direction = (step.dst, "out") if step.src == home else (step.src, "in")
             traffic[f"{step.src}->{step.dst}"] = traffic.get(f"{step.src}->{step.dst}", 0) + total
             if hardware.overlap:
                 clock.launch(COPY * launching)
                 after = _busy(busy, (*step.tensors, *step.uses))
-                task = clock.copy(far, direction, total, after=after, lane=step.lane, name=step.name)
+                task = clock.copy(step.src, step.dst, total, after=after, lane=step.lane, name=step.name)
                 busy.update(dict.fromkeys((*step.tensors, *step.uses), task))
             else:  # the processor that computes also copies: honest about it
-                seconds = copy_seconds(total, hardware.tier(far), hardware, direction)
+                seconds = copy_seconds(total, hardware, step.src, step.dst)
                 at = clock.compute(seconds)
                 if full:
-                    _span(spans, at, seconds, f"copy {direction}", step.name)
+                    _span(spans, at, seconds, lane_of(hardware, step.src, step.dst), step.name)
         elif isinstance(step, Wait):
             clock.wait(_busy(busy, step.tensors))
         elif isinstance(step, Drop):

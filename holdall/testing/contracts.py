@@ -71,7 +71,7 @@ def run_both(
     plan = finish(Nop(), problem, choose(trace))
     expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3), steps)
     gc.collect()
-    with Harness(plan, model, optimizer, store=Far()) as harness:
+    with Harness(plan, model, optimizer, stores=[Far()]) as harness:
         got = train(model, batch, optimizer, steps)
     mine, theirs = model.state_dict(), reference.state_dict()
     same = got == expected and all(torch.equal(mine[k], theirs[k]) for k in theirs)
@@ -161,7 +161,7 @@ class PlannerContract:
         plan = self.plans(trace, fixed + (plain - fixed) * 4 // 5) or self.plans(trace, UNLIMITED)
         assert plan is not None
         expected = train(reference, batch, torch.optim.AdamW(reference.parameters(), lr=1e-3))
-        with Harness(plan, model, optimizer, store=Far()) as harness:
+        with Harness(plan, model, optimizer, stores=[Far()]) as harness:
             got = train(model, batch, optimizer)
         exact = all(a.exact for a in plan.actions)
         if exact:
@@ -223,7 +223,7 @@ class ActionContract:
         before = fingerprint(model, optimizer)
         for sample in self.action.samples(trace):
             plan = finish(Nop(), problem_for(trace), [sample])
-            with Harness(plan, model, optimizer, store=Far()):
+            with Harness(plan, model, optimizer, stores=[Far()]):
                 pass
             assert fingerprint(model, optimizer) == before
 

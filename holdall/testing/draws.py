@@ -279,7 +279,7 @@ def run(d: Draw, device: str = "cpu", *, tolerance: float = 0.0) -> list[str]:
     plan = plan_of(d, traced(d.family, d.tied, d.rule, d.narrow, d.rows, device))
     model, batch = start(d.family, d.tied, device)
     optimizer = make_optimizer(d.rule, model)
-    with Harness(plan, model, optimizer, store=make_store(device), enforce=False):
+    with Harness(plan, model, optimizer, stores=[make_store(device)], enforce=False):
         found = loop(model, optimizer, _to(batch, device), d)
     if tolerance:
         return [f"/seen/{n}: {a} for {b}" for n, (a, b) in _far_apart(found["seen"], expected["seen"], tolerance)]

@@ -1,5 +1,8 @@
 """Farther memories that bytes can leave to. Each file here is one, named as the file; a `Store` does the moving.
 
+A new tier is one file with one class: the calls below, `name` (the file's), `serves` (kinds of device), and a constructor that
+takes `capacity` and `device`. It joins a machine where a budget names it, and its rates are then measured by its own copies.
+
     put      starts copying a storage's bytes out of the accelerator's memory
     wait     from here on the current stream may reuse the source's memory; the ticket lets go of the source
     get      takes memory on the accelerator and starts copying the bytes back
@@ -23,12 +26,13 @@ does not see them. A store serves one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
+from holdall.errors import Unsupported
 from holdall.tiers._chaos import Arrival
 
 
@@ -43,6 +47,7 @@ class Ticket:
     source: torch.UntypedStorage | None = None  # referenced until its copy is over: nobody may reuse its memory before
     target: torch.UntypedStorage | None = None  # likewise, for the memory that a fetch is still writing
     is_live: bool = True
+    tier: str = ""  # that it was reserved in, where there are several; empty: the nearest
 
 
 def let_wait(event: Any, device: torch.device) -> None:
@@ -55,7 +60,13 @@ def let_wait(event: Any, device: torch.device) -> None:
 
 class Store(Protocol):
     name: ClassVar[str]  # the file's
+    serves: ClassVar[frozenset[str]]  # kinds of device whose bytes it takes: "cuda", "cpu"
     notes: list[str]  # what did not go as asked, in sentences
+
+    @property
+    def device(self) -> torch.device:
+        """Whose bytes it takes."""
+        ...
 
     @property
     def used(self) -> int:
@@ -99,6 +110,49 @@ class Store(Protocol):
     def close(self) -> None:
         """Give all memory back. Tickets that are still out become void."""
         ...
+
+
+class Stores(dict[str, Store]):
+    """The stores of a run, by tier. The budget names its tiers, from the device on outwards."""
+
+    def __init__(self, stores: Iterable[Store] = (), budget: Iterable[str] = ()) -> None:
+        super().__init__({store.name: store for store in stores})
+        self._near = next(iter(list(budget)[1:]), "")
+
+    @property
+    def near(self) -> str:
+        """The tier that is meant where none is named: the nearest."""
+        return self._near or next(iter(self), "")
+
+    def fill(self, tiers: Iterable[str], make: Callable[[], Iterable[Store]]) -> None:
+        """Take over the stores of these tiers, as far as there are none."""
+        if {tier or self.near for tier in tiers} - self.keys():
+            for store in make():
+                if self.setdefault(store.name, store) is not store:
+                    store.close()
+
+    @property
+    def nearest(self) -> Keeper | None:
+        """The store of the nearest tier, where model states live; None: nothing goes there."""
+        return cast("Keeper | None", self.get(self.near))
+
+    def at(self, tier: str) -> Store:
+        """The store of a tier; of the nearest, if there is no name."""
+        name = tier or self.near
+        if name not in self:
+            raise Unsupported(
+                f"the plan lets bytes leave for `{name or 'another tier'}`, and this harness has no store for it",
+                hint="use `holdall.apply`, which makes the stores that a plan needs",
+            )
+        return self[name]
+
+    def close(self) -> None:
+        for store in self.values():
+            store.close()
+
+    def begin_anew(self) -> None:
+        for store in self.values():
+            store.begin_anew()
 
 
 class Keeper(Store, Protocol):

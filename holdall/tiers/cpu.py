@@ -37,6 +37,7 @@ _PIECE = 64 * MiB
 
 class Cpu(Counted):
     name: ClassVar[str] = "cpu"
+    serves: ClassVar[frozenset[str]] = frozenset({"cuda"})
 
     def __init__(self, *, capacity: int | None = None, device: torch.device | str = "cuda") -> None:
         if not torch.cuda.is_available():

@@ -17,6 +17,7 @@ from holdall.units import format_bytes
 
 class Null:
     name: ClassVar[str] = "null"
+    serves: ClassVar[frozenset[str]] = frozenset()  # not for training
 
     def __init__(self, *, capacity: int | None = None, device: torch.device | str = "meta") -> None:
         self.capacity = capacity

@@ -26,7 +26,7 @@ def resolve_device(asked: str) -> str:
 def resolve_machine(options: TrainOptions, device: str) -> Hardware:
     """What to plan with. A wrong planner or size is said here, before anything slow."""
     member_class("planners", options.planner)
-    machine = resolve_hardware(options.hardware, torch.device(device).type)
+    machine = resolve_hardware(options.hardware, torch.device(device).type, options.budget)
     if machine.device != torch.device(device).type:
         hint = "leave it out: this machine is then measured"
         raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)

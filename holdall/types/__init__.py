@@ -8,6 +8,7 @@ block     one call of one module, the unit that planners decide about
 unit      parameters that move and are updated together: a block's, or a module's outside of every block
 save      one reference that autograd takes to a tensor, from packing it to releasing it
 tier      a memory (gpu, cpu, nvme; on a machine that computes on its CPU: cpu and far)
+link      a connection between two tiers, in one direction
 budget    bytes allowed in a tier
 recompute run again in backward what was dropped in forward
 offload   copy a tensor to a farther tier and free it here; fetch brings it back
@@ -18,7 +19,7 @@ op k's completion and the start of op k + 1; -1 is the moment before the first o
 """
 
 from holdall.types.choice import KEEP, Choice
-from holdall.types.hardware import Hardware, Rate, Tier
+from holdall.types.hardware import Hardware, Link, Rate, Tier
 from holdall.types.outcome import Holder, Moment, Outcome, Span
 from holdall.types.plan import Action, Facts, Plan, Planner, Problem, Progress
 from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
@@ -35,6 +36,7 @@ __all__ = [
     "Hardware",
     "Holder",
     "Kind",
+    "Link",
     "Moment",
     "Op",
     "Outcome",

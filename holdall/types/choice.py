@@ -30,6 +30,7 @@ class Choice:
     recomputes: bool = field(default=False, compare=False)  # the block, or some of its ops, run again
     by_program: bool = field(default=False, compare=False)  # the block runs op by op
     moves: bool = field(default=False, compare=False)  # bytes leave for a farther tier
+    tier: str = field(default="", compare=False)  # which; empty: the nearest
     late: bool = field(default=False, compare=False)  # they are gone after the next block's forward, which hides the copy
     exact: bool = field(default=True, compare=False)  # the same bits as the untouched model
     for_all: bool = field(default=False, compare=False)  # searches also try it on every block that has it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from holdall.errors import InvalidInput
+from holdall.errors import InvalidInput, Unsupported, unknown_name
 from holdall.registry import action_from_json, allowed_by_default
 from holdall.types import _json
 from holdall.types.choice import Choice
@@ -42,6 +42,15 @@ class Problem:
     def home(self) -> str:
         return self.hardware.home.name
 
+    def other(self, name: str = "") -> str:
+        """The farther tier of this name; the nearest one, if there is no name."""
+        others = [tier.name for tier in self.hardware.others]
+        if not others:
+            raise Unsupported("there is no tier for bytes to leave to", hint="plan for hardware with a second tier")
+        if name and name not in others:
+            raise unknown_name("tier", name, others)
+        return name or others[0]
+
     def limit(self, tier: str) -> int:
         """Bytes allowed in a tier."""
         return self.budget.get(tier, self.hardware.tier(tier).capacity)
@@ -72,7 +81,7 @@ class Action(Protocol):
     what: ClassVar[str]
 
     @property
-    def uses_store(self) -> bool: ...
+    def tiers(self) -> frozenset[str]: ...
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
@@ -103,9 +112,9 @@ class Facts:
     what: ClassVar[str] = ""  # one line for tables of features; empty: it is not in them
 
     @property
-    def uses_store(self) -> bool:
-        """Whether it copies bytes to a farther tier."""
-        return False
+    def tiers(self) -> frozenset[str]:
+        """The farther tiers that it copies bytes to; an empty name is the nearest one."""
+        return frozenset()
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:  # noqa: ARG003

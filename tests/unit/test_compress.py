@@ -363,7 +363,7 @@ def test_codes_cannot_be_swapped_where_there_is_no_tier():
     model, _, optimizer, trace = fresh("tied")
     plan = finish(Nop(), problem_for(trace), everywhere(trace, bits=4, swap=True))
     with pytest.raises(Unsupported, match="no tier to swap"):
-        Harness(plan, model, optimizer, store=None)
+        Harness(plan, model, optimizer)
     assert "forward" not in model.layers[0].__dict__
 
 

@@ -1,7 +1,9 @@
 """Seconds for copies and ops: hand-made numbers, a clock that ticks in tiny steps, and properties."""
 
+import json
 import math
 import time
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from holdall.cost.roofline import cost_trace, families, family_of, op_seconds
 from holdall.cost.table import build_curves, merge_tables, rate_at
 from holdall.errors import InvalidInput
 from holdall.simulator.clock import Clock
-from holdall.types import Hardware, Op, Phase, Rate, Site, Tier, Trace
+from holdall.types import Hardware, Link, Op, Phase, Rate, Site, Tier, Trace
 
 
 def machine(**changes):
@@ -44,6 +46,10 @@ def op(name="aten.mm.default", flops=0, moved=0, dtype="float32", number=0):
 # copies
 
 
+def way(tier, direction):
+    return ("gpu", tier) if direction == "out" else (tier, "gpu")
+
+
 class Links:
     """Copies alone on the simulator's clock, each issued at a moment."""
 
@@ -53,7 +59,7 @@ class Links:
     def start(self, now, tier, direction, nbytes):
         self.clock.compute(now - self.now)
         self.now = now
-        return self.clock.copy(tier, direction, nbytes)
+        return self.clock.copy(*way(tier, direction), nbytes)
 
     def span(self, ticket):
         self.clock.run()
@@ -65,27 +71,97 @@ class Links:
 
 def test_a_copy_takes_its_latency_and_its_bytes_at_the_rate_of_its_direction():
     hardware = machine()
-    cpu = hardware.tier("cpu")
-    assert copy_seconds(16, cpu, hardware, "out") == 0.5 + 4.0
-    assert copy_seconds(16, cpu, hardware, "in") == 0.5 + 2.0
-    assert copy_seconds(16, cpu, hardware, "in", both_busy=True) == 0.5 + 4.0
+    assert copy_seconds(16, hardware, "gpu", "cpu") == 0.5 + 4.0
+    assert copy_seconds(16, hardware, "cpu", "gpu") == 0.5 + 2.0
+    assert copy_seconds(16, hardware, "cpu", "gpu", both_busy=True) == 0.5 + 4.0
 
 
-def test_a_direction_or_rate_that_does_not_exist_is_refused():
-    hardware = machine()
-    with pytest.raises(InvalidInput, match="unknown direction"):
-        copy_seconds(1, hardware.tier("cpu"), hardware, "up")
-    with pytest.raises(InvalidInput, match="no rate"):
-        copy_seconds(1, Tier(name="dead", capacity=1, read=0.0, write=1.0), hardware, "in")
+def test_a_tier_or_rate_that_does_not_exist_is_refused():
+    with pytest.raises(InvalidInput, match="no way from `cpu` to `nvme`"):
+        copy_seconds(1, replace(machine(), links=BEHIND[:1]), "cpu", "nvme")
+    with pytest.raises(InvalidInput, match="unknown tier `disk`"):
+        machine(links=(Link(source="gpu", destination="disk", rate=1.0),))
+    with pytest.raises(InvalidInput, match="could not exist"):
+        machine(links=(Link(source="gpu", destination="nvme", rate=0.0),))
+
+
+BEHIND = (
+    Link(source="nvme", destination="cpu", rate=3.0, latency=0.25),
+    Link(source="cpu", destination="nvme", rate=2.0, latency=0.25),
+)  # the nvme is behind the host
+
+
+def test_a_tier_behind_another_is_reached_through_it_at_the_rate_of_the_slowest_link():
+    hardware = machine(links=BEHIND)
+    assert [(link.source, link.destination) for link in hardware.path("gpu", "nvme")] == [("gpu", "cpu"), ("cpu", "nvme")]
+    assert copy_seconds(16, hardware, "gpu", "nvme") == 0.5 + 0.25 + 16 / 2
+    assert copy_seconds(15, hardware, "nvme", "gpu") == 0.25 + 0.5 + 15 / 3
+    assert copy_seconds(16, hardware, "cpu", "nvme") == 0.25 + 16 / 2
+    assert copy_seconds(16, hardware, "gpu", "cpu") == copy_seconds(16, machine(), "gpu", "cpu")
+
+
+def test_a_listed_link_goes_before_what_the_tier_says():
+    hardware = machine(
+        links=(Link(source="gpu", destination="nvme", rate=16.0), Link(source="nvme", destination="gpu", rate=8.0))
+    )
+    assert (copy_seconds(16, hardware, "gpu", "nvme"), copy_seconds(16, hardware, "nvme", "gpu")) == (1.0, 2.0)
+
+
+def test_a_machine_of_an_older_file_has_the_links_that_its_tiers_say(tmp_path):
+    machine().save(tmp_path / "old.json")
+    data = json.loads((tmp_path / "old.json").read_text())
+    del data["links"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    assert Hardware.load(tmp_path / "old.json") == machine()
+    machine(links=BEHIND).save(tmp_path / "new.json")
+    assert Hardware.load(tmp_path / "new.json") == machine(links=BEHIND)
+
+
+def test_copies_on_different_links_do_not_hinder_each_other():
+    links = Links(machine())
+    near, far, back = links.start(0.0, "cpu", "out", 16), links.start(0.0, "nvme", "out", 4), links.start(0.0, "nvme", "in", 4)
+    assert links.finish(near) == 4.5
+    # nvme: 0.25 of latency; then each way at half, 2 bytes/s in and 1 out: `in` is done after 4 s, two bytes of `out` are left
+    assert (links.finish(back), links.finish(far)) == (4.25, 6.25)
+
+
+def test_tiers_on_one_wire_share_it():
+    shared = tuple(Link(source="gpu", destination=name, rate=4.0, wire="pcie") for name in ("cpu", "nvme"))
+    links = Links(machine(links=shared))
+    first, second = links.start(0.0, "cpu", "out", 8), links.start(0.0, "nvme", "out", 16)
+    assert (links.finish(first), links.finish(second)) == (4.0, 6.0)
+
+
+def test_a_copy_that_passes_through_the_host_leaves_the_rest_of_the_link_to_others():
+    links = Links(machine(links=(replace(BEHIND[1], rate=1.0, latency=0.0),)))
+    near, far = links.start(0.0, "cpu", "out", 12), links.start(0.0, "nvme", "out", 100)
+    # both begin to flow at 0.5, over a link of 4 bytes/s: one takes 1 byte/s, all that the link behind carries
+    assert links.span(near) == (0.0, 0.5 + 12 / 3)
+    assert links.finish(far) == 100.5
+
+
+def test_copies_that_pass_through_the_host_take_half_of_the_link_at_most():
+    links = Links(machine(links=(replace(BEHIND[1], rate=9.0, latency=0.0),)))
+    near, far = links.start(0.0, "cpu", "out", 12), links.start(0.0, "nvme", "out", 16)
+    assert (links.finish(near), links.finish(far)) == (0.5 + 6.0, 0.5 + 6.0 + 1.0)
+
+
+def test_copies_behind_the_host_do_not_slow_its_processors():
+    """As far as is known: only those between device and host were measured."""
+    clock = Clock(machine(updates=6.0, updates_beside=2.0, links=BEHIND))
+    host, copied = clock.beside("host", 10.0), clock.copy("cpu", "nvme", 16)
+    clock.run()
+    assert (clock.tasks[host].end, clock.tasks[copied].lane) == (10.0, "copy cpu to nvme")
 
 
 def test_a_lone_copy_on_the_link_takes_what_copy_seconds_says():
-    hardware = machine()
-    links = Links(hardware)
-    assert links.finish(links.start(3.0, "cpu", "out", 16)) == 3.0 + copy_seconds(16, hardware.tier("cpu"), hardware, "out")
+    for hardware in (machine(), machine(links=BEHIND)):
+        for tier in ("cpu", "nvme"):
+            links = Links(hardware)
+            assert links.finish(links.start(3.0, tier, "out", 16)) == 3.0 + copy_seconds(16, hardware, "gpu", tier)
 
 
-def test_copies_of_one_direction_queue_in_order():
+def test_copies_of_one_direction_of_a_link_queue_in_order():
     links = Links(machine())
     first, second = links.start(0.0, "cpu", "out", 16), links.start(1.0, "cpu", "out", 4)
     assert links.span(first) == (0.0, 4.5)
@@ -111,7 +187,7 @@ def test_a_copy_that_is_over_is_not_changed_by_later_ones():
 
 def ticking(copies, hardware, step):
     """The same link, advanced in tiny steps of time; finish per copy."""
-    queues = {d: [i for i, c in enumerate(copies) if c[2] == d] for d in ("out", "in")}
+    queues = {(t, d): [i for i, c in enumerate(copies) if c[1:3] == (t, d)] for t in ("cpu", "nvme") for d in ("out", "in")}
     left = [[hardware.tier(c[1]).latency, c[3]] for c in copies]
     done, now = {}, 0.0
     while len(done) < len(copies):
@@ -120,12 +196,13 @@ def ticking(copies, hardware, step):
             queue[:] = [i for i in queue if i not in done]
             if queue and copies[queue[0]][0] <= now + step / 2:
                 heads[d] = queue[0]
-        both = len(heads) == 2 and all(left[i][0] <= 1e-9 for i in heads.values())
-        for d, i in heads.items():
-            tier = hardware.tier(copies[i][1])
-            if left[i][0] > 1e-9:
+        flowing = {key for key, i in heads.items() if left[i][0] <= 1e-9}
+        for (name, d), i in heads.items():
+            tier = hardware.tier(name)
+            if (name, d) not in flowing:
                 left[i][0] -= step
             else:
+                both = {(name, "out"), (name, "in")} <= flowing
                 left[i][1] -= step * (tier.write if d == "out" else tier.read) * (hardware.duplex if both else 1.0)
             if left[i][0] <= 1e-9 and left[i][1] <= 1e-9:
                 done[i] = now + step
@@ -156,28 +233,29 @@ def test_the_link_equals_a_clock_that_ticks_in_tiny_steps(copies, duplex):
 
 @settings(max_examples=40, deadline=None)
 @given(COPIES)
-def test_without_contention_both_directions_are_plain_queues(copies):
+def test_without_contention_both_directions_of_every_link_are_plain_queues(copies):
     copies.sort(key=lambda c: c[0])
-    hardware, ends = machine(duplex=1.0), {"out": 0.0, "in": 0.0}
+    hardware, ends = machine(duplex=1.0), defaultdict(float)
     links = Links(hardware)
     for now, tier, direction, nbytes in copies:
         ticket = links.start(float(now), tier, direction, nbytes)
-        ends[direction] = max(ends[direction], now) + copy_seconds(nbytes, hardware.tier(tier), hardware, direction)
-        assert links.finish(ticket) == pytest.approx(ends[direction], rel=1e-12)
+        key = way(tier, direction)
+        ends[key] = max(ends[key], now) + copy_seconds(nbytes, hardware, *key)
+        assert links.finish(ticket) == pytest.approx(ends[key], rel=1e-12)
 
 
 def test_ten_thousand_copies_are_served_in_a_moment():
     clock, begun = Clock(machine()), time.process_time()
     for i in range(10_000):
         clock.compute(0.1)
-        clock.copy("cpu", "out" if i % 2 else "in", 1)
+        clock.copy(*way("cpu", "out" if i % 2 else "in"), 1)
     clock.run()
     assert time.process_time() - begun < 4.0
 
 
 def test_copies_of_one_direction_on_two_lanes_share_its_rate():
     clock = Clock(machine())
-    first, second = clock.copy("cpu", "out", 16), clock.copy("cpu", "out", 8, lane="update")
+    first, second = clock.copy("gpu", "cpu", 16), clock.copy("gpu", "cpu", 8, lane="update")
     clock.run()
     # latency to 0.5; both at 2 a second until 4.5, when 8 are through; the last 8 of the first at 4 a second
     assert (clock.tasks[second].end, clock.tasks[first].end) == (4.5, 6.5)
@@ -187,7 +265,7 @@ def test_computation_waits_for_what_it_awaits_and_for_nothing_else():
     clock = Clock(machine())
     clock.compute(1.0)
     host = clock.beside("host", 5.0)
-    copied = clock.copy("cpu", "in", 8, after=[host])
+    copied = clock.copy("cpu", "gpu", 8, after=[host])
     clock.compute(2.0)
     clock.wait([copied])
     last, _ = clock.compute(1.0)
@@ -199,7 +277,7 @@ def test_the_host_is_slower_while_bytes_flow():
     """Copies go over the memory that it works on."""
     clock = Clock(machine(updates=6.0, updates_beside=2.0))
     host = clock.beside("host", 10.0)
-    out, back = clock.copy("cpu", "out", 16), clock.copy("cpu", "in", 8)
+    out, back = clock.copy("gpu", "cpu", 16), clock.copy("cpu", "gpu", 8)
     clock.run()
     assert (clock.tasks[back].end, clock.tasks[out].end) == (2.5, 5.5)
     # 0.5 of latency; two seconds both ways, three times as slow; three out, 2.5 times; the rest at full speed
@@ -210,10 +288,10 @@ def test_copies_to_the_device_are_slower_while_the_host_updates():
     """Those from it are not, as was measured."""
     clock = Clock(machine(duplex=1.0, read_beside=0.5))
     clock.beside("host", 1.5)
-    out, back = clock.copy("cpu", "out", 4), clock.copy("cpu", "in", 8)
+    out, back = clock.copy("gpu", "cpu", 4), clock.copy("cpu", "gpu", 8)
     clock.run()
     alone = Clock(machine(duplex=1.0))
-    alone_out, alone_back = alone.copy("cpu", "out", 4), alone.copy("cpu", "in", 8)
+    alone_out, alone_back = alone.copy("gpu", "cpu", 4), alone.copy("cpu", "gpu", 8)
     alone.run()
     assert clock.tasks[out].end == alone.tasks[alone_out].end
     assert clock.tasks[back].end == pytest.approx(alone.tasks[alone_back].end + 0.5)  # a second at half of the rate
@@ -222,7 +300,7 @@ def test_copies_to_the_device_are_slower_while_the_host_updates():
 def test_a_host_whose_rate_beside_copies_was_not_measured_is_as_fast_as_ever():
     clock = Clock(machine(updates=6.0))
     host = clock.beside("host", 10.0)
-    clock.copy("cpu", "out", 16)
+    clock.copy("gpu", "cpu", 16)
     clock.run()
     assert clock.tasks[host].end == 10.0
 

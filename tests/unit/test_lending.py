@@ -77,9 +77,9 @@ class Fetches:
         self.count = self.peak = 0
         pull = harness.store.pull
 
-        def counted(*args):
+        def counted(*args, **kwargs):
             self.count += 1
-            return pull(*args)
+            return pull(*args, **kwargs)
 
         harness.store.pull = counted
 

@@ -53,7 +53,7 @@ def test_weights_that_a_block_waits_for_come_before_activations_of_the_next(over
         if isinstance(step, Copy) and step.dst == problem.home and step.lands
     ]
     store = Noting()
-    with Harness(finish(Nop(), problem, [*offloads, place]), model, optimizer, store=store):
+    with Harness(finish(Nop(), problem, [*offloads, place]), model, optimizer, stores=[store]):
         for _ in range(2):
             store.seen.clear()
             model(**batch).loss.backward()

@@ -979,7 +979,7 @@ def assert_refused(plan, model, optimizer, error, match, store=None):
     before, values = footprint(model, optimizer), states(model, optimizer)
     at = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(error, match=match) as refused:
-        Harness(plan, model, optimizer, store=store or Far())
+        Harness(plan, model, optimizer, stores=[store or Far()])
     assert refused.value.hint
     assert_nothing_left(model, optimizer, before)
     assert differences(states(model, optimizer), values) == []
@@ -1059,5 +1059,5 @@ def test_a_store_that_is_too_small_is_noticed_before_anything_has_moved(share, p
 def test_the_predicted_far_tier_is_enough(place):
     model, optimizer = fresh(net)
     plan = planned(net, place)
-    with Harness(plan, model, optimizer, store=Far(capacity=plan.predicted.peak["far"])):
+    with Harness(plan, model, optimizer, stores=[Far(capacity=plan.predicted.peak["far"])]):
         steps(model, optimizer)

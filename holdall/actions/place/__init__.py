@@ -4,6 +4,9 @@ After ZeRO-Offload (arXiv 2101.06840) and ProTrain (arXiv 2406.08334): parameter
 updated, the model computes with working copies. One action says it for all units, because they share the memory that updates
 pass through and the moment at which they begin.
 
+What of a unit is not on the device lies in the nearest tier, the host's memory, or in the tier that `elsewhere` names: weights
+that come and go, parameters as wide as they, gradients on their way to the host. States of updates on the host are the host's.
+
 Exact in that nothing but the place changes. Where a GPU computes and the host updates, the host's Adam rounds as a host does,
 an ulp from the GPU's.
 """
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from holdall.actions.place.schedule import rewrite_placed, streamable
-from holdall.errors import InvalidInput
+from holdall.errors import InvalidInput, unknown_name
 from holdall.types import Facts, Problem, Schedule, Trace
 
 __all__ = ["Place", "streamable"]
@@ -34,6 +37,7 @@ class Place(Facts):
     overlap: bool = True  # weights set out, and gradients leave, while the device computes; else it waits, in less memory
     share: bool = True  # gradients on the host take the room of streamed weights, which are new after the update
     release: str = ""  # block at whose forward the room for passing units is given back
+    elsewhere: tuple[tuple[str, str], ...] = ()  # (unit, tier) of those that live in another tier than the nearest
 
     name: ClassVar[str] = "place"
     exact: ClassVar[bool] = True
@@ -44,8 +48,8 @@ class Place(Facts):
     what: ClassVar[str] = "weights are streamed, states and updates are on the host"
 
     @property
-    def uses_store(self) -> bool:
-        return True
+    def tiers(self) -> frozenset[str]:
+        return frozenset({"", *(tier for _, tier in self.elsewhere)})
 
     @staticmethod
     def all(
@@ -92,6 +96,9 @@ class Place(Facts):
         if [row[0] for row in self.units] != known:
             raise InvalidInput("`place` does not name the units of this trace", hint="plan again for this model")
         _check(self.units)
+        for unit, _ in self.elsewhere:
+            if unit not in known:
+                raise unknown_name("unit", unit, known)
         return rewrite_placed(schedule.copy(), problem, self)
 
     def install(self, harness: Any) -> None:
@@ -103,9 +110,12 @@ class Place(Facts):
         about = harness.plan.about
         params = {name: tuple(names) for name, names in about.get("units", ())}
         precision = about.get("precision")
+        tiers = dict(self.elsewhere)
         harness.place(
             Placing(
-                units=tuple(Placement(unit=u, params=params[u], weights=w, update=d) for u, w, d in self.units),
+                units=tuple(
+                    Placement(unit=u, params=params[u], weights=w, update=d, tier=tiers.get(u, "")) for u, w, d in self.units
+                ),
                 when=self.when,
                 dtype=getattr(torch, precision) if precision else None,
                 slots=self.slots,

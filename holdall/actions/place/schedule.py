@@ -153,7 +153,19 @@ class _Rewrite(Updates):
             last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it is over
             first = blocks[0] if blocks else None
             at = self._first_read(unit)
-            self.units.append(Placed(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast))
+            tier = self._tier(unit, update)
+            self.units.append(Placed(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast, tier=tier))
+
+    def _tier(self, unit: Unit, update: str) -> str:
+        """Where what is not on the device of a unit lies."""
+        named = dict(self.place.elsewhere).get(unit.name, "")
+        if named and (update == "through" or self.place.ahead):
+            how = "updated on its way through the device" if update == "through" else "updated ahead of clipping"
+            raise Unsupported(
+                f"`{unit.name}` cannot be {how} from `{named}`: its states are the host's",
+                hint="leave it in the nearest tier, or let the host update it at the step",
+            )
+        return self.problem.other(named) if self.hardware.others else ""
 
     def _first_read(self, unit: Unit) -> OpId:
         """The op before which its weights must be there; those of a block are waited for where the block begins."""
@@ -192,18 +204,18 @@ class _Rewrite(Updates):
         homes: tuple[TensorId, ...] = ()
         if placed.streamed:  # what is fetched lies in the farther tier for good
             for x in unit.weights:
-                schedule.start[x] = self.far
+                schedule.start[x] = placed.tier
                 schedule.holds[x] = []
             homes = () if self.is_narrow else unit.weights
         elif not self.is_narrow:
             homes = (schedule.add(like, name=f"{unit.name}: homes", nbytes=weights),)
-            self._there(homes[0])
+            self._there(homes[0], placed.tier)
         if grads and placed.update != "device":
             if placed.streamed and self.is_narrow and self.place.share and grads == weights:
                 buffer = unit.weights
             else:
                 buffer = (schedule.add(like, name=f"{unit.name}: gradients", kind=Kind.GRAD, nbytes=grads),)
-                self._there(buffer[0])
+                self._there(buffer[0], placed.tier)
             self.units[unit.id] = replace(placed, buffer=buffer, homes=homes)
             if self.is_ahead(placed):
                 values = flat_bytes(self.trace.tensors[x].nbytes for x in unit.states)
@@ -232,8 +244,8 @@ class _Rewrite(Updates):
             like = self.trace.tensors[passing[0].weights[0]]
             self._there(self.schedule.add(like, name="parameters on their way beside their states", nbytes=more))
 
-    def _there(self, tensor: TensorId) -> None:
-        self.schedule.start[tensor] = self.far
+    def _there(self, tensor: TensorId, tier: str = "") -> None:
+        self.schedule.start[tensor] = tier or self.far
 
     # weights that come and go
 
@@ -249,7 +261,7 @@ class _Rewrite(Updates):
         if placed.cast:
             self._cast(placed, block)
             return
-        fetch = Copy(tensors=unit.weights, src=self.far, dst=self.home, name=unit.name)
+        fetch = Copy(tensors=unit.weights, src=placed.tier, dst=self.home, name=unit.name)
         wait = Wait(tensors=unit.weights)
         blocks = self.trace.blocks
         streaming = sorted(p.block.id for p in self.units if p.streamed and not p.cast and p.block is not None)
@@ -307,7 +319,7 @@ class _Rewrite(Updates):
         if self.place.when != "backward":
             steps.insert(0, self._norms(unit))
         steps.append(Run(op=-1, reads=unit.grads, writes=(flat,), seconds=seconds, name=f"gather gradients of {unit.name}"))
-        steps.append(Copy(tensors=(flat,), src=self.home, dst=self.far, lands=False, uses=placed.buffer, name=unit.name))
+        steps.append(Copy(tensors=(flat,), src=self.home, dst=placed.tier, lands=False, uses=placed.buffer, name=unit.name))
         if self.place.when == "backward":
             made = self.elsewhere(placed)
             steps += made if placed.update == "host" else [*made, waited(made)]

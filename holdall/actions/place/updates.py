@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from holdall.cost.link import IN, OUT, link_rate
+from holdall.cost.link import copy_seconds, link_rate
 from holdall.cost.updates import host_seconds
-from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Unit, Wait
 from holdall.types.layout import flat_bytes, update_slot_bytes, widened_bytes
 from holdall.types.trace import OpId, TensorId
@@ -33,6 +32,7 @@ class Placed:
     homes: tuple[TensorId, ...] = ()  # host memory of its parameters, where those are as wide as the weights
     first: OpId = -1  # where its weights are first waited for: its block's beginning, or the op that reads them; -1: nowhere
     cast: bool = False  # its weights come and go, made from parameters on the device
+    tier: str = ""  # where the rest of it lies
 
 
 class Updates:
@@ -52,9 +52,8 @@ class Updates:
 
     @property
     def far(self) -> str:
-        if self.hardware.far is None:
-            raise Unsupported("there is no tier for model states to leave to", hint="plan for hardware with a second tier")
-        return self.hardware.far.name
+        """Where the host's processors work: the nearest tier."""
+        return self.problem.other()
 
     def is_ahead(self, placed: Placed) -> bool:
         """Updated in backward, in the hope that nothing is clipped."""
@@ -148,14 +147,26 @@ class Updates:
                 reads=(),
                 writes=(),
                 mutates=touched,
-                seconds=host_seconds(unit, self.trace, self.hardware) * factor,
+                seconds=host_seconds(unit, self.trace, self.hardware) * factor + self._trip(placed),
                 name=f"update of {unit.name}",
                 stream="host",
             )
         ]
         if not placed.streamed:
-            steps.append(Copy(tensors=placed.buffer, src=self.far, dst=self.home, lands=False, lane="weights", name=unit.name))
+            steps.append(
+                Copy(tensors=placed.buffer, src=placed.tier, dst=self.home, lands=False, lane="weights", name=unit.name)
+            )
         return steps
+
+    def _trip(self, placed: Placed) -> float:
+        """Seconds in which the host reads and writes what lies in another tier than its own."""
+        if placed.tier == self.far:
+            return 0.0
+        fetched = placed.unit.weights if placed.streamed else ()
+        there = sum(self.schedule.info(x).nbytes for x in dict.fromkeys((*placed.buffer, *placed.homes, *fetched)))
+        return copy_seconds(there, self.hardware, placed.tier, self.far) + copy_seconds(
+            there, self.hardware, self.far, placed.tier
+        )
 
     def _through_steps(self, placed: Placed, slot: TensorId) -> list[Step]:
         unit, schedule = placed.unit, self.schedule
@@ -258,11 +269,10 @@ class Updates:
         """Of a step: what the device computes, and the copies of weights and gradients that it waits for."""
         seconds = self.schedule.compute_seconds()
         if not self.place.overlap:
-            far = self.hardware.tier(self.far)
             fetched = [x for p in self.units if p.streamed and not p.cast for x in 2 * p.unit.weights]  # in both passes
             leaving = [x for p in self.units for x in p.buffer]
-            seconds += sum(self.schedule.info(x).nbytes for x in fetched) / link_rate(far, IN)
-            seconds += sum(self.schedule.info(x).nbytes for x in leaving) / link_rate(far, OUT)
+            seconds += sum(self.schedule.info(x).nbytes for x in fetched) / link_rate(self.hardware, self.far, self.home)
+            seconds += sum(self.schedule.info(x).nbytes for x in leaving) / link_rate(self.hardware, self.home, self.far)
         return seconds
 
 

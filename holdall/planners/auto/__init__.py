@@ -294,7 +294,7 @@ class _Search(Search):
         return least if least < below else math.inf
 
     def _least_of(self, place: Place, choice: Choice) -> Outcome | None:
-        return self.outcome(self._ahead((*self.uniform(choice), place)))
+        return self.outcome(self.spilled(self._ahead((*self.uniform(choice), place))))
 
     def _least_of_all(self) -> PlacementShape:
         """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdall.actions.place import Place
-from holdall.cost.link import IN, OUT, link_rate
+from holdall.cost.link import link_rate
 from holdall.cost.updates import host_seconds
 from holdall.planning.menus import MenuLine
 from holdall.types import Phase, Problem
@@ -47,8 +47,15 @@ class Bounds:
         if far is None or not self._problem.hardware.overlap:
             return _SAFE * compute
         host, into, out = self._elsewhere(place) if place is not None else (0.0, 0, 0)
-        link = max((into + extra.back) / link_rate(far, IN), (out + extra.out) / link_rate(far, OUT))
+        link = max((into + extra.back) / self._rates[0], (out + extra.out) / self._rates[1])
         return _SAFE * max(compute, host, link)
+
+    @cached_property
+    def _rates(self) -> tuple[float, float]:
+        """Bytes per second to the device and from it, over all links at once."""
+        hardware, home = self._problem.hardware, self._problem.home
+        names = [tier.name for tier in hardware.others]
+        return sum(link_rate(hardware, name, home) for name in names), sum(link_rate(hardware, home, name) for name in names)
 
     @cached_property
     def _compute(self) -> float:

@@ -16,6 +16,7 @@ from holdall.actions.recompute import Recompute
 from holdall.errors import Unsupported
 from holdall.planners.auto.bounds import Bounds, Extra
 from holdall.planners.auto.hidden_offload import hidden_offloads, price_of, with_hidden
+from holdall.planners.auto.spill import spill
 from holdall.planning.chain_dp import best_choices
 from holdall.planning.finish import allocator_of, outcome_of, over_budget
 from holdall.planning.menus import Item, MenuLine, Menus, kind_of, order_of, try_offered
@@ -61,11 +62,12 @@ class Search:
 
     def attempt(self, label: str, actions: Sequence[Action]) -> Candidate | None:
         """Simulated and added to what was found. None: it cannot be carried out, for a reason in `dropped`."""
-        outcome = self.outcome(tuple(actions))
+        settled = self.spilled(tuple(actions))
+        outcome = self.outcome(settled)
         if outcome is None:
-            self.dropped.setdefault(label, self._refused[tuple(actions)])
+            self.dropped.setdefault(label, self._refused[settled])
             return None
-        made = Candidate(label, tuple(actions), outcome)
+        made = Candidate(label, settled, outcome)
         if made not in self.found:
             self.found.append(made)
         return made
@@ -86,6 +88,10 @@ class Search:
                 self._known[actions] = None
                 self._refused[actions] = error.fact
         return self._known[actions]
+
+    def spilled(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """The same, with what a tier has no room for in the next; where there are two tiers, there is no next."""
+        return spill(self.problem, actions, self.outcome)
 
     def why_dropped(self) -> list[str]:
         """One line for each reason for which something was not considered."""
@@ -161,9 +167,10 @@ class Search:
 
     def mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's mixes of activations around a placement, and uniform ones."""
-        for moving in (True, False):
+        tiers = ["", *(tier.name for tier in self.problem.hardware.others[1:])]
+        for count in range(len(tiers) + 1):  # all of them, then without the nearest, and so on
             try:
-                items = self.menus.items(self.problem, around, moving=moving)
+                items = self.menus.items(self.problem, around, without=tiers[:count])
             except Unsupported as error:
                 self.dropped.setdefault(label, error.fact)
                 break

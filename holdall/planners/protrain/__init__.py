@@ -30,7 +30,7 @@ from holdall.actions.offload import Offload, own_inputs
 from holdall.actions.place import Place, streamable
 from holdall.actions.place.schedule import users
 from holdall.actions.recompute import Recompute, obstacle
-from holdall.cost.link import IN, OUT, copy_seconds
+from holdall.cost.link import copy_seconds
 from holdall.cost.updates import host_seconds
 from holdall.errors import InvalidInput
 from holdall.planners.protrain.model import (
@@ -169,8 +169,8 @@ def _chunks(
             streams=unit.name in can_stream,
             forward=forward[n],
             backward=backward[n],
-            up=_ticks(copy_seconds(weights, far, hardware, IN)),
-            down=_ticks(copy_seconds(grads, far, hardware, OUT) + handling) if grads else 0,
+            up=_ticks(copy_seconds(weights, hardware, far.name, problem.home)),
+            down=_ticks(copy_seconds(grads, hardware, problem.home, far.name) + handling) if grads else 0,
             on_device=_ticks(unit.moved / hardware.bandwidth + 8 * hardware.overhead) if unit.numel else 0,
             on_host=_ticks(host_seconds(unit, trace, hardware)),
             stage=next((stage_of[b.id] for b in used[unit.name] if b.id in stage_of), -1),
@@ -192,8 +192,8 @@ def _stages(problem: Problem, units: Sequence[Unit], blocks: Sequence[Block], cu
             forward=_between(trace, block.first, block.last + 1),
             backward=_between(trace, block.backward + 1, until),
             again=_between(trace, block.first, min(again, block.last) + 1),
-            out=_ticks(copy_seconds(moved, far, hardware, OUT)) if far is not None else 0,
-            back=_ticks(copy_seconds(moved, far, hardware, IN)) if far is not None else 0,
+            out=_ticks(copy_seconds(moved, hardware, problem.home, far.name)) if far is not None else 0,
+            back=_ticks(copy_seconds(moved, hardware, far.name, problem.home)) if far is not None else 0,
             dropped=_dropped(problem, block),
             moved=moved,
             rise=max(curve.high[k] for k in inside) - curve.before[block.first],

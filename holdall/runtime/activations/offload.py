@@ -46,7 +46,7 @@ class Entry:
 class Group:
     """Everything one block call parks. Entries are held by autograd alone, so that each goes when backward has released it."""
 
-    def __init__(self, store: Any, bank: Bank, lag: bool) -> None:
+    def __init__(self, store: Store, bank: Bank, lag: bool) -> None:
         self.store = store
         self.bank = bank
         self.lag = lag

@@ -13,6 +13,7 @@ from holdall.runtime.activations.compress import Compression, compress_saved
 from holdall.runtime.activations.offload import Bank, Group, OffloadedSaves, park_inputs, park_saved
 from holdall.runtime.activations.recompute import Segment
 from holdall.runtime.states.engine import Engine
+from holdall.tiers import Stores
 from holdall.types.program import Nest
 from holdall.updates.interception import current_backward
 
@@ -33,6 +34,7 @@ class Policy:
     lag: bool = False  # let parked storages go when the next block is over
     until: str = ""  # or when this one is
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
+    tier: str = ""  # where parked storages wait; empty: in the nearest tier
     compress: Compression | None = None  # with `park`, it is the codes that are parked
     runner: Callable[..., Any] | None = (
         None  # runs the block in its own way: (module, forward, args, kwargs, parking) -> output
@@ -45,13 +47,13 @@ class Blocks:
     def __init__(
         self,
         policies: dict[str, Policy],
-        store: Any,
+        stores: Stores,
         bank: Bank,
         stay: Callable[[int], bool],
         engine: Engine | None = None,
     ) -> None:
         self._policies = policies
-        self._store = store
+        self._stores = stores
         self._bank = bank
         self._stay = stay
         self._engine = engine
@@ -117,7 +119,7 @@ class Blocks:
         return out
 
     def _group(self, policy: Policy) -> Group:
-        group = Group(self._store, self._bank, policy.lag)
+        group = Group(self._stores.at(policy.tier), self._bank, policy.lag)
         if policy.fetch:
             self._awaited.setdefault(policy.fetch, []).append(group)
         return group

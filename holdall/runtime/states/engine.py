@@ -20,6 +20,7 @@ The engine sets the units up, hears of all this by hooks, and says in which orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -44,7 +45,7 @@ from holdall.runtime.states.updates import Updater
 from holdall.runtime.states.weight_cache import Lender
 from holdall.runtime.states.weight_slots import Reads, put_slots
 from holdall.runtime.states.weight_streaming import Streaming
-from holdall.tiers import Keeper
+from holdall.tiers._keepers import Keepers
 from holdall.types import Progress
 from holdall.types.plan import silent
 from holdall.updates.parts import is_separable, snapshot
@@ -59,7 +60,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         placing: Placing,
         *,
-        store: Keeper | None,
+        store: Keepers | None,
         device: torch.device,
         calls: Sequence[str] = (),
         tell: Callable[[torch.UntypedStorage], None] = lambda _: None,
@@ -137,8 +138,11 @@ class Engine:
     def _set_up(self, *, share: bool) -> None:
         into_store = self.device.type == "cpu"
         if self.store is not None:  # refused before anything is moved, if it is too much
-            nbytes = sum(u.far_bytes(into_store=into_store, share=share) for u in self.units)
-            self.store.free(self.store.reserve(nbytes, pinned=False))
+            asked = Counter[str]()
+            for unit in self.units:
+                asked.update(unit.far_bytes(into_store=into_store, share=share))
+            for tier, nbytes in asked.items():
+                self.store.free(self.store.reserve(nbytes, pinned=False, tier=tier))
         try:
             for unit in self.units:
                 self._set_up_unit(unit, into_store=into_store, share=share)

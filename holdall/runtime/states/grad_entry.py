@@ -8,13 +8,14 @@ import torch
 
 from holdall.runtime.states.unit import Layout, PlacedUnit
 from holdall.runtime.states.update_out_of_place import SpeculativeUpdate
-from holdall.tiers import Keeper, Ticket
+from holdall.tiers import Ticket
+from holdall.tiers._keepers import Keepers
 
 
 class GradEntry:
     """On the device, on their way to the host, or there; and what is known of them."""
 
-    def __init__(self, unit: PlacedUnit, store: Keeper | None) -> None:
+    def __init__(self, unit: PlacedUnit, store: Keepers | None) -> None:
         self.unit = unit
         self.store = store
         self.which: tuple[int, ...] = ()

@@ -17,8 +17,8 @@ from holdall.runtime.states.grad_entry import GradEntry
 from holdall.runtime.states.offloaded_grad import Gradient
 from holdall.runtime.states.unit import DEVICE, PlacedUnit
 from holdall.runtime.states.update_speculative import Ahead, wait_for_attempt
-from holdall.tiers import Keeper
 from holdall.tiers._chaos import current
+from holdall.tiers._keepers import Keepers
 
 
 class Collector:
@@ -27,7 +27,7 @@ class Collector:
 
     def __init__(
         self,
-        store: Keeper | None,
+        store: Keepers | None,
         device: torch.device,
         *,
         are_used_up: bool,

@@ -21,9 +21,10 @@ import torch
 
 from holdall.errors import HoldallError, Unsupported
 from holdall.runtime.states.weight_slots import Slots
-from holdall.tiers import Keeper, Ticket
+from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
+from holdall.tiers._keepers import Keepers
 from holdall.types.layout import ALIGN, round_up
 
 RESIDENT, STREAMED = "resident", "streamed"
@@ -38,6 +39,7 @@ class Placement:
     params: tuple[str, ...]
     weights: str = RESIDENT  # or streamed: on the device only while they are used
     update: str = DEVICE  # or host, or through the device with states that live on the host
+    tier: str = ""  # where the rest of it lies; empty: in the nearest tier
 
 
 @dataclass(slots=True, eq=False)
@@ -179,17 +181,24 @@ class PlacedUnit:
 
     # setting up and taking down
 
-    def far_bytes(self, *, into_store: bool, share: bool) -> int:
-        """Bytes that it will ask of the store when it is set up."""
+    def far_bytes(self, *, into_store: bool, share: bool) -> dict[str, int]:
+        """Bytes that it will ask of each tier's store when it is set up."""
         in_store = not self.stays and (into_store or not self.is_narrow)
         homes = Layout.of(like(m.home) for m in self.members).nbytes if in_store else 0
         buffer = self.grads.nbytes if self.update != DEVICE and self.trained else 0
         shared = share and buffer == self.layout.nbytes
         is_fetched = self.is_streamed and self.is_narrow and not self.is_cast
         source = self.layout.nbytes if is_fetched and not shared else 0
-        return homes + buffer + source
+        asked = {self.placement.tier: buffer + source}
+        asked[self._tier_of_homes] = asked.get(self._tier_of_homes, 0) + homes
+        return asked
 
-    def settle_homes(self, store: Keeper | None, *, into_store: bool) -> None:
+    @property
+    def _tier_of_homes(self) -> str:
+        """Homes that are wider than the weights lie with the states, where the host updates them."""
+        return "" if self.is_narrow else self.placement.tier
+
+    def settle_homes(self, store: Keepers | None, *, into_store: bool) -> None:
         """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
         if self.stays or store is None or (self.is_narrow and not into_store):
             for m in self.members:
@@ -198,7 +207,7 @@ class PlacedUnit:
                     m.home.data = m.home.data.to(to)
             return
         layout = Layout.of(like(m.home) for m in self.members)
-        self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow)
+        self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow, tier=self._tier_of_homes)
         for m, view in zip(self.members, layout.views(store.memory(self.homes)), strict=True):
             copy_tensor(view, m.home.data)
             m.home.data = view
@@ -215,17 +224,17 @@ class PlacedUnit:
             m.work = torch.nn.Parameter(view, requires_grad=m.home.requires_grad)
             m.version, m.required = m.home._version, m.home.requires_grad
 
-    def make_buffers(self, store: Keeper, *, share: bool) -> None:
+    def make_buffers(self, store: Keepers, *, share: bool) -> None:
         """Room on the host for gradients, and for weights that are fetched again and again."""
         if self.update != DEVICE and self.trained:
-            self.buffer = store.reserve(self.grads.nbytes)
+            self.buffer = store.reserve(self.grads.nbytes, tier=self.placement.tier)
         if self.is_streamed and not self.is_cast and self.source is None:
             shared = share and self.buffer is not None and self.buffer.nbytes == self.layout.nbytes
-            self.source = self.buffer if shared else store.reserve(self.layout.nbytes)
+            self.source = self.buffer if shared else store.reserve(self.layout.nbytes, tier=self.placement.tier)
             assert self.flat is not None and self.source is not None
             copy_tensor(store.memory(self.source), self.flat)
 
-    def put_back(self, store: Keeper | None, *, in_store: bool) -> None:
+    def put_back(self, store: Keepers | None, *, in_store: bool) -> None:
         """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
         for m in self.members:
             grad, m.home.grad = m.home.grad, None
@@ -280,7 +289,7 @@ class PlacedUnit:
             self.trained[n].version = self.trained[n].home._version
         self.is_doubtful &= len(self.updated) < len(self.members)
 
-    def copy_from_homes(self, store: Keeper | None) -> None:
+    def copy_from_homes(self, store: Keepers | None) -> None:
         """The homes have new values; what was made from them follows."""
         if not self.needs_work:
             return
@@ -360,7 +369,7 @@ class PlacedUnit:
         """Whether the new working weights take the place of the gradient on the host."""
         return self.is_narrow and (not self.is_streamed or self.source is self.buffer)
 
-    def host_weights(self, store: Keeper) -> list[torch.Tensor]:
+    def host_weights(self, store: Keepers) -> list[torch.Tensor]:
         """Where the new working weights of the trained members are written on the host; empty: the homes are they."""
         if not self.is_narrow:
             return []

@@ -20,9 +20,10 @@ import torch
 from holdall.errors import OverBudget
 from holdall.runtime.states.unit import HOST, Layout, Member, PlacedUnit, like
 from holdall.runtime.states.updates import Order, Updater
-from holdall.tiers import Keeper, Ticket
+from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor, touch
 from holdall.tiers._chaos import current
+from holdall.tiers._keepers import Keepers
 from holdall.types import Progress
 from holdall.types.plan import silent
 from holdall.updates.parts import Groups, snapshot
@@ -198,7 +199,7 @@ class OutOfPlaceUpdate:
         self._spares = {}
 
 
-def _make_spare(unit: PlacedUnit, lane: Keeper) -> Spare | None:
+def _make_spare(unit: PlacedUnit, lane: Keepers) -> Spare | None:
     layout = Layout.of(pattern for m in unit.trained for pattern in (like(m.home),) * 3)
     try:
         values = lane.reserve(layout.nbytes, pinned=False)

@@ -15,9 +15,10 @@ import torch
 
 from holdall.runtime.states.unit import DEVICE, Layout, Member, PlacedUnit, like
 from holdall.runtime.states.updates import Order, Updater
-from holdall.tiers import Keeper, Ticket, let_wait
+from holdall.tiers import Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
+from holdall.tiers._keepers import Keepers
 from holdall.types.layout import update_slot_bytes, widened_bytes
 
 
@@ -29,7 +30,7 @@ class Chunk:
     layout: Layout
     keys: list[tuple[int, str]]  # after the homes: (member, name of the state)
 
-    def span(self, lane: Keeper) -> range:
+    def span(self, lane: Keepers) -> range:
         """Its addresses."""
         begin = lane.memory(self.ticket).data_ptr()
         return range(begin, begin + self.layout.nbytes)
@@ -55,7 +56,7 @@ class UpdateViaDevice:
         self._stream = torch.cuda.Stream(updater.device) if updater.device.type == "cuda" else None
 
     @property
-    def _lane(self) -> Keeper:
+    def _lane(self) -> Keepers:
         assert self._updater.lane is not None
         return self._updater.lane
 

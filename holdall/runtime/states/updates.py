@@ -18,9 +18,9 @@ import torch
 
 from holdall.runtime.states.host_threads import Threads, host_threads
 from holdall.runtime.states.unit import DEVICE, Member, PlacedUnit
-from holdall.tiers import Keeper
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import late_job
+from holdall.tiers._keepers import Keepers
 from holdall.updates import host_adam
 from holdall.updates.parts import Groups, Part, snapshot
 
@@ -41,7 +41,7 @@ class Updater:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        store: Keeper | None,
+        store: Keepers | None,
         device: torch.device,
         *,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.tiers import Keeper, let_wait
+from holdall.tiers import let_wait
+from holdall.tiers._keepers import Keepers
 
 
 class Streaming:
@@ -20,7 +21,7 @@ class Streaming:
         units: Sequence[PlacedUnit],
         calls: Sequence[str],
         *,
-        store: Keeper | None,
+        store: Keepers | None,
         device: torch.device,
         tell: Callable[[torch.UntypedStorage], None],
     ) -> None:

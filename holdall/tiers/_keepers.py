@@ -1,0 +1,56 @@
+"""The stores that model states live in, as one: a ticket is of the tier that it was reserved in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from holdall.errors import Unsupported
+from holdall.tiers import Keeper, Store, Ticket
+
+
+class Keepers:
+    """`near`: the tier that is meant where none is named. The calls are those of `Keeper`."""
+
+    def __init__(self, stores: Mapping[str, Store], near: str) -> None:
+        self._stores = stores
+        self._near = near
+
+    def _at(self, tier: str) -> Keeper:
+        name = tier or self._near
+        store = self._stores.get(name)
+        if store is None or not hasattr(store, "memory"):
+            raise Unsupported(f"model states cannot live in the tier `{name}`", hint="plan again with this version")
+        return cast("Keeper", store)
+
+    def reserve(self, nbytes: int, *, pinned: bool = True, tier: str = "") -> Ticket:
+        ticket = self._at(tier).reserve(nbytes, pinned=pinned)
+        ticket.tier = tier
+        return ticket
+
+    def memory(self, ticket: Ticket) -> torch.Tensor:
+        return self._at(ticket.tier).memory(ticket)
+
+    def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:
+        self._at(ticket.tier).push(ticket, source, after=after)
+
+    def arrived(self, ticket: Ticket) -> None:
+        self._at(ticket.tier).arrived(ticket)
+
+    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:
+        return self._at(ticket.tier).pull(ticket, target, after=after)
+
+    def wait(self, ticket: Ticket) -> None:
+        self._at(ticket.tier).wait(ticket)
+
+    def free(self, ticket: Ticket) -> None:
+        self._at(ticket.tier).free(ticket)
+
+    def lane(self) -> Keepers:
+        """Each by copy streams of its own."""
+        lanes = {
+            name: cast("Keeper", store).lane() if hasattr(store, "lane") else store for name, store in self._stores.items()
+        }
+        return Keepers(lanes, self._near)
