@@ -4,6 +4,8 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 blocks stay and are not computed again; with `only`, autograd lets go of some tensors and holds the others as ever (selective
 recompute, Korthikanti et al., arXiv 2205.05198). With `inner`, the replay itself drops again what some of the blocks saved
 (Griewank and Walther's Revolve, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214).
+With `programs`, blocks run op by op whenever they are run, and hold after their last replay what their program keeps (Rockmate,
+Zhao et al., ICML 2023).
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from holdall.actions.reschedule import ProgramRewrite, Reschedule
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Block, Facts, Kind, Op, Problem, Run, Schedule, Trace
 from holdall.types.program import Nest
-from holdall.types.schedule import Mark, reading
+from holdall.types.schedule import Kept, Mark, reading
 from holdall.types.trace import Save
 
 _WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
@@ -39,11 +42,16 @@ class Recompute(Facts):
     state: tuple[str, ...] = ()  # buffers that the blocks change, put back after the replay
     only: tuple[int, ...] = ()  # tensors that are let go, by their number among those each block saves; empty: all
     inner: tuple[Inner, ...] = ()  # segments of the replay, in order
+    programs: tuple[Reschedule, ...] = ()  # of blocks that run by one
 
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 10
     by_default: ClassVar[bool] = True
+
+    @property
+    def by_ops(self) -> tuple[str, ...]:
+        return tuple(program.block for program in self.programs)
 
     @staticmethod
     def of(
@@ -53,6 +61,7 @@ class Recompute(Facts):
         *,
         only: Iterable[int] = (),
         inner: Iterable[Inner] = (),
+        programs: Iterable[Reschedule] = (),
     ) -> Recompute:
         """The action for these blocks of a trace."""
         state = dict.fromkeys(
@@ -63,12 +72,19 @@ class Recompute(Facts):
             if trace.tensors[x].kind is Kind.BUFFER
         )
         names = tuple(b.name for b in blocks)
-        return Recompute(blocks=names, keep=tuple(keep), state=tuple(state), only=tuple(only), inner=tuple(inner))
+        return Recompute(
+            blocks=names,
+            keep=tuple(keep),
+            state=tuple(state),
+            only=tuple(only),
+            inner=tuple(inner),
+            programs=tuple(programs),
+        )
 
     @staticmethod
     def samples(trace: Trace) -> list[Recompute]:
         """One block, two neighbours, three of which two are a segment again, one block with an op's result kept, one that lets
-        go of a single tensor."""
+        go of a single tensor, two neighbours of which one runs by a program."""
         can = [b for b in trace.blocks if b.saves and not obstacle(trace, [b])]
         found = [Recompute.of(trace, [b]) for b in can[:1]]
         for a, b in pairwise(can):
@@ -85,6 +101,11 @@ class Recompute(Facts):
                 found.append(Recompute.of(trace, [b], kept[:1]))
                 found.append(Recompute.of(trace, [b], only=[len(b.saves) // 2]))
                 break
+        for a, b in pairwise(can):
+            program = next(iter(Reschedule.samples_of(trace, [a])), None)
+            if program is not None and a.last + 1 == b.first and a.id + 1 == b.id:
+                found.append(Recompute.of(trace, [a, b], programs=[program]))
+                break
         return found
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
@@ -94,6 +115,12 @@ class Recompute(Facts):
         why_not = obstacle(trace, blocks, nests)
         if why_not:
             raise Unsupported(f"`{self.blocks[0]}` cannot be recomputed: {why_not}", hint="keep or offload it")
+        if self.programs and (self.keep or self.only):
+            raise InvalidInput(
+                "`keep` and `only` are not for segments with `programs`", hint="let the programs say what is kept"
+            )
+        for program in self.programs:
+            program.check(trace)
         hidden = problem.hardware.overlap  # the launching thread is ahead of the device
         rewriting = _Rewriting(schedule.copy(), self, watch=0.0 if hidden else _WATCH_SECONDS)
         _Replay(rewriting, blocks, nests).apply()
@@ -110,6 +137,8 @@ class Recompute(Facts):
             policy.inner = nested(self.blocks, self.inner)
             path = name.partition("#")[0]
             policy.state = tuple(b for b in self.state if b.startswith(f"{path}."))
+        for program in self.programs:
+            program.install(harness)
 
 
 def nested(blocks: Sequence[str], inner: Sequence[Inner]) -> tuple[Nest, ...]:
@@ -178,11 +207,24 @@ class _Rewriting:
         self.watch = watch if action.keep else 0.0  # seconds per op of a block whose op results are kept
         self.keep = frozenset(action.keep)
         self.only = frozenset(action.only)
+        self.programs = {trace.block(p.block).id: p for p in action.programs}
         self.before: dict[int, list[int]] = {}  # block -> its buffers as they were before its forward
         blocks = [trace.block(name) for name in action.blocks]
         self.kept = {
             x for block in blocks for label, op in keepable(trace, block).items() if label in self.keep for x in op.writes
         }
+
+    def asked(self, block: Block) -> list[int]:
+        """The ops after which backward asks for something that the block let go."""
+        if block.id in self.programs:
+            return [ProgramRewrite(self.schedule, self.trace, block).begin]
+        return [s.unpacked for s in self.let_go(block) if s.unpacked is not None]
+
+    def last_needed(self, block: Block) -> int:
+        """The last op of the block that a replay has to run, if nobody needs its result."""
+        if block.id in self.programs:
+            return block.last
+        return max((s.packed for s in self.let_go(block)), default=-1)
 
     def let_go(self, block: Block) -> list[Save]:
         """What autograd no longer holds of a block."""
@@ -222,12 +264,11 @@ class _Replay:
         self.final = [block for n, block in enumerate(blocks) if n not in deferred]
 
     def apply(self) -> None:
-        saves = [s for block in self.blocks for s in self.rewriting.let_go(block)]
-        after = min((s.unpacked for s in saves if s.unpacked is not None), default=None)
+        after = min((k for block in self.blocks for k in self.rewriting.asked(block)), default=None)
         if after is None:
             return  # no backward, nothing is held
         if self.depth == 1:
-            self._begin(saves, after)
+            self._begin(after)
         until = self._until()
         again = [
             op
@@ -250,12 +291,15 @@ class _Replay:
             part = self.blocks[nest.first : nest.last + 1]
             _Replay(self.rewriting, part, nest.inner, depth=self.depth + 1, seen=made, around=(after, end)).apply()
 
-    def _begin(self, saves: Sequence[Save], after: int) -> None:
+    def _begin(self, after: int) -> None:
         """What the forward does otherwise than in plain training."""
-        for save in saves:
-            if save.tensor in self.own and save.tensor not in self.kept:
-                self.schedule.unhold(save.tensor, [save])
         for block in self.blocks:
+            if block.id in self.rewriting.programs:
+                ProgramRewrite(self.schedule, self.trace, block).release()
+            else:
+                for save in self.rewriting.let_go(block):
+                    if save.tensor in self.own and save.tensor not in self.kept:
+                        self.schedule.unhold(save.tensor, [save])
             self.schedule.replays[block.id] = after
             for x in self._changed(block):
                 before = self.schedule.add(self.trace.tensors[x], born=block.first)
@@ -271,7 +315,7 @@ class _Replay:
 
     def _until(self) -> int:
         """The last op that is run: nobody needs what comes after the last promise, or in the last segment inside."""
-        kept_now = max((s.packed for block in self.final for s in self.rewriting.let_go(block)), default=-1)
+        kept_now = max((self.rewriting.last_needed(block) for block in self.final), default=-1)
         return max(kept_now, *(self.blocks[nest.first].first - 1 for nest in self.inner), -1)
 
     def _copies(self, again: Sequence[Op], order: list[int]) -> dict[int, int]:
@@ -281,12 +325,14 @@ class _Replay:
         """
         ends = {x: block.last for block in self.blocks for x in block.outputs}
         ends.update({x: block.last for block in self.blocks for x in block.inputs})
+        by_program = {op.id for b in self.blocks if b.id in self.rewriting.programs for op in _inside(self.trace, b)}
         copies: dict[int, int] = {}
         for op in again:
             for x in op.writes:
                 info = self.trace.tensors[x]
                 copies[x] = self.schedule.add(info)
-                self.schedule.holds[copies[x]] = [(_mark(order, ends.get(x, info.freed)), self.depth)]
+                if x in ends or op.id not in by_program:
+                    self.schedule.holds[copies[x]] = [(_mark(order, ends.get(x, info.freed)), self.depth)]
         return copies
 
     def _runs(self, again: Sequence[Op], copies: dict[int, int]) -> list[Run]:
@@ -333,8 +379,15 @@ class _Replay:
                 self.schedule.hold(self.seen.get(x, x), end)
 
     def _redirect(self, made: Mapping[int, int]) -> None:
-        """Autograd holds what was made again, and backward reads it wherever it would have read through these saves."""
-        for save in (s for block in self.final for s in self.rewriting.let_go(block)):
+        """Autograd holds what was made again, and backward reads it wherever it would have read through these saves; blocks
+        with a program go on with it."""
+        programs = self.rewriting.programs
+        for block in reversed(self.final):
+            if block.id in programs:
+                rewrite = ProgramRewrite(self.schedule, self.trace, block, now=made, ran=self.depth + 1)
+                rewrite.walk_backward(programs[block.id].backward)
+                self.schedule.programs[block.id] = Kept(rewrite.kept(programs[block.id].backward), rewrite.begin)
+        for save in (s for block in self.final if block.id not in programs for s in self.rewriting.let_go(block)):
             now = made.get(save.tensor)
             if now is None:
                 continue
@@ -356,6 +409,10 @@ class _Replay:
         ops = self.trace.ops[block.first : block.last + 1]
         found = dict.fromkeys(x for op in ops for x in op.mutates if x not in self.own)
         return [x for x in found if self.trace.tensors[x].kind is Kind.BUFFER]
+
+
+def _inside(trace: Trace, block: Block) -> Sequence[Op]:
+    return trace.ops[block.first : block.last + 1]
 
 
 def _mark(order: list[int], freed: int | None) -> int:

@@ -61,7 +61,9 @@ class Action(Protocol):
     beside: ClassVar[frozenset[str]]
     places_states: ClassVar[bool]
     settles_states: ClassVar[bool]
-    by_program: ClassVar[bool]
+
+    @property
+    def by_ops(self) -> tuple[str, ...]: ...
 
     @property
     def uses_store(self) -> bool: ...
@@ -84,7 +86,11 @@ class Facts:
     beside: ClassVar[frozenset[str]] = frozenset()  # but for the actions of these names
     places_states: ClassVar[bool] = False  # it says where model states live, and adds gradients up itself
     settles_states: ClassVar[bool] = False  # model states or their updates depend on it: the same in all plans of a run
-    by_program: ClassVar[bool] = False  # its block runs op by op
+
+    @property
+    def by_ops(self) -> tuple[str, ...]:
+        """The blocks that it runs op by op."""
+        return ()
 
     @property
     def uses_store(self) -> bool:
