@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,7 @@ class Table:
         return tuple(found)
 
     def _row(self, s: int, t: int) -> Row:
-        best = np.minimum.reduce([self._form_row(s, t, form) for form in self._forms[s]])
+        best: Row = np.minimum.reduce([self._form_row(s, t, form) for form in self._forms[s]])
         if s == t:
             return best
         chain, a = self._chain, self._a
@@ -198,7 +198,7 @@ def needed(chain: Sequence[Stage], items: Sequence[Item], last: int) -> int:
 def _along(chain: Sequence[Stage], menus: Sequence[Sequence[Form]]) -> Iterator[tuple[Stage, int, Sequence[Form]]]:
     """Each stage with the bytes of what it returns, and its menu."""
     after = [*(stage.a for stage in chain[1:]), 0]
-    return zip_longest(chain, after, menus, fillvalue=())
+    return zip(chain, after, [*menus, *([()] * (len(chain) - len(menus)))], strict=True)
 
 
 def _whole(n: int, stage: Stage, out: int) -> Form:
