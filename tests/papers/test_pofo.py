@@ -347,16 +347,10 @@ def test_copies_are_hidden_by_the_blocks_beside_them():
     trace = chain([60] * 8)
     (budget,) = shares(trace, 55)
     plain = simulate(problem_on(trace, machine()), []).seconds
-    plans = {
-        overlap: Pofo()(
-            problem_on(trace, machine(overlap=overlap, read=90, write=90), budget, allow=frozenset({"keep", "offload"}))
-        )
-        for overlap in (False, True)
-    }
+    plans = {o: Pofo()(problem_on(trace, machine(overlap=o, read=90, write=90), budget)) for o in (False, True)}
     assert plans[True].predicted.seconds <= 1.001 * plain
     assert plans[False].predicted.seconds > 1.1 * plain
-    assert all(a.lag and a.fetch for a in plans[True].actions)
-    assert not any(a.lag or a.fetch for a in plans[False].actions)
+    assert all(a.name == "offload" and a.lag and a.fetch for a in plans[True].actions)
 
 
 def test_what_is_not_allowed_is_not_used():
@@ -442,7 +436,7 @@ def test_a_stack_runs_under_every_kind_of_decision_to_the_same_gradients(stack, 
     """Blocks offloaded, segments of one and of several blocks, replayed as a whole and nested, inputs kept and offloaded."""
     trace = stack[2]
     seen = set()
-    for rate, share in ((3e7, 60), (3e7, 25), (1e9, 60), (1e9, 25), (1e3, 15)):
+    for rate, share in ((3e7, 60), (3e7, 25), (1e9, 60), (1e9, 25), (1e3, 20)):
         (budget,) = shares(trace, share)
         plan = holdall.plan(trace, planner="pofo", budget=budget, hardware=machine(overlap=overlap, read=rate, write=rate))
         seen |= {"offload" if a.name == "offload" else ("recompute", bool(a.inner)) for a in plan.actions}

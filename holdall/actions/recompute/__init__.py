@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from holdall.actions.recompute.schedule import Replay, Rewriting
+from holdall.actions.recompute.schedule import SegmentReplay, Rewriting
 from holdall.actions.recompute.schedule import keepable as keepable
 from holdall.actions.reschedule import Reschedule
 from holdall.errors import InvalidInput, Unsupported
@@ -129,7 +129,7 @@ class Recompute(Facts):
             programs=self.programs,
             watch=0.0 if hidden else _WATCH_SECONDS,
         )
-        Replay(rewriting, blocks, nests).apply()
+        SegmentReplay(rewriting, blocks, nests).apply()
         return rewriting.schedule
 
     def install(self, harness: Any) -> None:

@@ -75,7 +75,7 @@ class Rewriting:
         return (len(self.trace.ops) if save.released is None else save.released, 0)
 
 
-class Replay:
+class SegmentReplay:
     """The schedule side of one segment, and of those in it.
 
     `depth`: how often its ops have been run again when it is over. `seen`: what the replay around it has made, by the tensor
@@ -129,7 +129,7 @@ class Replay:
                 self.schedule.hold(buffer, end)
         for nest in reversed(self.inner):  # backward comes to the last of them first
             part = self.blocks[nest.first : nest.last + 1]
-            Replay(self.rewriting, part, nest.inner, depth=self.depth + 1, seen=made, around=(after, end)).apply()
+            SegmentReplay(self.rewriting, part, nest.inner, depth=self.depth + 1, seen=made, around=(after, end)).apply()
 
     def _begin(self, after: int) -> None:
         """What the forward does otherwise than in plain training."""
