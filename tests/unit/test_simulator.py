@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import replace as replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings

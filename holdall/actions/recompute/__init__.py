@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from holdall.actions.recompute.schedule import SegmentReplay, Rewriting
+from holdall.actions.recompute.schedule import Rewriting, SegmentReplay
 from holdall.actions.recompute.schedule import keepable as keepable
 from holdall.actions.reschedule import Reschedule
 from holdall.errors import InvalidInput, Unsupported
