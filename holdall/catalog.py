@@ -29,6 +29,19 @@ class System:
     idea: str  # one sentence
     lives: tuple[str, ...] = ()  # empty: not built yet
     proven: tuple[str, ...] = ()  # the tests that compare it with its paper
+    missing: tuple[str, ...] = ()  # what its paper says and is not built, or not proven, with the reason
+
+    @property
+    def is_partial(self) -> bool:
+        return bool(self.lives and self.missing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Something that a system's paper says of it, and the test that asserts it, as `file::function`."""
+
+    says: str
+    test: str
 
 
 @cache
@@ -36,6 +49,14 @@ def systems() -> tuple[System, ...]:
     """Every system, family by family."""
     table = json.loads((files("holdall") / "data" / "catalog.json").read_text(encoding="utf-8"))
     found: tuple[System, ...] = _json.unpack(tuple[System, ...], table, "catalog.json")
+    return found
+
+
+@cache
+def claims(name: str) -> tuple[Claim, ...]:
+    """What is asserted of a system, claim by claim."""
+    table = json.loads((files("holdall") / "data" / "claims.json").read_text(encoding="utf-8"))
+    found: tuple[Claim, ...] = _json.unpack(tuple[Claim, ...], table.get(system(name).id, []), "claims.json")
     return found
 
 
@@ -48,5 +69,6 @@ def system(name: str) -> System:
 
 
 def state(system: System) -> str:
-    """Where the system lives, or that it does not yet."""
-    return ", ".join(system.lives) or NOT_YET
+    """Where the system lives and what is missing there; or that it does not yet."""
+    lives = ", ".join(system.lives) or NOT_YET
+    return f"{lives} (partial: {'; '.join(system.missing)})" if system.is_partial else lives

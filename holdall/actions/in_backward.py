@@ -50,7 +50,7 @@ class InBackward(Facts):
                     hint="use `place`, under which the loop may do both",
                 )
             return Place.all(trace, when="backward")
-        late = tuple(getattr(a, "block", "") for a in actions if a.by_program)
+        late = tuple(block for a in actions for block in a.by_ops)
         return InBackward(late=late, max_norm=max_norm, accumulate=accumulate)
 
     @staticmethod

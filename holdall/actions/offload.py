@@ -72,7 +72,8 @@ class Offload(Facts):
         tier = problem.other(self.tier)
         moved = self._moved(schedule, trace, block)
         program = schedule.programs.get(block.id)
-        needed = program.until if program else schedule.replays.get(block.id, first_needed(trace, block, moved))
+        begins = program.until if program else first_needed(trace, block, moved)
+        needed = schedule.replays.get(block.id, begins)
         if not moved or needed is None:
             return schedule
         schedule = schedule.copy()
@@ -83,10 +84,10 @@ class Offload(Facts):
         after = trace.blocks[block.id + 1].last if self.lag and block.id + 1 < len(trace.blocks) else block.last
         after = trace.block(self.until).last if self.lag and self.until else after
         schedule.insert(after, [wait])
-        begins = trace.block(self.fetch).backward if self.fetch else None
-        if begins is not None and begins < needed:
+        fetched = trace.block(self.fetch).backward if self.fetch else None
+        if fetched is not None and fetched < needed:
             schedule.insert(needed, [wait], first=True)
-            schedule.insert(begins, [back], first=True)
+            schedule.insert(fetched, [back], first=True)
         else:
             schedule.insert(needed, [back, wait], first=True)
         return schedule

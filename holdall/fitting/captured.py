@@ -32,7 +32,7 @@ def correct_blocks(
     Without a plan, all blocks are looked at.
     """
     actions = plan.actions if plan is not None else ()
-    planned = {action.block for action in actions if action.by_program and action.block}  # type: ignore[attr-defined]
+    planned = {block for action in actions for block in action.by_ops if block}
     if plan is None:
         planned = {block.name for block in trace.blocks}
     kinds = {(kind_of(b), b.wanted) for b in trace.blocks if b.name in planned}

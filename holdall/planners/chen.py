@@ -123,8 +123,6 @@ def greedy_segments(trace: Trace, row: Sequence[Block]) -> list[list[Block]]:
     tried = [first]
     for n in range(_GRID + 1):
         tried.append(walk(sizes, points, centre * math.sqrt(2) ** (2 * n / _GRID - 1)))
-    count = max(1, math.isqrt(len(row)))
-    tried.append(list(range(0, len(row), math.ceil(len(row) / count))))  # never worse than equal lengths
     best = min(tried, key=lambda cuts: sum(cost(sizes, inputs, cuts)))
     return [list(row[a:b]) for a, b in zip(best, [*best[1:], len(row)], strict=True)]
 

@@ -2,7 +2,8 @@
 
 "Coop: Memory is not a Commodity", NeurIPS 2023. A sweep with two pointers over the arena finds the run whose recomputation
 costs least; results of expensive ops are placed from the left end, cheap ones from the right; an op that changes a storage in
-place leaves it where it is.
+place leaves it where it is. Addresses are modelled: the arena decides what goes, and the device's own allocator places tensors
+as it likes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 "MegTaiChi: dynamic tensor-based memory management optimization for DNN training", ICS 2022, doi 10.1145/3524059.3532394. The
 eviction of that system (dynamic tensor evicting); its tensor splitting across ranks is not part of this. The score also counts
-the storage's own cost.
+the storage's own cost. Addresses are modelled: the arena decides what goes, and the device's own allocator places tensors as it
+likes.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 Zhao et al., "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch" (ICML 2023, PMLR
 202:42018). Inside a block, Checkmate's program is solved for several bounds on what may be held between its forward and its
-backward; identical blocks are solved once. Along the chain, every block takes one line of its menu, or is dropped with its
-neighbours and run again whole, nested to any depth, as in `rotor`.
+backward, and for several bounds on its peak; identical blocks are solved once. Along the chain, every block takes one line of
+its menu, or is dropped with its neighbours and run again, nested to any depth, as in `rotor`. In the replay of what was dropped
+blocks take lines of their menus too.
 
-Beside Checkmate's programs, menus have those that keep the best sets of results by minimum cuts (`min_cut.py`): these run
-nothing more than twice and take no time to find. `menus="cut"` has these alone, and needs no solver.
+Small blocks are solved by the integer program, larger ones by rounding its relaxation. Beside these programs, menus have those
+that keep the best sets of results by minimum cuts (`min_cut.py`): these run nothing more than twice and take no time to find.
+`menus="cut"` has these alone, and needs no solver.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
-import numpy as np
-
-from holdall.actions.reschedule import choice_of, obstacle
+from holdall.actions.recompute import Recompute
+from holdall.actions.reschedule import Reschedule, choice_of, obstacle
+from holdall.actions.reschedule.dag import replay
 from holdall.actions.reschedule.op_graph import OpGraph, op_graph, programs
 from holdall.errors import unknown_name
 from holdall.planners.checkmate import ilp
-from holdall.planners.rotor import Tried, actions_of, chain_of, enough, in_slots, row_numbers
-from holdall.planners.rotor.table import NEVER, Dropped, Item, Row, Stage, Table, Taken, _from, _shifted
+from holdall.planners.rotor import Tried, chain_of, enough, in_slots, nested_segments, row_numbers
+from holdall.planners.rotor.table import Dropped, Form, Item, Stage, Table, Taken
 from holdall.planning.finish import finish, with_traced
 from holdall.planning.menus import MenuLine, kind_of, try_choices
 from holdall.planning.segments import runs
@@ -36,8 +39,10 @@ _MENUS = ("checkmate", "cut")
 @dataclass(frozen=True, kw_only=True)
 class Rockmate:
     menus: str = "checkmate"
-    options: int = 6  # programs on a menu, beside keeping everything
-    time_limit: float = 1.0  # seconds for each of them
+    options: int = 6  # bounds on what a block may hold that programs are made for, beside keeping everything
+    peaks: int = 2  # bounds on the peak of a block, each with all of these
+    nodes: int = 32  # a block with more is solved by rounding
+    time_limit: float = 1.0  # seconds for each program
     slots: int = 500  # units of memory that the search along the chain counts in
 
     name: ClassVar[str] = "rockmate"
@@ -57,8 +62,11 @@ class Rockmate:
         lines = try_choices(problem, offered).found
         chain = chain_of(problem, rows)
         unit = max(1, -(-enough(chain) // self.slots))
-        options = [_options(stage, after, lines.get(kind_of(b), ()), unit) for stage, after, b in _along(chain, blocks)]
-        table = MenuTable(in_slots(chain, unit), self.slots + 1 + len(chain), options, rows=row_numbers(rows))
+        menus = [
+            _forms(n, stage, after.a, lines.get(kind_of(block), ()), unit)
+            for n, (stage, after, block) in enumerate(zip(chain, chain[1:], blocks, strict=False))
+        ]
+        table = Table(in_slots(chain, unit), self.slots + 1 + len(chain), rows=row_numbers(rows), menus=menus)
         answers = [table.items(0, len(blocks), m) for m, _ in table.stairs(0, len(blocks))]
         tried = _Tried(problem, blocks, answers)
         best = tried.best()
@@ -87,110 +95,101 @@ class Rockmate:
         chosen = [by_cut[int(n * step)] for n in range(min(self.options, len(by_cut)))]
         if self.menus == "checkmate":
             graph = op_graph(trace, block)
-            solved = [self._solve(graph, n / self.options) for n in range(self.options)]
+            grid = product(range(self.options), range(self.peaks))
+            solved = [self._solve(graph, saved / self.options, peak / self.peaks) for saved, peak in grid]
             chosen += [order for order in solved if order is not None]
         count = block.last - block.first + 1
         again = [order for order in dict.fromkeys(chosen) if any(n < count for n in order)]
         return [choice_of(block, order) for order in again]
 
-    def _solve(self, graph: OpGraph, share: float) -> tuple[int, ...] | None:
-        """The program that holds at most this share of the block's bytes between forward and backward."""
-        roomy = 2 * sum(graph.dag.size) + max(graph.dag.extra)
-        saved = int(graph.kept * share)
-        answer = ilp.round_lp(graph.dag, roomy, tries=20, time_limit=self.time_limit, loss=graph.middle, saved_budget=saved)
-        return graph.action(answer.program).backward if answer.program is not None else None
+    def _solve(self, graph: OpGraph, saved: float, peak: float) -> tuple[int, ...] | None:
+        """The program that holds at most this share of the block's bytes between forward and backward.
 
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A line of a block's menu as rotor's search sees it."""
-
-    choice: Choice
-    kept: int  # slots that are held, without the input and with the output
-    ub: float  # backward, with what is run again in it
-    ob: int  # slots that come and go in backward
-
-
-class MenuTable(Table):
-    """Rotor's table, where a stage that is not inside a dropped stretch may also take a line of its menu."""
-
-    def __init__(
-        self, chain: Sequence[Stage], memory: int, options: Sequence[Sequence[Option]], *, rows: Sequence[int] | None = None
-    ) -> None:
-        self._options = options
-        self._last = len(chain) - 1
-        super().__init__(chain, memory, rows=rows)
-
-    def _whole_row(self, s: int, t: int) -> Row:
-        row = super()._whole_row(s, t)
-        if t == self._last and s < t:
-            for option in self._options[s]:
-                row = np.minimum(row, self._option_row(s, option))
-        return row
-
-    def _option_row(self, s: int, option: Option) -> Row:
-        stage, a = self._chain[s], self._a
-        least = max(a[s + 1] + option.kept + stage.of, a[s] + option.kept + option.ob + self._behind(s + 1, self._last))
-        later = self._from[s + 1][self._last - s - 1]
-        return _from(least, stage.uf + option.ub + _shifted(later, option.kept))
-
-    def items(self, s: int, t: int, m: int) -> tuple[Item, ...]:
-        if t != self._last:
-            return super().items(s, t, m)
-        m = min(m, self._memory)
-        found: list[Item] = []
-        while s < t:
-            best = self.seconds(s, t, m)
-            whole = float(super()._whole_row(s, t)[m])
-            lines: list[tuple[float, int, Item]] = [(whole, self._kept(s), s)]
-            lines += [(float(self._option_row(s, o)[m]), o.kept, Taken(s, o.choice)) for o in self._options[s]]
-            seconds, kept, line = min(lines, key=lambda entry: entry[0])
-            if seconds <= best and seconds < NEVER:
-                found.append(line)
-                s, m = s + 1, m - kept
-                continue
-            j = s + 1 + int(np.argmin(self._splits(s, t)[:, m]))
-            found.append(Dropped(s, j - 1, super().items(s, j - 1, m - self._behind(j, t))))
-            s, m = j, m - self._a[j]
-        return (*found, t)
+        `peak`: 0 for any; else how far below that of the plain program, as a share of the way to the least there is.
+        """
+        dag = graph.dag
+        plain = replay(dag, dag.once).peak
+        budget = int(plain - (plain - dag.floor) * peak) if peak else 2 * sum(dag.size) + max(dag.extra)
+        bound = int(graph.kept * saved)
+        if len(dag) <= self.nodes:
+            found = ilp.solve(dag, budget, time_limit=self.time_limit, loss=graph.middle, saved_budget=bound)
+        else:
+            found = ilp.round_lp(dag, budget, tries=20, time_limit=self.time_limit, loss=graph.middle, saved_budget=bound)
+        return graph.action(found.program).backward if found.program is not None else None
 
 
 class _Tried(Tried):
     """Answers with lines of menus in them."""
 
     def actions(self, n: int) -> list[Action]:
-        trace = self._problem.trace
-        found: list[Action] = [*actions_of(trace, self._blocks, self._answers[n])]
-        for item in self._answers[n]:
-            if isinstance(item, Taken):
-                found += item.choice.on(trace, self._blocks[item.stage])
+        answer = self._answers[n]
+        found: list[Action] = [_action(self._problem.trace, self._blocks, item) for item in answer if not isinstance(item, int)]
         return with_traced(self._problem, found)
 
 
-def _along(chain: Sequence[Stage], blocks: Sequence[Block]) -> list[tuple[Stage, int, Block]]:
-    """Each block's stage with the size of what it returns."""
-    return [(stage, after.a, block) for stage, after, block in zip(chain, chain[1:], blocks, strict=False)]
+def _action(trace: Trace, blocks: Sequence[Block], item: Dropped | Taken) -> Action:
+    """A line of a menu, or a stretch with lines of menus in its replay."""
+    if isinstance(item, Taken):
+        return _program(trace, blocks[item.stage], item.choice)
+    lines = [_program(trace, blocks[i.stage], i.choice) for i in _inside([item]) if isinstance(i, Taken)]
+    whole = {line.blocks[0] for line in lines if isinstance(line, Recompute)}  # run again whole, inside
+    return Recompute.of(
+        trace,
+        blocks[item.first : item.last + 1],
+        inner=nested_segments(blocks, item.items, whole),
+        programs=[line for line in lines if isinstance(line, Reschedule)],
+    )
 
 
-def _options(stage: Stage, out: int, lines: Sequence[MenuLine], unit: int) -> list[Option]:
-    """The tried choices in the search's own sizes, rounded up."""
+def _program(trace: Trace, block: Block, choice: Choice) -> Reschedule | Recompute:
+    (action,) = choice.on(trace, block)
+    assert isinstance(action, (Reschedule, Recompute))
+    return action
+
+
+def _forms(n: int, stage: Stage, out: int, lines: Sequence[MenuLine], unit: int) -> list[Form]:
+    """The tried choices as the search sees them, in its own sizes, rounded up. `out`: bytes of what the stage returns."""
 
     def slots(size: int) -> int:
-        return -(-size // unit)
+        return -(-max(0, size) // unit)
 
-    return [
-        Option(
-            choice=c.choice,
-            kept=slots(max(0, stage.abar - stage.a + out - c.freed)),
-            ub=stage.ub + c.seconds,
-            ob=slots(max(0, c.backward + c.freed + out - stage.a)),
+    found = []
+    for c in (c for c in lines if c.freed > 0):
+        held = stage.abar - stage.a - c.freed
+        found.append(
+            Form(
+                item=Taken(n, c.choice),
+                kept=slots(held + out),
+                ub=stage.ub + c.seconds,
+                of=slots(c.forward - held - out),
+                ob=slots(c.backward + c.freed + out - stage.a),
+            )
         )
-        for c in lines
-        if c.freed > 0
-    ]
+    return worthwhile(found)
+
+
+def worthwhile(forms: Sequence[Form]) -> list[Form]:
+    """Those that no other equals or beats in held bytes, both peaks and time; of equal ones the first."""
+
+    def measures(form: Form) -> tuple[float, ...]:
+        return form.kept, form.kept + form.of, form.kept + form.ob, form.ub
+
+    kept: list[Form] = []
+    for form in sorted(forms, key=measures):
+        if not any(all(a <= b for a, b in zip(measures(other), measures(form), strict=True)) for other in kept):
+            kept.append(form)
+    return kept
 
 
 def _described(items: Sequence[Item], count: int) -> str:
-    taken = sum(isinstance(i, Taken) for i in items)
     dropped = sum(i.last - i.first + 1 for i in items if isinstance(i, Dropped))
-    return f"of {count} blocks {taken} run by a program, {dropped} are dropped and run again whole, the others are kept"
+    inside = sum(isinstance(i, Taken) for i in _inside(items))
+    taken = sum(isinstance(i, Taken) for i in items)
+    again = f"{dropped} are dropped and run again" + (f", {inside} of them by a program" if inside else "")
+    return f"of {count} blocks {taken} run by a program, {again}, the others are kept"
+
+
+def _inside(items: Sequence[Item]) -> list[Item]:
+    """What lies in dropped stretches, to any depth."""
+    own = [inner for item in items if isinstance(item, Dropped) for inner in item.items]
+    return [*own, *_inside(own)] if own else []

@@ -40,7 +40,7 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
         replayed = block.id in schedule.replays
         codes = _codes(schedule, block)
         treated = [a for a in decided.get(block.name, decided.get("", [])) if not isinstance(a, Keep)]
-        by_op = codes or any(a.by_program for a in treated)
+        by_op = codes or any(a.by_ops for a in treated)
         if by_op:
             held = (forward & needed) - moved
         else:

@@ -54,7 +54,7 @@ def _recomputed(trace: Trace, plan: Plan) -> list[Action]:
     found: list[Action] = []
     for action in plan.actions:
         blocks = [trace.block(name) for name in blocks_of(action)] if isinstance(action, Recompute) else []
-        is_whole = isinstance(action, Recompute) and not (action.keep or action.only or action.inner)
+        is_whole = isinstance(action, Recompute) and not (action.keep or action.only or action.inner or action.programs)
         if is_whole and len(blocks) == 1 and _is_able(trace, blocks[0]):
             ops, count = region(trace, blocks[0])
             found.append(Reschedule.of(trace, blocks[0], lazily(effects(ops), count)))

@@ -301,7 +301,7 @@ def _check_choice(problem: Problem, choice: Choice, actions: Sequence[Action]) -
     steps = [step for steps in lower(problem, actions).after.values() for step in steps]
     assert actions and choice.label
     assert choice.exact == all(a.exact for a in actions)
-    assert choice.by_program == any(a.by_program for a in actions)
+    assert choice.by_program == any(a.by_ops for a in actions)
     assert choice.recomputes == any(isinstance(step, Run) and step.again for step in steps)
     assert choice.moves or not any(isinstance(step, Copy) for step in steps)
     assert not choice.late or (choice.moves and problem.hardware.overlap)

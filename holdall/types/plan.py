@@ -76,9 +76,11 @@ class Action(Protocol):
     places_states: ClassVar[bool]
     settles_states: ClassVar[bool]
     spares_activations: ClassVar[bool]
-    by_program: ClassVar[bool]
     permitted_by: ClassVar[frozenset[str]]
     what: ClassVar[str]
+
+    @property
+    def by_ops(self) -> tuple[str, ...]: ...
 
     @property
     def tiers(self) -> frozenset[str]: ...
@@ -107,9 +109,13 @@ class Facts:
     places_states: ClassVar[bool] = False  # it says where model states live, and adds gradients up itself
     settles_states: ClassVar[bool] = False  # model states or their updates depend on it: the same in all plans of a run
     spares_activations: ClassVar[bool] = False  # blocks hold less for backward
-    by_program: ClassVar[bool] = False  # its block runs op by op
     permitted_by: ClassVar[frozenset[str]] = frozenset()  # names of actions that it serves: whoever allows one allows it
     what: ClassVar[str] = ""  # one line for tables of features; empty: it is not in them
+
+    @property
+    def by_ops(self) -> tuple[str, ...]:
+        """The blocks that it runs op by op."""
+        return ()
 
     @property
     def tiers(self) -> frozenset[str]:

@@ -114,7 +114,7 @@ def test_at_4_bits_the_gradient_of_a_small_cnn_is_within_a_hundredth():
 def test_levels_do_what_their_names_say():
     trace = world("convnet")[3]
     assert planned("convnet", level="L0").actions == ()
-    first, second, third, fourth = (planned("convnet", level=f"L{n}") for n in (1, 2, 3, 4))
+    first, second, third, fourth, fifth = (planned("convnet", level=f"L{n}") for n in (1, 2, 3, 4, 5))
     assert {b for a in second.actions for b in a.bits} == {4, SIGN}
     for action in first.actions:  # what a norm saved stays as it is
         block = trace.block(action.block)
@@ -122,7 +122,9 @@ def test_levels_do_what_their_names_say():
             save = trace.saves[block.saves[n]]
             assert "batch_norm" not in trace.ops[save.unpacked + 1].site.op
     assert sum(len(a.saves) for a in first.actions) < sum(len(a.saves) for a in second.actions)
-    assert average_bits(trace, third) <= 2
+    for adaptive in (third, fourth, fifth):
+        assert 1 < average_bits(trace, adaptive) <= 2
+    assert fifth.actions == fourth.actions  # the levels differ in what an allocator does
     assert all(a.swap for a in fourth.actions) and fourth.predicted.peak["far"] > 0
     assert not any(a.swap for a in third.actions)
     peaks = [p.predicted.peak["cpu"] for p in (planned("convnet", level="L0"), first, second, third, fourth)]

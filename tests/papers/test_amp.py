@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+import holdall
 from holdall import precision
 
 HALF = {"bf16-autocast": torch.bfloat16, "O1": torch.float16}
@@ -185,6 +186,37 @@ def test_ops_run_in_the_width_of_autocasts_table(name):
         assert {k: f().dtype for k, f in narrow.items()} == dict.fromkeys(narrow, half)
         assert {k: f().dtype for k, f in wide.items()} == dict.fromkeys(wide, torch.float32)
         assert torch.relu(a).dtype == torch.float32 and torch.relu(a.to(half)).dtype == half
+
+
+class Widths(TorchDispatchMode):
+    """Every op that computes, with the dtypes of what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            self.seen.append((str(func), [str(t.dtype).removeprefix("torch.") for t in tree_iter(out)]))
+        return out
+
+
+def test_a_traced_step_has_the_widths_of_a_real_one():
+    """Works when: the per-op table of dtypes is autocast's. What plans are made from, op by op, against a real forward."""
+    model, (x, y) = Net(), batch()
+    trace = holdall.trace(model, (x, y), loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), autocast="bf16")
+    forward = [op for op in trace.ops if op.site.phase.value == "forward"]
+    with torch.autocast("cpu", torch.bfloat16), Widths() as real:
+        nn.functional.cross_entropy(model(x), y)
+    traced, made = {}, {}
+    for op in forward:
+        traced.setdefault(op.site.op, []).extend(trace.tensors[t].dtype for t in op.writes)
+    for name, widths in real.seen:
+        made.setdefault(name, []).extend(widths)
+    assert traced["aten._to_copy.default"] and traced["aten.addmm.default"] == ["bfloat16"] * 2
+    for name, widths in traced.items():
+        assert not widths or widths == made[name], name
 
 
 class Copies(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import math
 import random
 
@@ -139,7 +140,21 @@ def test_greedy_never_needs_more_than_equal_lengths(seed):
     assert [b for segment in cut for b in segment] == list(row)
     k = math.isqrt(len(row))
     uniform = list(range(0, len(row), math.ceil(len(row) / k)))
-    assert sum(cost(sizes, inputs, [s[0].id for s in cut])) <= sum(cost(sizes, inputs, uniform))
+    ours = sum(cost(sizes, inputs, [s[0].id for s in cut]))
+    assert ours <= sum(cost(sizes, inputs, uniform))
+    assert 1 <= ours / least_of_all_cuts(sizes, inputs) <= 1.15  # 1.05 on average
+
+
+def least_of_all_cuts(sizes, inputs):
+    """The least kept inputs + largest segment: for every bound on the segments, the cheapest way to begin them."""
+    n, ends = len(sizes), [0, *itertools.accumulate(sizes)]
+    best = math.inf
+    for most in {ends[b] - ends[a] for a in range(n) for b in range(a + 1, n + 1)}:
+        kept = [0] + [math.inf] * n
+        for b in range(1, n + 1):
+            kept[b] = min((kept[a] + inputs[a] for a in range(b) if ends[b] - ends[a] <= most), default=math.inf)
+        best = min(best, kept[n] + most)
+    return best
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

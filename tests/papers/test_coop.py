@@ -136,6 +136,25 @@ def test_cheap_and_expensive_results_grow_from_different_ends():
     assert sides == ["aten.mm.default"] * 3 + ["aten.gelu.default"] * 3
 
 
+def test_what_came_back_on_the_way_to_another_goes_at_once():
+    """Claim: temporaries of a recomputation do not stay in the arena; under DTR on the same arena they do."""
+    chain = [Call(writes=((0, 10),)), *(Call(reads=(i - 1,), writes=((i, 10),)) for i in range(1, 5))]
+    program = [*chain, *(Free(key=i) for i in range(4)), *(Call(writes=((("filler", i), 10),), cost=100) for i in range(7))]
+    program.append(Call(reads=(4,), writes=(("end", 10),)))
+    left = {}
+    for kind in (Windows, Holes):
+        pools = []
+
+        def make(driver, kind=kind, pools=pools):
+            room = kind(NAMED["coop" if kind is Windows else "dtr_eq"], 70)
+            pools.append(Pool(budget=70, room=room, driver=driver))
+            return pools[0]
+
+        assert play(program, make).counts.reruns >= 5  # the whole chain, from its first
+        left[kind] = [s for s in pools[0].present if not s.alive]
+    assert left[Windows] == [] and left[Holes]
+
+
 def test_a_change_in_place_leaves_the_storage_where_it_is():
     room = Windows(NAMED["coop"], 100)
     pools = []

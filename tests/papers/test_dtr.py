@@ -75,16 +75,31 @@ def test_every_cell_of_the_ablation_grid_finishes_within_its_budget(score):
     assert played.peak <= 10
 
 
-@pytest.mark.parametrize("dead", ["ignore", "eager", "banish"])
-def test_dead_storages_are_ignored_evicted_or_banished(dead):
-    """Claim: eager eviction is the best of the three; banishing frees for good, so it may run out."""
-    eager = play(uniform_chain(64), under("dtr", 16, dead="eager")).extra
-    try:
-        played = play(uniform_chain(64), under("dtr", 16, dead=dead), stop=12800)
-    except OverBudget:
-        assert dead == "banish"
-    else:
-        assert played.extra >= eager
+@pytest.mark.parametrize(("n", "budget"), [(36, 8), (64, 16), (64, 8)])
+@pytest.mark.parametrize("score", ["dtr", "dtr_eq", "lru"])
+def test_dead_storages_are_best_evicted_at_once(n, budget, score):
+    """Claim: eager eviction beats ignoring deaths, and that beats banishing, which pins what was made from the dead."""
+    eager, ignored, banished = (
+        play(uniform_chain(n), under(score, budget, dead=dead), stop=12800).extra for dead in ("eager", "ignore", "banish")
+    )
+    assert 0 < eager < ignored < banished
+
+
+def test_a_sample_passes_over_storages_far_below_the_mean():
+    """Claim: besides about sqrt(n) at random, none smaller than a hundredth of the mean size is looked at."""
+    chosen = {}
+
+    class Watched(Room):
+        def choose(self, pool):
+            found = super().choose(pool)
+            chosen.setdefault(self.sample, []).append(found.size)
+            return found
+
+    program = [Call(writes=((i, 1000 if i % 3 == 0 else 1),)) for i in range(90)]
+    for sample in (False, True):
+        play(program, lambda d, s=sample: Pool(budget=15_000, room=Watched(NAMED["lru"], sample=s), driver=d))
+    assert 1 in chosen[False]
+    assert set(chosen[True]) == {1000}
 
 
 def test_a_pool_that_forgets_what_nobody_needs_holds_nothing_at_the_end():

@@ -16,10 +16,11 @@ from torch import nn
 
 import holdall
 from holdall.actions.recompute import Recompute
-from holdall.errors import InvalidInput
+from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.chen import Chen
 from holdall.planners.pofo import Pofo, actions_of, costs_of_chain, costs_of_trace
 from holdall.planners.pofo.program import Link, Segment, solve
+from holdall.planners.rotor import Rotor
 from holdall.planners.rotor.table import Stage, Table
 from holdall.planning.finish import finish
 from holdall.planning.menus import make_menus
@@ -326,7 +327,7 @@ def test_the_program_and_the_simulator_agree_on_our_blocks(overlap):
             if answer is None:
                 continue
             kinds |= {(s.saved, s.place) for s in answer[1]}
-            outcome = simulate(problem, actions_of(problem, menus, answer[1]))
+            outcome = simulate(problem, actions_of(problem, menus, answer[1], costs))
             assert outcome.peak["cpu"] <= budget
             assert outcome.seconds == pytest.approx(answer[0], rel=0.02)
     assert kinds == set(itertools.product(("all", "input"), ("keep", "offload")))
@@ -339,6 +340,17 @@ def test_it_is_never_slower_than_chen_in_the_same_memory():
             theirs = Chen(variant=variant)(problem_on(trace, machine())).predicted
             ours = Pofo()(problem_on(trace, machine(), theirs.peak["cpu"])).predicted
             assert ours.seconds <= theirs.seconds * (1 + 1e-9)
+
+
+def test_copies_are_hidden_by_the_blocks_beside_them():
+    """Claim: where the link keeps up with the computation, offloading costs nothing; without overlap it costs its copies."""
+    trace = chain([60] * 8)
+    (budget,) = shares(trace, 55)
+    plain = simulate(problem_on(trace, machine()), []).seconds
+    plans = {o: Pofo()(problem_on(trace, machine(overlap=o, read=90, write=90), budget)) for o in (False, True)}
+    assert plans[True].predicted.seconds <= 1.001 * plain
+    assert plans[False].predicted.seconds > 1.1 * plain
+    assert all(a.name == "offload" and a.lag and a.fetch for a in plans[True].actions)
 
 
 def test_what_is_not_allowed_is_not_used():
@@ -421,14 +433,15 @@ def assert_runs_as_planned(plan, stack):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_stack_runs_under_every_kind_of_decision_to_the_same_gradients(stack, overlap):
-    """Blocks offloaded, segments of one and of several blocks, inputs kept and offloaded."""
+    """Blocks offloaded, segments of one and of several blocks, replayed as a whole and nested, inputs kept and offloaded."""
     trace = stack[2]
     seen = set()
-    for rate, budget in itertools.product((3e7, 1e9), shares(trace, 60, 25)):
+    for rate, share in ((3e7, 60), (3e7, 25), (1e9, 60), (1e9, 25), (1e3, 20)):
+        (budget,) = shares(trace, share)
         plan = holdall.plan(trace, planner="pofo", budget=budget, hardware=machine(overlap=overlap, read=rate, write=rate))
-        seen |= {(a.name, len(getattr(a, "blocks", ())) > 1) for a in plan.actions}
+        seen |= {"offload" if a.name == "offload" else ("recompute", bool(a.inner)) for a in plan.actions}
         assert_runs_as_planned(plan, stack)
-    assert seen == {("recompute", False), ("recompute", True), ("offload", False)}
+    assert seen == {"offload", ("recompute", False), ("recompute", True)}
 
 
 def test_what_a_replayed_segment_needs_is_what_the_simulator_sees(stack):
@@ -441,7 +454,44 @@ def test_what_a_replayed_segment_needs_is_what_the_simulator_sees(stack):
         for s, t in itertools.combinations_with_replacement(range(len(blocks)), 2):
             curve = memory_curve(problem, [Recompute.of(trace, blocks[s : t + 1])])
             end = blocks[s - 1].backward + 1 if s else len(trace.ops)
-            assert costs.inside(s, t)[0][0] == max(curve.high[blocks[t].backward + 1 : end])
+            assert costs.inside(s, t)[-1][0] == max(curve.high[blocks[t].backward + 1 : end])
+
+
+def test_what_a_nested_replay_needs_is_never_more_than_it_says(stack):
+    """Every nesting of every segment that is offered: bytes at most as it says, slower by as much as it says."""
+    lines = 0
+    for trace in (random_trace(0, n=7), stack[2]):
+        problem = problem_on(trace, machine())
+        menus = make_menus(problem)
+        costs = costs_of_trace(problem, menus)
+        blocks = [item.block for item in menus[:-1]]
+        for s, t in random.Random(0).sample(list(itertools.combinations(range(len(blocks)), 2)), 9):
+            *nested, (most, whole) = costs.inside(s, t)
+            end = blocks[s - 1].backward + 1 if s else len(trace.ops)
+            once = simulate(problem, [Recompute.of(trace, blocks[s : t + 1])]).seconds
+            for need, seconds in nested:
+                action = Recompute.of(trace, blocks[s : t + 1], inner=costs.inside.inner(s, t, need))
+                assert action.inner and need < most and seconds > whole
+                curve = memory_curve(problem, [action])
+                assert max(curve.high[blocks[t].backward + 1 : end]) <= need
+                assert simulate(problem, [action]).seconds - once == pytest.approx(seconds - whole, rel=0.05)
+                lines += 1
+    assert lines > 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_dead_link_leaves_rotors_plans(seed):
+    """Claim: beta -> 0 is rotor, down to rotor's smallest budget: nested recomputation needs no link."""
+    trace = random_trace(seed, n=9)
+    hardware = machine(read=1e-3, write=1e-3)
+    with pytest.raises(Infeasible) as refused:
+        Rotor()(problem_on(trace, hardware, 1, allow=frozenset({"keep", "recompute"})))
+    for more in (1.0, 1.15):
+        budget = int(refused.value.smallest * more)
+        rotor = Rotor()(problem_on(trace, hardware, budget, allow=frozenset({"keep", "recompute"})))
+        ours = Pofo()(problem_on(trace, hardware, budget))
+        assert ours.predicted.seconds <= 1.1 * rotor.predicted.seconds
+        assert "offload" not in ours.count()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

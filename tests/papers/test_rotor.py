@@ -4,13 +4,14 @@ import copy
 import math
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import holdall
 from holdall.planners.rotor import Rotor, actions_of, chain_of, forwards, in_slots
-from holdall.planners.rotor.table import NEVER, Dropped, Stage, Table
+from holdall.planners.rotor.table import NEVER, Dropped, Stage, Table, needed
 from holdall.planning.segments import runs
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for, traced, train
@@ -161,6 +162,17 @@ def test_500_random_chains_run_as_the_table_says():
             assert [sum(op != "B" and i == n for op, i in operations) for n in range(last)] == forwards(items, last)
             seen += any(isinstance(item, Dropped) for item in items)
     assert seen > 300
+
+
+def test_what_a_schedule_needs_is_where_the_table_first_admits_it():
+    """Gradients that stay included: on every stair of 60 random chains."""
+    rng = random.Random(3)
+    for _ in range(60):
+        stages = [replace(s, g=rng.randint(0, 4)) for s in random_chain(rng)]
+        last = len(stages) - 1
+        table = Table(stages, sum(s.abar + s.a + s.of + s.ob + s.g for s in stages))
+        for m, _ in table.stairs(0, last):
+            assert needed(stages, table.items(0, last, m), last) == m
 
 
 def test_more_memory_is_never_slower_and_chen_is_never_faster():

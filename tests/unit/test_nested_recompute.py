@@ -7,11 +7,14 @@ import weakref
 
 import pytest
 import torch
+from holdall.planning.op_graph import programs
 from torch import nn
 
 import holdall
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Inner, Recompute, keepable, nested, obstacle
+from holdall.actions.reschedule import Reschedule
+from holdall.actions.reschedule import obstacle as op_obstacle
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
@@ -38,6 +41,12 @@ def random_inner(names, rng, depth=0):
     return found
 
 
+def random_programs(trace, blocks, rng):
+    """Programs for some of the blocks that can be run op by op."""
+    able = [b for b in blocks if b.saves and not op_obstacle(trace, b) and rng.random() < 0.5]
+    return [Reschedule.of(trace, b, rng.choice(menu)) for b in able if (menu := programs(trace, b))]
+
+
 def random_nests(trace, rng):
     """Every row of blocks cut at random into segments with segments inside; some keep op results or let go of some tensors."""
     actions = []
@@ -51,7 +60,8 @@ def random_nests(trace, rng):
             can = list(keepable(trace, part[0]))
             keep = rng.sample(can, min(len(can), rng.choice([0, 0, 2])))
             only = [n for n in range(min(len(b.saves) for b in part)) if rng.random() < 0.5] if rng.random() < 0.3 else []
-            action = Recompute.of(trace, part, keep, only=only, inner=inner)
+            by_op = [] if keep or only else random_programs(trace, part, rng)
+            action = Recompute.of(trace, part, keep, only=only, inner=inner, programs=by_op)
             if not obstacle(trace, part, nested(action.blocks, action.inner)):
                 actions.append(action)
                 if rng.random() < 0.3:

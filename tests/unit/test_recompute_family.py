@@ -137,15 +137,21 @@ def test_systems_that_see_more_are_never_slower(worlds, name):
     for share in (80, 60, 45):
         budget = budget_of(trace, share)
 
-        def seconds(planner, budget=budget, **options):
-            try:
-                plan = holdall.plan(trace, planner=planner, budget=budget, hardware=machine(), allow=["recompute"], **options)
-            except holdall.Infeasible:
-                return float("inf")
-            return plan.predicted.seconds
+        def predicted(planner, budget=budget, **options):
+            plan = holdall.plan(trace, planner=planner, budget=budget, hardware=machine(), allow=["recompute"], **options)
+            return plan.predicted
 
-        rotor, rockmate = seconds("rotor"), seconds("rockmate", menus="cut")
-        assert rockmate <= rotor <= seconds("chen") <= float("inf")
-        assert seconds("auto") <= rotor
-        for online in ONLINE:  # decides without knowing what comes
-            assert seconds(online) >= 0.999 * simulate(problem_for(trace), []).seconds
+        def seconds(planner, **options):
+            return predicted(planner, **options).seconds
+
+        rotor, rockmate, plain = seconds("rotor"), seconds("rockmate", menus="cut"), simulate(problem_for(trace), []).seconds
+        assert plain < rockmate <= rotor
+        assert plain < seconds("auto") <= rotor
+        try:
+            assert rotor <= seconds("chen")
+        except holdall.Infeasible:
+            assert share < 80  # equal segments need more than this
+        for online in ONLINE:  # decides without knowing what comes, and what it runs again takes time
+            outcome = predicted(online)
+            assert outcome.recompute_seconds > 0
+            assert outcome.seconds == pytest.approx(plain + outcome.recompute_seconds, rel=1e-6)

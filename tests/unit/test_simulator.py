@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from holdall.actions.offload import Offload
 from holdall.actions.recompute import Recompute
+from holdall.errors import InvalidInput
 from holdall.simulator import Illegal, check, close, lower, replay, simulate
 from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import problem_for, traced
@@ -276,3 +278,19 @@ def test_a_real_trace_counts_the_same_in_both_and_is_at_its_peak_where_it_says()
     got = simulate(problem, actions, full=True, checked=True)
     assert max(memory_curve(problem, actions).high) == got.peak["cpu"]
     assert sum(got.peak_kinds.values()) <= got.peak["cpu"]
+
+
+def test_the_curve_counts_the_workspace_of_an_op_while_it_runs():
+    trace = chain([50] * 3)
+    ops = tuple(replace(op, workspace=1000 if op.id == 2 else 0) for op in trace.ops)
+    plain = memory_curve(problem_for(trace), [])
+    roomy = memory_curve(problem_for(replace(trace, ops=ops)), [])
+    assert roomy.high[2] == plain.high[2] + 1000
+    assert [h for k, h in enumerate(roomy.high) if k != 2] == [h for k, h in enumerate(plain.high) if k != 2]
+
+
+def test_a_block_is_treated_once_by_a_technique():
+    trace = chain([50] * 3)
+    twice = [Recompute.of(trace, trace.blocks[:2]), Recompute.of(trace, trace.blocks[1:2])]
+    with pytest.raises(InvalidInput, match="`b1` is to be treated by recompute twice"):
+        simulate(problem_for(trace), twice)

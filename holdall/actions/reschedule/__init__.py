@@ -8,12 +8,10 @@ was kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from holdall.actions.offload import Offload
-from holdall.actions.recompute import Recompute
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Action, Block, Choice, Facts, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
 from holdall.types.program import Effect, fault, lazily
@@ -34,12 +32,15 @@ class Reschedule(Facts):
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
-    beside: ClassVar[frozenset[str]] = frozenset({Offload.name})  # but for these: what a program keeps may wait elsewhere
+    beside: ClassVar[frozenset[str]] = frozenset({"offload"})  # but for these: what a program keeps may wait elsewhere
     rank: ClassVar[int] = 5
-    by_program: ClassVar[bool] = True
     spares_activations: ClassVar[bool] = True
-    permitted_by: ClassVar[frozenset[str]] = frozenset({Recompute.name})  # the same by smaller pieces
+    permitted_by: ClassVar[frozenset[str]] = frozenset({"recompute"})  # the same by smaller pieces
     what: ClassVar[str] = "a block is run op by op, in an order of its own"
+
+    @property
+    def by_ops(self) -> tuple[str, ...]:
+        return (self.block,)
 
     @staticmethod
     def of(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Reschedule:
@@ -56,7 +57,12 @@ class Reschedule(Facts):
     @staticmethod
     def samples(trace: Trace) -> list[Reschedule]:
         """A block whose ops are all run again at once, and one whose ops are run again when they are needed."""
-        can = [b for b in trace.blocks if b.saves and not obstacle(trace, b)]
+        return Reschedule.samples_of(trace, trace.blocks)
+
+    @staticmethod
+    def samples_of(trace: Trace, blocks: Sequence[Block]) -> list[Reschedule]:
+        """The samples, of these blocks."""
+        can = [b for b in blocks if b.saves and not obstacle(trace, b)]
         found = []
         for block, lazy in zip(can, (False, True), strict=False):
             ops, count = region(trace, block)
@@ -78,12 +84,21 @@ class Reschedule(Facts):
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
         block = trace.block(self.block)
-        ops, count = region(trace, block)
+        self.check(trace)
+        rewrite = ProgramRewrite(schedule.copy(), trace, block)
+        rewrite.release()
+        rewrite.walk(self.forward, block.first - 1)
+        rewrite.walk_backward(self.backward)
+        rewrite.schedule.programs[block.id] = Kept(rewrite.kept(self.backward), rewrite.begin)
+        return rewrite.schedule
+
+    def check(self, trace: Trace) -> None:
+        """Raise if the block cannot be run by this program."""
         checked: set[Reschedule] = trace.__dict__.setdefault("_programs_checked", set())  # a search asks many times
         if self not in checked:
-            self._check(trace, block, ops, count)
+            block = trace.block(self.block)
+            self._check(trace, block, *region(trace, block))
             checked.add(self)
-        return _Rewrite(schedule.copy(), trace, block, ops, count).apply(self.forward, self.backward)
 
     def _check(self, trace: Trace, block: Block, ops: Sequence[Op], count: int) -> None:
         why_not = obstacle(trace, block)
@@ -112,6 +127,8 @@ def choice_of(block: Block, backward: tuple[int, ...]) -> Choice:
 
 def program_for(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> tuple[Action]:
     """The block run by a program that was made for another of its kind; whole, where it turns out to differ."""
+    from holdall.actions.recompute import Recompute  # whose segments may have programs in them
+
     ops, count = region(trace, block)
     if obstacle(trace, block) or fault(effects(ops), count, forward or range(count), backward):
         return (Recompute.of(trace, [block]),)
@@ -218,30 +235,32 @@ def effects(ops: Sequence[Op]) -> list[Effect]:
     return [Effect(op.reads, op.writes, op.mutates) for op in ops]
 
 
-class _Rewrite:
-    """The schedule side of one block."""
+class ProgramRewrite:
+    """The schedule side of one block that runs by a program.
 
-    def __init__(self, schedule: Schedule, trace: Trace, block: Block, ops: Sequence[Op], count: int) -> None:
+    `ran`: how often its forward has run when its backward comes, and `now`: what the last of these runs made, by the tensor
+    that was made first. Both are for blocks that are replayed.
+    """
+
+    def __init__(
+        self, schedule: Schedule, trace: Trace, block: Block, *, now: Mapping[TensorId, TensorId] | None = None, ran: int = 0
+    ) -> None:
         self.schedule = schedule
         self.trace = trace
         self.block = block
-        self.ops = ops
-        self.count = count
-        self.now: dict[TensorId, TensorId] = {}  # what the block made -> its newest copy
-        self.runs: dict[int, int] = {}  # op number -> how often it has run
-        self.own = {x for op in ops[:count] for x in op.writes}
+        self.ops, self.count = region(trace, block)
+        self.begin = self.ops[self.count].id - 1  # its backward begins after this op
+        self.now = dict(now or {})  # tensor -> its newest copy
+        self.runs: dict[int, int] = dict.fromkeys(range(self.count), ran) if ran else {}  # op number -> how often it has run
+        self.own = {x for op in self.ops[: self.count] for x in op.writes}
 
-    def apply(self, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
-        self._release()
-        self._walk(forward, self.block.first - 1)
-        begin = self.ops[self.count].id - 1
-        self._walk(backward, begin)
+    def walk_backward(self, order: Sequence[int]) -> None:
+        """The block's backward by the program."""
+        self.walk(order, self.begin)
         self._hold_tangents()
         self._hold_handed_over()
-        self.schedule.programs[self.block.id] = Kept(self._kept(backward), begin)
-        return self.schedule
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Neither autograd nor a Python frame of the block holds what it made; whoever is outside still does."""
         saves: dict[TensorId, list[Save]] = {}
         for i in set(self.block.saves):
@@ -259,7 +278,7 @@ class _Rewrite:
                 if self.trace.tensors[x].kind is not Kind.GRAD and set(self.trace.uses(x)) <= inside:
                     self.schedule.holds[x] = []
 
-    def _walk(self, order: Sequence[int], at: int) -> None:
+    def walk(self, order: Sequence[int], at: int) -> None:
         """Originals stay where they are; what is run again goes right before the next original."""
         waiting: list[Step] = []
         for n in order:
@@ -275,7 +294,7 @@ class _Rewrite:
                 self.schedule.runs[at] = run
         assert not waiting, "a program ends with the last op of its half"
 
-    def _kept(self, backward: Sequence[int]) -> frozenset[TensorId]:
+    def kept(self, backward: Sequence[int]) -> frozenset[TensorId]:
         """What the backward reads before it has made it (again)."""
         made: set[TensorId] = set()
         needed: set[TensorId] = set()

@@ -12,9 +12,9 @@ and a stage that needs more than is free waits until enough of the backlog has l
 waited until its backlog is no larger, would be no later and pin no more.
 
 `solve` knows only numbers. `costs_of_chain` gives it the paper's chain, where the inside of a recomputed segment is any nesting
-of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes, which is less: a segment is replayed
-once and as a whole, an offloaded block has left when the next block's forward is over, and is fetched during the backward of
-the next segment or, where no room is left, when it is needed.
+of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes: the replay of a segment is nested in the
+same ways (`replays.py`), but an offloaded block has left when the next block's forward is over, and is fetched during the
+backward of the next segment or, where no room is left, when it is needed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from holdall.actions.offload import Offload, held, own_inputs, replayed
 from holdall.actions.recompute import WHOLE, Recompute
 from holdall.errors import InvalidInput
 from holdall.planners.pofo.program import ROUGH, Costs, Link, Node, Segment, Way, solve
+from holdall.planners.pofo.replays import Replays
 from holdall.planners.rotor.table import Stage, Table
 from holdall.planning.finish import NEVER, finish, outcome_or_never, over_budget
 from holdall.planning.menus import Item, MenuLine, make_menus
@@ -113,7 +114,7 @@ def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
                 joins=joins,
             )
         )
-    return Costs(nodes=nodes, inside=_Replays(menus, nodes, again, between))
+    return Costs(nodes=nodes, inside=Replays(problem, menus, nodes, again, between))
 
 
 def _moving(
@@ -171,45 +172,18 @@ def _way(place: str, item: Item, line: MenuLine) -> Way:
     return Way(place, -line.freed, line.out, item.before_forward + line.forward, item.before_backward + line.backward)
 
 
-class _Replays:
-    """What the backward of a segment needs that is replayed once, as a whole; found when asked for."""
-
-    def __init__(
-        self, menus: Sequence[Item], nodes: Sequence[Node], again: Sequence[MenuLine | None], between: Sequence[int]
-    ) -> None:
-        self._menus, self._nodes, self._again, self._between = menus, nodes, again, between
-        self._found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-
-    def __call__(self, s: int, t: int) -> list[tuple[int, float]]:
-        if (s, t) not in self._found:
-            self._found[s, t] = [self._replay(s, t)]
-        return self._found[s, t]
-
-    def _replay(self, s: int, t: int) -> tuple[int, float]:
-        """After the replay all is as in the untouched step; during it, blocks are there up to the one being run."""
-        menus, nodes, last = self._menus, self._nodes, self._again[t]
-        assert last is not None
-        seconds = sum(nodes[j].uf for j in range(s, t)) + last.seconds + sum(nodes[j].ub for j in range(s, t + 1))
-        if s == t:
-            return nodes[s].input[0].backward, seconds
-        need = max(nodes[j].full[0].backward for j in range(s, t + 1))
-        live = menus[t].before_backward
-        for j in range(t, s - 1, -1):
-            live += nodes[j].input[0].pinned  # without what block j makes again
-            need = max(need, live + menus[j].choices[0].forward)
-            if j > s:
-                live -= self._between[j]
-        return need, seconds
-
-
-def actions_of(problem: Problem, menus: Sequence[Item], segments: Sequence[Segment]) -> list[Action]:
-    """The actions that the decisions stand for."""
+def actions_of(
+    problem: Problem, menus: Sequence[Item], segments: Sequence[Segment], costs: Costs | None = None
+) -> list[Action]:
+    """The actions that the decisions stand for. `costs`: knows how replays are nested; without it they are not."""
+    replays = costs.inside if costs is not None and isinstance(costs.inside, Replays) else None
     trace, overlap = problem.trace, problem.hardware.overlap
     actions: list[Action] = []
     for n, segment in enumerate(segments):
         blocks = [item.block for item in menus[segment.first : segment.last + 1]]
         if segment.saved == "input":
-            actions.append(Recompute.of(trace, blocks))
+            inner = replays.inner(segment.first, segment.last, segment.need) if replays is not None else ()
+            actions.append(Recompute.of(trace, blocks, inner=inner))
         if segment.place == "offload":
             following = menus[segments[n + 1].last].block if n + 1 < len(segments) else blocks[-1]
             ahead = overlap and not segment.back_at_once and following.id > blocks[-1].id
@@ -293,7 +267,7 @@ def _ask(
     far = problem.hardware.far
     link = Link(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else Link(out=0.0, back=0.0)
     answer = solve(costs, allowed, link, offload=offload, slots=slots)
-    return None if answer is None else _try(problem, answer[1], actions_of(problem, menus, answer[1]))
+    return None if answer is None else _try(problem, answer[1], actions_of(problem, menus, answer[1], costs))
 
 
 def _try(problem: Problem, segments: Sequence[Segment], actions: Sequence[Action]) -> _Candidate:

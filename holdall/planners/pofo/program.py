@@ -67,6 +67,7 @@ class Segment(NamedTuple):
     place: str  # keep, offload
     out_at_once: bool = False  # the next stage had no room for what was on its way
     back_at_once: bool = False  # nor its backward for what was to be fetched
+    need: int = 0  # bytes on top of K with which its backward was planned, where it is recomputed
 
 
 Path = tuple[Any, ...]  # (segment, earlier path) or (): a linked list, so that states share their past
@@ -147,7 +148,7 @@ def _grow(
                 behind = pass_stage(d_b, budget - k - need, takes, link.back, hidden)
                 if behind is None:
                     continue
-                then = (Segment(at, t, "input", way.place, own, way.at_once), _marked(path, first, behind[2]))
+                then = (Segment(at, t, "input", way.place, own, way.at_once, need), _marked(path, first, behind[2]))
                 yield t + 1, (spent + behind[0] + back[0], pinned, backlog, behind[1] + back[1], then)
                 if d_b <= budget - k - need:
                     break  # nothing waited: fewer bytes would only take longer

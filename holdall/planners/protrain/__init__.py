@@ -11,7 +11,8 @@ In the paper every unit that is not persistent passes through a pool of n_buffer
 still there when backward begins: they save one of two fetches. Our runtime has no such pool. It streams units through a ring of
 two, the one in use and the next; what a hit saves is had by leaving the weights where they are. So `n_buffer` counts buffers
 that are never handed on, beside that ring, and the traffic of a hit (once up, once down) and of a miss (twice up) is the
-paper's. Units that several blocks use cannot be streamed and stay in any case.
+paper's. Units that several blocks use cannot be streamed and stay in any case. For the same reason no size of chunks is
+searched: the paper takes the one of a grid that leaves least room in equal buffers, and a unit here has one of its own size.
 
 The paper lets the host update units during backward. With clipping or accumulation that would not be exact; then the updates
 are made beside the next forward, and the model's `max` moves there. Where copies do not overlap, all times add up.

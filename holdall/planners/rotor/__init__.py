@@ -11,13 +11,13 @@ answers for every memory, each answer is simulated whole, and the fastest that f
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from holdall.actions.recompute import Inner, Recompute
 from holdall.errors import InvalidInput
-from holdall.planners.rotor.table import Dropped, Item, Stage, Table
+from holdall.planners.rotor.table import Dropped, Item, Stage, Table, Taken
 from holdall.planning.finish import finish, outcome_or_never, over_budget, with_traced
 from holdall.planning.segments import runs
 from holdall.simulator.curve import memory_curve
@@ -166,18 +166,22 @@ def in_slots(chain: Sequence[Stage], unit: int) -> list[Stage]:
 def actions_of(trace: Trace, blocks: Sequence[Block], items: Iterable[Item]) -> list[Recompute]:
     """One action for each stretch that the forward drops; what its replay drops again lies inside."""
     return [
-        Recompute.of(trace, blocks[item.first : item.last + 1], inner=_inner(blocks, item.items))
+        Recompute.of(trace, blocks[item.first : item.last + 1], inner=nested_segments(blocks, item.items))
         for item in items
         if isinstance(item, Dropped)
     ]
 
 
-def _inner(blocks: Sequence[Block], items: Iterable[Item]) -> tuple[Inner, ...]:
-    return tuple(
-        Inner(blocks=tuple(b.name for b in blocks[item.first : item.last + 1]), inner=_inner(blocks, item.items))
-        for item in items
-        if isinstance(item, Dropped)
-    )
+def nested_segments(blocks: Sequence[Block], items: Iterable[Item], whole: Collection[str] = ()) -> tuple[Inner, ...]:
+    """The segments of a replay. `whole`: blocks whose line of a menu cannot be run op by op; they are a segment each."""
+    found = []
+    for item in items:
+        if isinstance(item, Dropped):
+            names = tuple(b.name for b in blocks[item.first : item.last + 1])
+            found.append(Inner(blocks=names, inner=nested_segments(blocks, item.items, whole)))
+        elif isinstance(item, Taken) and blocks[item.stage].name in whole:
+            found.append(Inner(blocks=(blocks[item.stage].name,)))
+    return tuple(found)
 
 
 def forwards(items: Iterable[Item], count: int) -> list[int]:

@@ -9,13 +9,15 @@ is run in one of two forms, keeping its input or everything, and what was droppe
 The input of s lies outside m, the gradient after t inside. The last stage is the loss: its output takes no bytes. Time and
 memory grow with the cube and the square of the number of stages, both in proportion to m: sizes may be in slots.
 
+With menus (Rockmate), "everything" is one of several forms that the second line chooses from, at every stage and every depth.
+
 Beyond the paper: what the backward of a stage leaves behind for good (`g`, the gradients of its weights) is missing to the
 backward of all stages before it, and a forward that backward follows at once may end early (`stop`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -60,6 +62,18 @@ class Taken:
     choice: Choice
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way to run a stage forward that leaves what its backward needs, and that backward."""
+
+    item: Taken | int
+    kept: int  # bytes that are held, without the input and with the output
+    ub: float  # backward time, with what is run again in it
+    of: int  # bytes that come and go in forward
+    ob: int  # the same in backward
+    stop: float = 0.0  # forward time that is not spent where the backward follows at once
+
+
 Item = Dropped | Taken | int
 """A stretch of stages, a stage that takes a line of its menu, or one that keeps everything."""
 
@@ -69,9 +83,19 @@ class Table:
 
     `whole`: false forbids to keep everything but where backward follows at once, which is Revolve (Griewank, Walther 2000).
     `rows`: the stages that may be dropped together lie in one row (by default all do): a number for each stage.
+    `menus`: for each stage, forms in which it may be run beside the one that keeps everything (Rockmate).
     """
 
-    def __init__(self, chain: Sequence[Stage], memory: int, *, whole: bool = True, rows: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        chain: Sequence[Stage],
+        memory: int,
+        *,
+        whole: bool = True,
+        rows: Sequence[int] | None = None,
+        menus: Sequence[Sequence[Form]] = (),
+    ) -> None:
+        self._forms = [(_whole(n, stage, out), *line) for n, (stage, out, line) in enumerate(_along(chain, menus))]
         self._chain = chain
         self._memory = memory
         self._whole = whole
@@ -103,19 +127,20 @@ class Table:
         """How stages s..t are run in m bytes in the least time; it must be possible."""
         m = min(m, self._memory)
         found: list[Item] = []
-        while s < t:
-            best, kept = self.seconds(s, t, m), self._kept(s)
-            if self._whole_row(s, t)[m] <= best:
-                found.append(s)
-                s, m = s + 1, m - kept
+        while s <= t:
+            best = self.seconds(s, t, m)
+            seconds, form = min(((float(self._form_row(s, t, f)[m]), f) for f in self._forms[s]), key=lambda pair: pair[0])
+            if seconds <= best:
+                found.append(form.item)
+                s, m = s + 1, m - form.kept
                 continue
             j = s + 1 + int(np.argmin(self._splits(s, t)[:, m]))
             found.append(Dropped(s, j - 1, self.items(s, j - 1, m - self._behind(j, t))))
             s, m = j, m - self._a[j]
-        return (*found, t)
+        return tuple(found)
 
     def _row(self, s: int, t: int) -> Row:
-        best = self._whole_row(s, t)
+        best: Row = np.minimum.reduce([self._form_row(s, t, form) for form in self._forms[s]])
         if s == t:
             return best
         chain, a = self._chain, self._a
@@ -129,19 +154,15 @@ class Table:
         """Bytes that the backward of s..t leaves behind."""
         return int(self._left[t + 1] - self._left[s])
 
-    def _kept(self, s: int) -> int:
-        """Bytes that stage s holds when it keeps everything: without its input, with its output."""
-        return self._chain[s].abar - self._a[s] + self._a[s + 1]
-
-    def _whole_row(self, s: int, t: int) -> Row:
-        """The time for s..t by m, where s keeps everything."""
-        stage, a, kept = self._chain[s], self._a, self._kept(s)
-        least = max(a[s + 1] + kept + stage.of, a[s] + kept + stage.ob + self._behind(s + 1, t))
+    def _form_row(self, s: int, t: int, form: Form) -> Row:
+        """The time for s..t by m, where s is run in this form."""
+        stage, a = self._chain[s], self._a
+        least = max(a[s + 1] + form.kept + form.of, a[s] + form.kept + form.ob + self._behind(s + 1, t))
         if s == t:
-            return _from(least, np.full(self._memory + 1, float(stage.uf - stage.stop + stage.ub)))
+            return _from(least, np.full(self._memory + 1, float(stage.uf - form.stop + form.ub)))
         if not self._whole and self._group[s] == self._group[t]:
             return np.full(self._memory + 1, NEVER)
-        return _from(least, stage.uf + stage.ub + _shifted(self._from[s + 1][t - s - 1], kept))
+        return _from(least, stage.uf + form.ub + _shifted(self._from[s + 1][t - s - 1], form.kept))
 
     def _splits(self, s: int, t: int) -> Row:
         """[j - s - 1]: the time for s..t by m, where s..j-1 are dropped."""
@@ -154,6 +175,37 @@ class Table:
         missing = self._left[t + 1] - self._left[s + 1 : end]
         splits: Row = sweep[:, None] + later + (_each_shifted(again, missing) if missing.any() else again)
         return splits
+
+
+def needed(chain: Sequence[Stage], items: Sequence[Item], last: int) -> int:
+    """The least bytes in which a schedule of whole and dropped stages up to `last` can be run."""
+    a = [*(stage.a for stage in chain), 0]
+    item = items[0]
+    first = item.first if isinstance(item, Dropped) else item.stage if isinstance(item, Taken) else item
+    behind = sum(stage.g for stage in chain[first + 1 : last + 1])
+    if not isinstance(item, Dropped):
+        form = _whole(first, chain[first], a[first + 1])
+        own = max(a[first + 1] + form.kept + form.of, a[first] + form.kept + form.ob + behind)
+        if first == last:
+            return own
+    inside = (a[j] + a[j + 1] + chain[j].of for j in range(first + 1, last))
+    floor = a[last + 1] + max(a[first + 1] + chain[first].of, *inside, 0)
+    rest = needed(chain, items[1:], last)
+    if not isinstance(item, Dropped):
+        return max(floor, own, form.kept + rest)
+    after = sum(stage.g for stage in chain[item.last + 1 : last + 1])
+    return max(floor, a[item.last + 1] + rest, needed(chain, item.items, item.last) + after)
+
+
+def _along(chain: Sequence[Stage], menus: Sequence[Sequence[Form]]) -> Iterator[tuple[Stage, int, Sequence[Form]]]:
+    """Each stage with the bytes of what it returns, and its menu."""
+    after = [*(stage.a for stage in chain[1:]), 0]
+    return zip(chain, after, [*menus, *([()] * (len(chain) - len(menus)))], strict=True)
+
+
+def _whole(n: int, stage: Stage, out: int) -> Form:
+    """Stage n with everything kept."""
+    return Form(n, stage.abar - stage.a + out, stage.ub, stage.of, stage.ob, stage.stop)
 
 
 def _from(least: int, row: Row) -> Row:

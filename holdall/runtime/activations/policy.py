@@ -11,7 +11,7 @@ import torch
 from holdall.ops import backward_nodes
 from holdall.runtime.activations.compress import Compression, compress_saved
 from holdall.runtime.activations.offload import Bank, Group, OffloadedSaves, park_inputs, park_saved
-from holdall.runtime.activations.recompute import Segment
+from holdall.runtime.activations.recompute import ByProgram, Segment
 from holdall.runtime.states.engine import Engine
 from holdall.tiers import Stores
 from holdall.types.program import Nest
@@ -36,9 +36,7 @@ class Policy:
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
     tier: str = ""  # where parked storages wait; empty: in the nearest tier
     compress: Compression | None = None  # with `park`, it is the codes that are parked
-    runner: Callable[..., Any] | None = (
-        None  # runs the block in its own way: (module, forward, args, kwargs, parking) -> output
-    )
+    runner: Callable[..., Any] | None = None  # runs the block by a program: (module, forward, args, kwargs, ...) -> output
 
 
 class Blocks:
@@ -89,20 +87,21 @@ class Blocks:
         policy = self._policies.get(name)
         if policy is None:
             out = forward(*args, **kwargs)
+        elif policy.recompute:
+            segment = Segment(policy.inner) if policy.opens or self._open is None else self._open
+            self._open = None if policy.closes else segment
+            state = [buffers[b] for b in policy.state]
+            made_by = forward if policy.runner is None else ByProgram(policy.runner, module, forward)
+            out, call = segment.run(module, made_by, args, kwargs, state=state, keep=policy.keep, only=policy.only)
+            if policy.park:
+                group = self._group(policy)
+                park_inputs(group, call, policy.inputs)
         elif policy.runner is not None:
             parking = None
             if policy.park:
                 group = self._group(policy)
                 parking = OffloadedSaves(group, (args, kwargs), policy.inputs, self._stay)
             out = policy.runner(module, forward, args, kwargs, parking)
-        elif policy.recompute:
-            segment = Segment(policy.inner) if policy.opens or self._open is None else self._open
-            self._open = None if policy.closes else segment
-            state = [buffers[b] for b in policy.state]
-            out, call = segment.run(module, forward, args, kwargs, state=state, keep=policy.keep, only=policy.only)
-            if policy.park:
-                group = self._group(policy)
-                park_inputs(group, call, policy.inputs)
         elif policy.compress is not None:
             group = self._group(policy)
             out = compress_saved(policy.compress, group if policy.park else None, forward, args, kwargs)

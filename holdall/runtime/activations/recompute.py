@@ -42,6 +42,20 @@ class _Enough(Exception):
     """Everything that backward needs was made again; the rest of the forward is not run."""
 
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # pack and unpack what is saved
+
+
+class ByProgram(NamedTuple):
+    """A call that an op-level runner makes: what it keeps for backward goes through the hooks of the segment."""
+
+    runner: Callable[..., Any]
+    module: torch.nn.Module
+    forward: Forward
+
+    def run(self, args: Any, kwargs: Any, hooks: Hooks) -> Any:
+        return self.runner(self.module, self.forward, args, kwargs, hooks=hooks)
+
+
 class Promise:
     """What autograd holds in the place of a tensor that can be computed again."""
 
@@ -101,7 +115,9 @@ class Input:
 class Call:
     """One module call of a segment, as it happened."""
 
-    def __init__(self, module: torch.nn.Module, forward: Forward, state: Sequence[torch.Tensor], keep: frozenset[str]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, forward: Forward | ByProgram, state: Sequence[torch.Tensor], keep: frozenset[str]
+    ) -> None:
         self.forward = forward
         self.module = type(module).__name__
         self.inputs: list[Input | Made | CacheBefore | Any] = []
@@ -128,7 +144,7 @@ class Segment:
     def run(
         self,
         module: torch.nn.Module,
-        forward: Forward,
+        forward: Forward | ByProgram,
         args: Any,
         kwargs: Any,
         *,
@@ -155,8 +171,7 @@ class Segment:
         with contextlib.ExitStack() as stack:
             if keep:
                 stack.enter_context(_Keep(call))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpack))
-            out = forward(*args, **kwargs)
+            out = _called(forward, args, kwargs, (pack, unpack))
         for leaf, item in zip(leaves, call.inputs, strict=True):
             if isinstance(item, CacheBefore):
                 item.settle(leaf)
@@ -237,7 +252,15 @@ def _seen_from(first: int, item: Any, made: dict[Made, Any]) -> Any:
     return Input(tensor.detach().requires_grad_(tensor.requires_grad)) if isinstance(tensor, torch.Tensor) else tensor
 
 
-def _unpack(held: Promise | torch.Tensor) -> torch.Tensor:
+def _called(forward: Forward | ByProgram, args: Any, kwargs: Any, hooks: Hooks) -> Any:
+    if isinstance(forward, ByProgram):
+        return forward.run(args, kwargs, hooks)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        return forward(*args, **kwargs)
+
+
+def unpack(held: Promise | torch.Tensor) -> torch.Tensor:
+    """What a promise stands for; the first that is asked for has its segment replayed."""
     if isinstance(held, torch.Tensor):
         return held
     while held.value is None:
@@ -276,11 +299,10 @@ def _run_again(call: Call, leaves: list[Any], *, deferred: bool, stop: bool) -> 
         stack.enter_context(_put_back(call))
         if call.keep:
             stack.enter_context(_Retrieve(call, leave=deferred))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
         args, kwargs = tree_unflatten(leaves, call.spec)
         leaves.clear()
         try:
-            out = call.forward(*args, **kwargs)
+            out = _called(call.forward, args, kwargs, (pack, _never))
         except _Enough:
             out = None
     if seen <= last:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
 from holdall.runtime.activations.offload import OffloadedSaves, park_inputs, unpack
-from holdall.runtime.activations.recompute import Segment
+from holdall.runtime.activations.recompute import Hooks, Promise, Segment
+from holdall.runtime.activations.recompute import unpack as keep_promise
 from holdall.runtime.programs.capture import Graph, Instruction, Ref, Slot, capture, refs_of, without_autocast
 from holdall.runtime.programs.compiled import Compiler, in_layout
 from holdall.runtime.programs.fx_function import plain_halves
@@ -97,13 +98,18 @@ class Program:
 
     # running
 
-    def __call__(self, inputs: Sequence[torch.Tensor], parking: OffloadedSaves | None = None) -> Any:
-        """Run the forward; autograd knows how to come back. `parking`: takes what is kept until then."""
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], parking: OffloadedSaves | None = None, hooks: Hooks | None = None
+    ) -> Any:
+        """Run the forward; autograd knows how to come back. `parking`, `hooks`: take what is kept until then."""
         differentiable = [t for t in inputs if t.requires_grad]
         call = _Call(self, inputs)
         results = _Block.apply(call, *differentiable)
         if parking is not None:
-            call.park(parking, results)
+            call.hand_over(parking.pack)
+            parking.leave(results)
+        elif hooks is not None:
+            call.hand_over(hooks[0])
         outputs = iter(results)
         leaves = [next(outputs) if isinstance(o, Ref) else o for o in self.graph.outputs]
         return tree_unflatten(leaves, self.graph.spec)
@@ -143,6 +149,7 @@ class Runner:
         args: Any,
         kwargs: Any,
         parking: OffloadedSaves | None = None,
+        hooks: Hooks | None = None,  # of the segment that the call is in
     ) -> Any:
         if self._parts is None or not self._parts.are_of(module):
             self._parts = _Parts(module)
@@ -152,13 +159,16 @@ class Runner:
         if key not in self._programs and len(self._programs) < _MOST:
             self._programs[key] = self._prepare(module, forward, args, kwargs)
         program = self._programs.get(key)
+        if program is None and hooks is not None:
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                return forward(*args, **kwargs)
         if program is None:
             state = list(module.buffers())
             out, call = Segment().run(module, forward, args, kwargs, state=state, keep=frozenset())
             if parking is not None:
                 park_inputs(parking.group, call, parking.inputs)
             return out
-        return program([*(t for t in leaves if isinstance(t, torch.Tensor)), *parameters, *buffers], parking)
+        return program([*(t for t in leaves if isinstance(t, torch.Tensor)), *parameters, *buffers], parking, hooks)
 
     def _prepare(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Program | None:
         try:
@@ -242,11 +252,10 @@ class _Call:
         self.versions = {s: self.kept[s]._version for s in program.watched}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
 
-    def park(self, parking: OffloadedSaves, outputs: Sequence[torch.Tensor]) -> None:
-        """Let what is kept wait in another tier."""
-        self.kept = {slot: parking.pack(t) for slot, t in self.kept.items()}
+    def hand_over(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        """Let what is kept wait in another tier, or be made again by the segment around."""
+        self.kept = {slot: pack(t) for slot, t in self.kept.items()}
         self.versions = {s: v for s, v in self.versions.items() if isinstance(self.kept[s], torch.Tensor)}
-        parking.leave(outputs)
 
     def backward(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         program, graph = self.program, self.program.graph
@@ -258,7 +267,7 @@ class _Call:
         for slot, version in self.versions.items():
             if self.kept[slot]._version != version:
                 raise RuntimeError("a tensor that a block needs for its backward has been changed in place since its forward")
-        values: Values = {**graph.constants, **{slot: unpack(held) for slot, held in self.kept.items()}}
+        values: Values = {**graph.constants, **{slot: _given_back(held) for slot, held in self.kept.items()}}
         self.kept = {}
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = self._as_captured(slot, t)
@@ -354,6 +363,10 @@ class _Block(torch.autograd.Function):
             )
         given = [grads[i] if grads[i] is not None else _zeros(*ctx.shapes[i]) for i in ctx.wanted]
         return None, *call.backward(given)
+
+
+def _given_back(held: Any) -> torch.Tensor:
+    return keep_promise(held) if isinstance(held, Promise) else unpack(held)
 
 
 def _zeros(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

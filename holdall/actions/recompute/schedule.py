@@ -1,169 +1,15 @@
-"""Recompute: drop what consecutive blocks saved, keep their inputs, run them again when backward reaches them.
-
-Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174). With `keep`, results of single ops inside the
-blocks stay and are not computed again; with `only`, autograd lets go of some tensors and holds the others as ever (selective
-recompute, Korthikanti et al., arXiv 2205.05198). With `inner`, the replay itself drops again what some of the blocks saved
-(Griewank and Walther's Revolve, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214).
-"""
+"""What recomputation does to the schedule: segments of blocks, their replays, and the replays inside of these."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar
 
-from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Choice, Facts, Kind, Op, Problem, Run, Schedule, Trace
+from holdall.actions.reschedule import ProgramRewrite, Reschedule
+from holdall.types import Block, Kind, Op, Run, Schedule, Trace
 from holdall.types.program import Nest
-from holdall.types.schedule import Mark, reading
+from holdall.types.schedule import Kept, Mark, reading
 from holdall.types.trace import Save
-
-_WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
-_OWN_RANDOM = "aten._cudnn_rnn.default"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inner:
-    """Consecutive blocks of a segment that are a segment again in its replay."""
-
-    blocks: tuple[str, ...]
-    inner: tuple[Inner, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recompute(Facts):
-    blocks: tuple[str, ...]  # consecutive block calls, replayed together
-    keep: tuple[str, ...] = ()  # op results that stay, as `aten.mm.default#3`, counted within each block
-    state: tuple[str, ...] = ()  # buffers that the blocks change, put back after the replay
-    only: tuple[int, ...] = ()  # tensors that are let go, by their number among those each block saves; empty: all
-    inner: tuple[Inner, ...] = ()  # segments of the replay, in order
-
-    name: ClassVar[str] = "recompute"
-    exact: ClassVar[bool] = True
-    rank: ClassVar[int] = 10
-    by_default: ClassVar[bool] = True
-    spares_activations: ClassVar[bool] = True
-    what: ClassVar[str] = "blocks are run again in backward"
-
-    @staticmethod
-    def of(
-        trace: Trace,
-        blocks: Sequence[Block],
-        keep: Iterable[str] = (),
-        *,
-        only: Iterable[int] = (),
-        inner: Iterable[Inner] = (),
-    ) -> Recompute:
-        """The action for these blocks of a trace."""
-        state = dict.fromkeys(
-            trace.tensors[x].name
-            for block in blocks
-            for op in trace.ops[block.first : block.last + 1]
-            for x in op.mutates
-            if trace.tensors[x].kind is Kind.BUFFER
-        )
-        names = tuple(b.name for b in blocks)
-        return Recompute(blocks=names, keep=tuple(keep), state=tuple(state), only=tuple(only), inner=tuple(inner))
-
-    @staticmethod
-    def samples(trace: Trace) -> list[Recompute]:
-        """One block, two neighbours, three of which two are a segment again, one block with an op's result kept, one that lets
-        go of a single tensor."""
-        can = [b for b in trace.blocks if b.saves and not obstacle(trace, [b])]
-        found = [Recompute.of(trace, [b]) for b in can[:1]]
-        for a, b in pairwise(can):
-            if a.last + 1 == b.first and a.id + 1 == b.id:
-                found.append(Recompute.of(trace, [a, b]))
-                break
-        for a, b, c in zip(can, can[1:], can[2:], strict=False):
-            if (a.last + 1, b.last + 1, b.id - a.id, c.id - b.id) == (b.first, c.first, 1, 1):
-                found.append(Recompute.of(trace, [a, b, c], inner=[Inner(blocks=(a.name, b.name))]))
-                break
-        for b in can:
-            kept = list(keepable(trace, b))
-            if kept:
-                found.append(Recompute.of(trace, [b], kept[:1]))
-                found.append(Recompute.of(trace, [b], only=[len(b.saves) // 2]))
-                break
-        return found
-
-    @classmethod
-    def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
-        if not obstacle(problem.trace, [block]):
-            yield WHOLE
-
-    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
-        trace = problem.trace
-        blocks = [trace.block(name) for name in self.blocks]
-        nests = nested(self.blocks, self.inner)
-        why_not = obstacle(trace, blocks, nests)
-        if why_not:
-            raise Unsupported(f"`{self.blocks[0]}` cannot be recomputed: {why_not}", hint="keep or offload it")
-        hidden = problem.hardware.overlap  # the launching thread is ahead of the device
-        rewriting = _Rewriting(schedule.copy(), self, watch=0.0 if hidden else _WATCH_SECONDS)
-        _Replay(rewriting, blocks, nests).apply()
-        return rewriting.schedule
-
-    def install(self, harness: Any) -> None:
-        last = len(self.blocks) - 1
-        for position, name in enumerate(self.blocks):
-            policy = harness.policy(name)
-            policy.recompute = True
-            policy.opens, policy.closes = position == 0, position == last
-            policy.keep = frozenset(self.keep)
-            policy.only = frozenset(self.only)
-            policy.inner = nested(self.blocks, self.inner)
-            path = name.partition("#")[0]
-            policy.state = tuple(b for b in self.state if b.startswith(f"{path}."))
-
-
-def _whole(trace: Trace, block: Block) -> tuple[Recompute]:
-    return (Recompute.of(trace, [block]),)
-
-
-WHOLE = Choice(label="recompute", make=_whole, recomputes=True, for_all=True, lean=True)
-"""One block, run again as a whole."""
-
-
-def nested(blocks: Sequence[str], inner: Sequence[Inner]) -> tuple[Nest, ...]:
-    """The inner segments by position; refused if they are not apart, in order, each a stretch of `blocks`."""
-    found: list[Nest] = []
-    for part in inner:
-        first = blocks.index(part.blocks[0]) if part.blocks and part.blocks[0] in blocks else -1
-        last = first + len(part.blocks) - 1
-        after = found[-1].last + 1 if found else 0
-        if first < after or tuple(blocks[first : last + 1]) != part.blocks:
-            raise InvalidInput(
-                f"{list(part.blocks)} is not a stretch of {list(blocks[after:])}", hint="inner segments are parts, in order"
-            )
-        found.append(Nest(first, last, nested(part.blocks, part.inner)))
-    return tuple(found)
-
-
-def obstacle(trace: Trace, blocks: Sequence[Block], inner: Sequence[Nest] = ()) -> str:
-    """Why these blocks cannot be run a second time; empty if they can."""
-    inside: set[int] = set()
-    for block in blocks:
-        for op in trace.ops[block.first : block.last + 1]:
-            if op.random and op.site.op == _OWN_RANDOM:
-                return "its dropout draws from a random state of cuDNN's own, which cannot be put back"
-            inside.update(op.writes)
-            for x in op.mutates:
-                if x not in inside and trace.tensors[x].kind is not Kind.BUFFER:
-                    return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which is not its own"
-    for nest in inner:
-        part = blocks[nest.first : nest.last + 1]
-        later = [op for b in blocks[nest.last + 1 :] for op in trace.ops[b.first : b.last + 1]]
-        taken = {x for b in part for op in trace.ops[b.first : b.last + 1] for x in op.reads if trace.tensors[x].born < b.first}
-        spoilt = next((op for op in later if taken & set(op.mutates) & inside), None)
-        if spoilt is not None:
-            return f"`{spoilt.site.op}` changes in place what `{part[0].name}` needs for its second replay"
-        why_not = obstacle(trace, part, nest.inner)
-        if why_not:
-            return why_not
-    return ""
 
 
 def labels(ops: Iterable[Op]) -> dict[str, Op]:
@@ -184,20 +30,41 @@ def keepable(trace: Trace, block: Block) -> dict[str, Op]:
     return {label: op for label, op in labels(inside).items() if op.writes and not barred & set(op.writes)}
 
 
-class _Rewriting:
+class Rewriting:
     """What all replays of one action share."""
 
-    def __init__(self, schedule: Schedule, action: Recompute, *, watch: float) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        blocks: Sequence[Block],
+        *,
+        keep: Iterable[str] = (),
+        only: Iterable[int] = (),
+        programs: Iterable[Reschedule] = (),
+        watch: float = 0.0,
+    ) -> None:
         self.schedule = schedule
         self.trace = trace = schedule.trace
-        self.watch = watch if action.keep else 0.0  # seconds per op of a block whose op results are kept
-        self.keep = frozenset(action.keep)
-        self.only = frozenset(action.only)
+        self.keep = frozenset(keep)
+        self.watch = watch if self.keep else 0.0  # seconds per op of a block whose op results are kept
+        self.only = frozenset(only)
+        self.programs = {trace.block(p.block).id: p for p in programs}
         self.before: dict[int, list[int]] = {}  # block -> its buffers as they were before its forward
-        blocks = [trace.block(name) for name in action.blocks]
         self.kept = {
             x for block in blocks for label, op in keepable(trace, block).items() if label in self.keep for x in op.writes
         }
+
+    def asked(self, block: Block) -> list[int]:
+        """The ops after which backward asks for something that the block let go."""
+        if block.id in self.programs:
+            return [ProgramRewrite(self.schedule, self.trace, block).begin]
+        return [s.unpacked for s in self.let_go(block) if s.unpacked is not None]
+
+    def last_needed(self, block: Block) -> int:
+        """The last op of the block that a replay has to run, if nobody needs its result."""
+        if block.id in self.programs:
+            return block.last
+        return max((s.packed for s in self.let_go(block)), default=-1)
 
     def let_go(self, block: Block) -> list[Save]:
         """What autograd no longer holds of a block."""
@@ -208,7 +75,7 @@ class _Rewriting:
         return (len(self.trace.ops) if save.released is None else save.released, 0)
 
 
-class _Replay:
+class SegmentReplay:
     """The schedule side of one segment, and of those in it.
 
     `depth`: how often its ops have been run again when it is over. `seen`: what the replay around it has made, by the tensor
@@ -217,7 +84,7 @@ class _Replay:
 
     def __init__(
         self,
-        rewriting: _Rewriting,
+        rewriting: Rewriting,
         blocks: Sequence[Block],
         inner: Sequence[Nest],
         *,
@@ -237,12 +104,11 @@ class _Replay:
         self.final = [block for n, block in enumerate(blocks) if n not in deferred]
 
     def apply(self) -> None:
-        saves = [s for block in self.blocks for s in self.rewriting.let_go(block)]
-        after = min((s.unpacked for s in saves if s.unpacked is not None), default=None)
+        after = min((k for block in self.blocks for k in self.rewriting.asked(block)), default=None)
         if after is None:
             return  # no backward, nothing is held
         if self.depth == 1:
-            self._begin(saves, after)
+            self._begin(after)
         until = self._until()
         again = [
             op
@@ -263,14 +129,17 @@ class _Replay:
                 self.schedule.hold(buffer, end)
         for nest in reversed(self.inner):  # backward comes to the last of them first
             part = self.blocks[nest.first : nest.last + 1]
-            _Replay(self.rewriting, part, nest.inner, depth=self.depth + 1, seen=made, around=(after, end)).apply()
+            SegmentReplay(self.rewriting, part, nest.inner, depth=self.depth + 1, seen=made, around=(after, end)).apply()
 
-    def _begin(self, saves: Sequence[Save], after: int) -> None:
+    def _begin(self, after: int) -> None:
         """What the forward does otherwise than in plain training."""
-        for save in saves:
-            if save.tensor in self.own and save.tensor not in self.kept:
-                self.schedule.unhold(save.tensor, [save])
         for block in self.blocks:
+            if block.id in self.rewriting.programs:
+                ProgramRewrite(self.schedule, self.trace, block).release()
+            else:
+                for save in self.rewriting.let_go(block):
+                    if save.tensor in self.own and save.tensor not in self.kept:
+                        self.schedule.unhold(save.tensor, [save])
             self.schedule.replays[block.id] = after
             for x in self._changed(block):
                 before = self.schedule.add(self.trace.tensors[x], born=block.first)
@@ -286,7 +155,7 @@ class _Replay:
 
     def _until(self) -> int:
         """The last op that is run: nobody needs what comes after the last promise, or in the last segment inside."""
-        kept_now = max((s.packed for block in self.final for s in self.rewriting.let_go(block)), default=-1)
+        kept_now = max((self.rewriting.last_needed(block) for block in self.final), default=-1)
         return max(kept_now, *(self.blocks[nest.first].first - 1 for nest in self.inner), -1)
 
     def _copies(self, again: Sequence[Op], order: list[int]) -> dict[int, int]:
@@ -296,12 +165,14 @@ class _Replay:
         """
         ends = {x: block.last for block in self.blocks for x in block.outputs}
         ends.update({x: block.last for block in self.blocks for x in block.inputs})
+        by_program = {op.id for b in self.blocks if b.id in self.rewriting.programs for op in _inside(self.trace, b)}
         copies: dict[int, int] = {}
         for op in again:
             for x in op.writes:
                 info = self.trace.tensors[x]
                 copies[x] = self.schedule.add(info)
-                self.schedule.holds[copies[x]] = [(_mark(order, ends.get(x, info.freed)), self.depth)]
+                if x in ends or op.id not in by_program:
+                    self.schedule.holds[copies[x]] = [(_mark(order, ends.get(x, info.freed)), self.depth)]
         return copies
 
     def _runs(self, again: Sequence[Op], copies: dict[int, int]) -> list[Run]:
@@ -348,8 +219,15 @@ class _Replay:
                 self.schedule.hold(self.seen.get(x, x), end)
 
     def _redirect(self, made: Mapping[int, int]) -> None:
-        """Autograd holds what was made again, and backward reads it wherever it would have read through these saves."""
-        for save in (s for block in self.final for s in self.rewriting.let_go(block)):
+        """Autograd holds what was made again, and backward reads it wherever it would have read through these saves; blocks
+        with a program go on with it."""
+        programs = self.rewriting.programs
+        for block in reversed(self.final):
+            if block.id in programs:
+                rewrite = ProgramRewrite(self.schedule, self.trace, block, now=made, ran=self.depth + 1)
+                rewrite.walk_backward(programs[block.id].backward)
+                self.schedule.programs[block.id] = Kept(rewrite.kept(programs[block.id].backward), rewrite.begin)
+        for save in (s for block in self.final if block.id not in programs for s in self.rewriting.let_go(block)):
             now = made.get(save.tensor)
             if now is None:
                 continue
@@ -371,6 +249,10 @@ class _Replay:
         ops = self.trace.ops[block.first : block.last + 1]
         found = dict.fromkeys(x for op in ops for x in op.mutates if x not in self.own)
         return [x for x in found if self.trace.tensors[x].kind is Kind.BUFFER]
+
+
+def _inside(trace: Trace, block: Block) -> Sequence[Op]:
+    return trace.ops[block.first : block.last + 1]
 
 
 def _mark(order: list[int], freed: int | None) -> int:
