@@ -20,7 +20,7 @@ from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, 
 from holdall.registry import build_member
 from holdall.reporting import BlockRow, Report
 from holdall.reporting.progress import terminal_line
-from holdall.runtime.harness import Harness, refuse_planned
+from holdall.runtime.harness import Harness
 from holdall.runtime.head.lazy_logits import chunk_head
 from holdall.runtime.programs.compiled import resolve_backend
 from holdall.runtime.switching.buckets import Buckets
@@ -33,6 +33,7 @@ from holdall.tracing.autocast import Autocast
 from holdall.tracing.calls import Given
 from holdall.types import Hardware, Plan, Progress, Trace
 from holdall.types.plan import silent
+from holdall.updates.planned import refuse_planned
 
 
 def trace(

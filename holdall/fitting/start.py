@@ -17,13 +17,14 @@ from holdall.fitting.arguments import check_arguments
 from holdall.fitting.plan_book import PlanBook
 from holdall.fitting.request import FitRequest
 from holdall.problem import make_problem, resolve_optimizer
-from holdall.runtime.harness import Harness, refuse_planned
+from holdall.runtime.harness import Harness
 from holdall.runtime.programs.compiled import resolve_backend
 from holdall.runtime.switching.recast import Prepared, Recast
 from holdall.tracing import target_device
 from holdall.tracing.autocast import resolve_autocast
 from holdall.types import Plan, Trace
 from holdall.types.plan import silent
+from holdall.updates.planned import refuse_planned
 
 _SIMPLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("chen", {"variant": "all", "last": True}),  # gradient checkpointing as everyone knows it

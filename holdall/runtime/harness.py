@@ -55,15 +55,6 @@ __all__ = ["Harness", "Placing"]
 log = logging.getLogger("holdall")
 
 
-def refuse_planned(model: torch.nn.Module) -> None:
-    """A second plan on a model would wrap what the first has wrapped."""
-    if model in PLANNED:
-        raise Unsupported(
-            f"this {type(model).__name__} is under a plan already",
-            hint="call `close()` on its harness first, or use the harness in a `with` block",
-        )
-
-
 def _refuse_closed(harness: weakref.ref[Harness]) -> None:
     """What a backward needs may be in another tier, or have been working copies: neither is there any more."""
     owner = harness()
