@@ -44,7 +44,7 @@ class Entry:
 
 
 class Group:
-    """All storages that one block call offloads. Autograd alone holds the entries, so each is freed when backward releases it."""
+    """The storages that one block call offloads. Only autograd holds the entries, so backward frees each as it releases it."""
 
     def __init__(self, store: Any, bank: Bank, lag: bool) -> None:
         self.store = store
