@@ -100,9 +100,7 @@ class Player:
         maker = Maker(inputs=tuple(inputs), cost=op.cost, payload=op, label=op.label, scratch=op.scratch)
         made = [Storage(key, size, maker) for key, size in op.writes]
         for s in made:
-            if (
-                s.key in op.pinned
-            ):  # it cannot be recomputed: keep it as long as results computed from it may be needed
+            if s.key in op.pinned:  # it cannot be recomputed: keep it as long as results computed from it may be needed
                 s.pinned, s.maker = True, None
         changes = []
         for key in op.changes:
