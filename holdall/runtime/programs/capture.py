@@ -131,7 +131,8 @@ def capture(
     for path, inner in module.named_modules():
         if inner is not module and (inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks):
             raise Unsupported(
-                f"`{path}` has hooks, which a captured block would not run", hint='remove them, or call fit(..., planner="chen")'
+                f"`{path}` has hooks, which a captured block would not run",
+                hint='remove them, or call fit(..., planner="chen")',
             )
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -186,14 +187,17 @@ def _trace(joint: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.Gr
             made = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
             if random.getstate() != drawn:
                 random.setstate(drawn)
-                raise Unsupported("the block draws from Python's random numbers", hint='recompute whole blocks: fit(..., planner="chen")')
+                raise Unsupported(
+                    "the block draws from Python's random numbers", hint='recompute whole blocks: fit(..., planner="chen")'
+                )
             return made
     except Unsupported:
         raise
     except Exception as error:  # a model may do anything that a graph cannot express
         line = str(error).strip().split("\n")[0][:200]
         raise Unsupported(
-            f"the block cannot be captured ({type(error).__name__}: {line})", hint='recompute whole blocks: fit(..., planner="chen")'
+            f"the block cannot be captured ({type(error).__name__}: {line})",
+            hint='recompute whole blocks: fit(..., planner="chen")',
         ) from error
 
 
@@ -276,7 +280,10 @@ class _Builder:
         own = set(inputs)
         for out in outputs:
             if isinstance(out, Ref) and out.slot in own:
-                raise Unsupported("the block returns one of its inputs or a view of one", hint='recompute whole blocks: fit(..., planner="chen")')
+                raise Unsupported(
+                    "the block returns one of its inputs or a view of one",
+                    hint='recompute whole blocks: fit(..., planner="chen")',
+                )
         made = {s for op in kept for _, s in op.makes}
         return Graph(
             ops=kept,
@@ -309,7 +316,9 @@ class _Builder:
         slot = self._slot(value)
         base = self.bases[slot]
         if value.dtype is not base.dtype:
-            raise Unsupported("the block views a tensor as another dtype", hint='recompute whole blocks: fit(..., planner="chen")')
+            raise Unsupported(
+                "the block views a tensor as another dtype", hint='recompute whole blocks: fit(..., planner="chen")'
+            )
         mine = (tuple(value.shape), tuple(value.stride()), int(value.storage_offset()))
         if mine == (tuple(base.shape), tuple(base.stride()), int(base.storage_offset())):
             return Ref(slot)
@@ -346,7 +355,8 @@ class _Builder:
             return None
         if "rnn" in str(node.target):
             raise Unsupported(
-                f"`{node.target}` keeps its workspace only under autograd", hint='recompute whole blocks: fit(..., planner="chen")'
+                f"`{node.target}` keeps its workspace only under autograd",
+                hint='recompute whole blocks: fit(..., planner="chen")',
             )
         args = _with_refs(node.args, self._ref)
         kwargs = _with_refs(node.kwargs, self._ref)

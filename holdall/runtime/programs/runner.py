@@ -48,7 +48,10 @@ class Program:
         ops = [Effect(op.reads, tuple(s for _, s in op.makes), op.mutates) for op in graph.ops]
         wrong = fault(ops, graph.forward, forward, backward)
         if wrong:
-            raise InvalidInput(f"the plan holds an invalid program for a block: {wrong}", hint="make the plan again with `holdall.plan` or `holdall.fit`")
+            raise InvalidInput(
+                f"the plan holds an invalid program for a block: {wrong}",
+                hint="make the plan again with `holdall.plan` or `holdall.fit`",
+            )
         again_later = set(backward)
         last = {r.slot for r in graph.outputs if isinstance(r, Ref)}
         needed = self._needed_first(backward)
@@ -167,7 +170,9 @@ class Runner:
                 raise Unsupported(f"it is called with a {odd}", hint='recompute whole blocks: fit(..., planner="chen")')
             graph = capture(module, forward, args, kwargs, loss_alone=not self._name, wanted=self._wanted)
             if digest_of(graph.names()) != self._ops:
-                raise Unsupported("it runs other ops than were planned for", hint="trace and plan this model again, or call `fit`")
+                raise Unsupported(
+                    "it runs other ops than were planned for", hint="trace and plan this model again, or call `fit`"
+                )
             return Program(graph, self._forward, self._backward, self._compiler)
         except Unsupported as error:
             why = str(error).split("\n")[0]
