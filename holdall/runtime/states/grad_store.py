@@ -115,7 +115,7 @@ class Collector:
         if any(not isinstance(g, Gradient) or g.here is not None or g.factor is not None for g in grad_of):
             raise Unsupported(
                 f"the gradient of `{unit.name}` was changed between two backwards of one step",
-                hint='change them after the last backward, or keep them on the device: fit(..., allow={"recompute", "offload"})',
+                hint='change it after the last backward, or keep it on the device: fit(..., allow={"recompute", "offload"})',
             )
         held.norms = None
         if self._ahead is not None:

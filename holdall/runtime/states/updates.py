@@ -169,7 +169,7 @@ class Updater:
             else:
                 values = [m.home.detach() for m in members]
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
-            if every and unit.returns_in_buffer:  # members without a gradient need their weights there
+            if every and unit.returns_in_buffer:  # otherwise the buffer lacks weights of members without a gradient
                 for n in set(range(len(unit.trained))).difference(order.which):
                     copy_tensor(every[n], unit.trained[n].home.data)
             after = _storages(states)
