@@ -1,4 +1,4 @@
-"""Seconds for one copy between the accelerator and a farther memory; several at once are the simulator's clock's business."""
+"""Seconds for one copy between the device and a farther memory; the simulator's clock handles concurrent ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from holdall.errors import InvalidInput, unknown_name
 from holdall.types import Hardware, Tier
 from holdall.types.trace import Bytes, Seconds
 
-OUT, IN = "out", "in"  # from the accelerator, to the accelerator
+OUT, IN = "out", "in"  # from the device, to the device
 
 
 def copy_seconds(nbytes: Bytes, tier: Tier, hardware: Hardware, direction: str, both_busy: bool = False) -> Seconds:
-    """One copy between the accelerator and `tier`. `both_busy`: the other direction is in use all the while."""
+    """Seconds of one copy between the device and `tier`. `both_busy`: the other direction is in use meanwhile."""
     share = hardware.duplex if both_busy else 1.0
     return tier.latency + nbytes / (share * link_rate(tier, direction))
 

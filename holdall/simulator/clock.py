@@ -1,15 +1,15 @@
-"""When everything happens: tasks on lanes, each lane served in order, copies sharing the link.
+"""Computes start and end times: tasks on lanes, each lane in order, copies sharing the link.
 
-A lane is whatever works through its tasks one after the other: the device's compute stream, the host's processors, a stream of
-copies. A task begins when it is the first of its lane and everything it waits for is done. Copies of one direction share its
-rate; while bytes flow both ways each direction keeps `hardware.duplex` of its rate; a copy's latency takes time but no rate.
-A computation cannot begin before the host has launched it: launches go on from the beginning of the step, one after the
-other, whatever the device does, and a device that is through with its ops waits for the next launch.
-The host's processors work on the memory that copies go over: they are slower while bytes flow, as slow as
-`hardware.updates_beside` says while they flow both ways, and copies to the device keep `hardware.read_beside` of their rate.
+A lane runs its tasks one after the other: the device's compute stream, the host's processors, a copy stream. A task begins when
+it is the first of its lane and everything it waits for is done. Copies in one direction share its rate; while bytes flow both
+ways, each direction keeps `hardware.duplex` of its rate; a copy's latency takes time but no rate. A computation cannot begin
+before the host has launched it: launches run one after the other from the beginning of the step, whatever the device does, and
+a device that has finished its ops waits for the next launch. Host updates and copies share the host's memory: updates are
+slower while bytes flow, by `hardware.updates_beside` while they flow both ways, and copies to the device keep
+`hardware.read_beside` of their rate.
 
     compute  |####|##########|....|######|          .... waits for the copy in
-    launches |##|##|##|##|##|                       each op's, ahead of the op
+    launches |##|##|##|##|##|                       each op's, before the op
     out           |lat|##shared##|
     in                |lat|#shared#|##full##|
 """
@@ -24,42 +24,42 @@ from holdall.types import Hardware
 
 COMPUTE, HOST = "compute", "host"
 _NEVER = float("inf")
-_OF_HOST = {IN: 0.25, OUT: 0.75}  # of what copies both ways cost the host: 4.6 Gparam/s alone, 4.1 and 3.3 beside one, 2.9 both
+_OF_HOST = {IN: 0.25, OUT: 0.75}  # share of the slowdown per direction: 4.6 Gparam/s alone, 4.1 and 3.3 with one, 2.9 with both
 
 
 @dataclass(slots=True)
 class Task:
-    """Something that occupies a lane: seconds of work, or bytes in a direction after a latency."""
+    """Occupies a lane: seconds of work, or bytes in a direction after a latency."""
 
     lane: str
-    after: tuple[int, ...]  # tasks that must be done before
+    after: tuple[int, ...]  # tasks that must finish first
     seconds: float = 0.0  # of work, or of latency before the bytes flow
     nbytes: float = 0.0
     rate: float = 0.0
     direction: str = ""
     name: str = ""
-    earliest: float = 0.0  # computation: when it can be over, by its launches alone
+    earliest: float = 0.0  # computation: earliest end by its launches alone
     start: float = 0.0
     end: float = 0.0
 
 
 class Clock:
-    """Told what the program issues, in its order; `run` then works out the times."""
+    """Receives the program's tasks in order; `run` computes their times."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.tasks: list[Task] = []
-        self._awaited: list[int] = []  # what the next computation waits for
-        self._last = -1  # the last task of computation
-        self._open = False  # whether it may still grow: nothing has been ordered after it
-        self._launched = 0.0  # when the thread that launches is through with what it was told so far
+        self._awaited: list[int] = []  # tasks that the next computation waits for
+        self._last = -1  # the last compute task
+        self._open = False  # it can still be extended: no task follows it
+        self._launched = 0.0  # when the launching thread finishes its current launches
 
     def launch(self, seconds: float) -> None:
-        """The launching thread is busy for so long."""
+        """The launching thread is busy for this long."""
         self._launched += seconds
 
     def compute(self, seconds: float) -> tuple[int, float]:
-        """Computation, after all before it, launched by now; (task, when in it this begins)."""
+        """Computation after all earlier ones, already launched; returns (task, its offset within the task)."""
         if self._open and not self._awaited:
             task = self.tasks[self._last]
             begins = task.seconds
@@ -89,11 +89,11 @@ class Clock:
         return self._add(task)
 
     def beside(self, lane: str, seconds: float, *, after: Iterable[int] = (), name: str = "") -> int:
-        """Work on another lane than the device's, issued now; it does not wait for the device, only for `after`."""
+        """Work on another lane than the device's, issued now; it waits only for `after`."""
         return self._add(Task(lane=lane, after=tuple(after), seconds=seconds, name=name))
 
     def wait(self, tasks: Iterable[int]) -> None:
-        """Computation issued from here on waits for these."""
+        """Computation issued from now on waits for these tasks."""
         self._awaited += tasks
         self._issued()
 
@@ -106,7 +106,7 @@ class Clock:
         return len(self.tasks) - 1
 
     def run(self) -> float:
-        """Fill in every task's start and end; the time when all is done, and computation has waited for what it awaits."""
+        """Compute every task's start and end; returns the time when everything is done."""
         lanes: dict[str, list[int]] = {}
         for n, task in enumerate(self.tasks):
             lanes.setdefault(task.lane, []).append(n)
@@ -147,13 +147,13 @@ class Clock:
         return max((task.end for task in self.tasks), default=0.0)
 
     def _shares(self, ways: Sequence[str], *, is_host_busy: bool) -> dict[str, float]:
-        """Of a direction's rate, for each copy in it."""
+        """The share of a direction's rate for each copy in it."""
         each = self.hardware.duplex if OUT in ways and IN in ways else 1.0
         left = {OUT: 1.0, IN: self.hardware.read_beside if is_host_busy else 1.0}
         return {d: each * left[d] / max(1, ways.count(d)) for d in (OUT, IN)}
 
     def _host_slower(self, ways: Sequence[str]) -> float:
-        """How much longer the host's processors take for their work while bytes flow these ways."""
+        """The slowdown factor of the host's processors while bytes flow these ways."""
         alone, beside = self.hardware.updates, self.hardware.updates_beside
         return 1 + (alone / beside - 1) * sum(_OF_HOST[d] for d in set(ways)) if beside else 1.0
 
@@ -165,7 +165,7 @@ class Clock:
         active: dict[str, list[float]],
         now: float,
     ) -> None:
-        """Start every head whose waiting is over; those that take no time are done at once and may let others go."""
+        """Start every first task whose dependencies are done; tasks without duration finish at once and may release others."""
         again = True
         while again:
             again = False
