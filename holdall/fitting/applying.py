@@ -1,4 +1,4 @@
-"""What must be so before a plan is put on a model, and the tier that it needs."""
+"""Checks that a plan belongs to a model, and opens the tier that it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
         raise TraceMismatch(
             f"the plan was made for another model ({plan.about.get('model')}) than this {type(model).__name__}: "
             "parameter names, shapes or dtypes differ",
-            hint="trace and plan this model",
+            hint="make a plan for this model with `holdall.trace` and `holdall.plan`, or call `holdall.fit`",
         )
     if optimizer is not None:
         own = {id(p) for p in model.parameters()}
@@ -31,19 +31,19 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
     moves = any(action.places_states for action in plan.actions) and device == "cpu"
     if planned and device not in (planned, "meta") and not moves:
         raise TraceMismatch(
-            f"the plan is for {planned}, but the model lies on {device}",
+            f"the plan is for {planned}, but the model is on {device}",
             hint=f'move the model, or trace with device="{device}"',
         )
 
 
 def store_for(plan: Plan, model: torch.nn.Module) -> Any:
-    """The far tier of the plan, if any action uses one."""
+    """The farther tier of the plan, if any action uses one."""
     tiers = list(plan.budget)
     uses = any(action.uses_store for action in plan.actions)
     if len(tiers) < 2 or not uses:
         return None
     if tiers[1] not in member_names("tiers"):
-        raise Unsupported(f"there is no tier `{tiers[1]}`", hint="plan again with this version")
+        raise Unsupported(f"there is no tier `{tiers[1]}`", hint="make the plan again with this version of holdall")
     device = torch.device(str(plan.about.get("device") or next(model.parameters()).device.type))
     left = plan.budget[tiers[1]] - int(plan.about.get("process") or 0)
     return member_class("tiers", tiers[1])(capacity=left, device=device)
