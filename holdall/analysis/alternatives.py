@@ -1,4 +1,4 @@
-"""What it would cost to free memory otherwise: every choice on the menu of every kind of block, in milliseconds per GiB."""
+"""The cost of freeing memory in other ways: every choice for every kind of block, in milliseconds per GiB."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from holdall.units import GiB
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     what: str  # recompute, offload, ...
-    where: str  # class name of the blocks, or what else it is done to
-    count: int  # blocks that can
-    freed: int  # bytes, all of them together
-    seconds: float  # recomputation, or the step's growth where it was simulated whole
-    copying: float  # seconds on the link, out and back, that computation may hide
+    where: str  # class name of the blocks, or another target
+    count: int  # number of blocks with this choice
+    freed: int  # bytes, all blocks together
+    seconds: float  # recomputation, or the step's increase where it was simulated whole
+    copying: float  # seconds on the link, both ways, which computation may hide
 
     @property
     def per_gib(self) -> float:
@@ -30,12 +30,12 @@ class Alternative:
 
     @property
     def per_gib_unhidden(self) -> float:
-        """Seconds per GiB if none is."""
+        """Seconds per GiB if no copy is hidden."""
         return (self.seconds + self.copying) * GiB / self.freed
 
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
-    """The cheapest first. `problem` has a trace with seconds. Bytes and seconds are against keeping everything."""
+    """All alternatives, the cheapest first, compared with keeping everything. `problem` needs a trace with seconds."""
     menus = try_choices(problem)
     found = [_of_blocks(problem, menus, kind, c) for kind, choices in menus.found.items() for c in _distinct(choices)]
     found += _of_states(problem)
@@ -43,7 +43,7 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
 
 
 def _distinct(choices: Sequence[Choice]) -> list[Choice]:
-    """Without "now", which is the same copies waited for at another time, and without what comes to the same."""
+    """The choices without "now", which makes the same copies at another time, and without duplicates."""
     found: dict[tuple[int, float, int], Choice] = {}
     for c in choices:
         if c.freed > 0 and not c.label.endswith("now"):
