@@ -1,4 +1,4 @@
-"""What the user typed -> what a planner is given: machine, budget, allowed actions, precision."""
+"""User arguments -> Problem: machine, budget, allowed actions, precision."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_problem(
     accumulate: int = 1,
     progress: Progress = silent,
 ) -> Problem:
-    """What a planner is given; see `plan`."""
+    """The problem for a planner; arguments as in `plan`."""
     progress("looking at this machine", 0, 0, "")
     machine = hardware_for(trace, hardware)
     progress("planning", 0, 0, "")
@@ -53,7 +53,7 @@ def bare_problem(
     accumulate: int = 1,
     progress: Progress = silent,
 ) -> Problem:
-    """The same with the trace as it is: for whoever has costed it, or will."""
+    """The problem with the trace as it is, already costed or not."""
     return Problem(
         trace=trace,
         hardware=hardware,
@@ -66,7 +66,7 @@ def bare_problem(
 
 
 def hardware_for(trace: Trace, hardware: Hardware | str | Path | None) -> Hardware:
-    """The machine for a trace: with what its kernels came to take where its ops were measured, since they will again."""
+    """The machine for a trace, with the memory of the kernels loaded while its ops were measured: a run loads them again."""
     machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")))
     if trace.about.get("timed") != machine.name:
         return machine
@@ -79,7 +79,7 @@ def _probed(device: str) -> Hardware:
 
 
 def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Hardware:
-    """The machine to plan for: given, read, named, or probed."""
+    """The machine to plan for: passed in, read from a file, by name, or probed."""
     if isinstance(hardware, Hardware):
         return _as_it_is_now(hardware)
     if hardware is None:
@@ -96,7 +96,8 @@ def resolve_hardware(hardware: Hardware | str | Path | None, device: str) -> Har
 
 
 def _as_it_is_now(hardware: Hardware) -> Hardware:
-    """With what kernels have come to take on this process's GPU, if that is the one: they are loaded when first used."""
+    """The machine with the memory that kernels now take on this process's GPU, if it is the same: they are loaded
+    at first use."""
     is_here = hardware.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
     if not is_here or hardware.name != torch.cuda.get_device_name():
         return hardware
@@ -105,7 +106,7 @@ def _as_it_is_now(hardware: Hardware) -> Hardware:
 
 
 def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
-    """Bytes per tier. One value is for the accelerator's own memory."""
+    """Bytes per tier. A single value is for the accelerator's own memory."""
     names = [tier.name for tier in hardware.tiers]
     given = budget if isinstance(budget, Mapping) else {hardware.home.name: budget}
     resolved = {}
@@ -133,7 +134,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
 def resolve_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
-    """The width to compute in; None: that of the parameters. Whoever gives a dtype knows what it needs."""
+    """The dtype to compute in; None: that of the parameters. A `torch.dtype` is accepted unchecked."""
     if precision is None or isinstance(precision, torch.dtype):
         return precision
     if precision in ("fp32", "float32"):
