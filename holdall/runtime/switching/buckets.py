@@ -112,7 +112,7 @@ def find_axes(batch: Any) -> Axes:
     if len(tables) > 1:
         listed = ", ".join(str(list(shape)) for shape in sorted(tables))
         raise Unsupported(
-            f"the batch has two-dimensional tensors of {listed}: which axes grow together is ambiguous", hint=_GIVE_BATCHES
+            f"the batch has two-dimensional tensors of {listed}: which axes grow together cannot be known", hint=_GIVE_BATCHES
         )
     if tables:
         rows, length = next(iter(tables))
