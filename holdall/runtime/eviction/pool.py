@@ -374,7 +374,7 @@ class Pool:
             raise OverBudget(
                 f"thrashing: {self.counts.again / self.counts.useful:.0f} times the step's own work went into recomputation "
                 f"within {format_bytes(self.budget)}",
-                hint="use a larger budget, or a larger `patience`",
+                hint="use a larger budget, or pass the planner a larger `patience=`",
             )
 
     def _refuse(self, size: Bytes, label: str) -> None:

@@ -263,7 +263,7 @@ class PlacedUnit:
             what = f"they are of update {of}, not of {self.due}" if self.is_here else "they are not on the device"
             raise HoldallError(
                 f"the weights of `{self.name}` cannot be computed with: {what}",
-                hint='this is a bug in holdall: please report it; fit(..., allow={"recompute", "offload"}) avoids it',
+                hint='this is a bug in holdall: please report it; fit(..., allow={"recompute", "offload"}) may avoid it',
             )
 
     def was_written(self) -> bool:
