@@ -152,9 +152,7 @@ class Harness:
         try:
             self.model.get_submodule(path)
         except AttributeError:
-            raise Unsupported(
-                f"the model has no module `{path}`", hint="trace and plan this model again, or call `fit`"
-            ) from None
+            raise Unsupported(f"the model has no module `{path}`", hint="plan this model again, or call `fit`") from None
         return self._policies.setdefault(block, Policy())
 
     def place(self, placing: Placing) -> None:

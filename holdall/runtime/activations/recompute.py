@@ -300,7 +300,7 @@ def _never(_: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _put_back(call: Call) -> Iterator[None]:
-    """Restore the buffers from before the call for the replay; put today's values back after it."""
+    """Restore the buffers from before the call for the replay; put the current values back after it."""
     after = [b.detach().clone() for b in call.state]
     with torch.no_grad():
         for buffer, before in zip(call.state, call.before, strict=True):

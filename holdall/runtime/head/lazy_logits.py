@@ -60,7 +60,7 @@ def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
 
     def chunked(*args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())  # `input`, by position or by name
-        # today's parameters: they may be replaced before the next call
+        # the current parameters: they may be replaced before the next call
         call = _call(hidden, head.weight, head.bias, rows)  # type: ignore[arg-type]
         whole: Tensor
         if call is None:
@@ -182,8 +182,7 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     def _is_adopted(self) -> bool:
-        """Did an autograd function return it as its own result (as reentrant checkpointing does)? Then its graph is
-        not ours."""
+        """Did an autograd function return it (as reentrant checkpointing does)? Then its graph is not ours."""
         return bool(self._live != _plainly(self, _getter("requires_grad")))
 
     @property
@@ -307,8 +306,7 @@ def _derive(
     dtype: torch.dtype | None = None,
     chain: Chain | None = None,
 ) -> Tensor:
-    """The lazy result of an op that acts on the logits' rows as `take` acts on the hidden rows. `chain`: its
-    elementwise ops."""
+    """The lazy result of an op that does to rows of logits what `take` does to hidden rows. `chain`: its elementwise ops."""
     with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
         made = (lazy, func, args, kwargs)
         return _lazy(lazy._call, take(lazy._hidden), dtype or lazy.dtype, made, chain or lazy._chain)
