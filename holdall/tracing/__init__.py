@@ -207,8 +207,8 @@ def check_model(model: torch.nn.Module) -> None:
         for own, p in module.named_parameters(recurse=False):
             if isinstance(p, Int8Weight):
                 raise Unsupported(
-                    f"`{own}` of {where} rests in 8 bits, which plans do not count yet",
-                    hint="train it without a plan, or leave out `int8_`",
+                    f"`{own}` of {where} is stored in 8 bits (`int8_`), which plans do not support yet",
+                    hint="train without a plan, or do not call `int8_` on the model",
                 )
 
 
