@@ -482,7 +482,7 @@ def test_results_of_another_shape_are_refused():
     values, errors = {0: torch.zeros(2, 3)}, []
     half = half_of(lambda boxed: [torch.ones(3, 2)], errors)
     assert not half.run(values, look) and list(values) == [0]
-    assert "[3, 2] where [2, 3]" in str(errors[0])
+    assert "[3, 2] instead of [2, 3]" in str(errors[0])
     assert not half.run(values, look) and len(errors) == 1
 
 
