@@ -1,4 +1,4 @@
-"""The four verbs, trace -> plan -> apply -> report, and `fit`, which is the first three."""
+"""The four verbs, trace -> plan -> apply -> report, and `fit`, which does the first three."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trace(
     autocast: Autocast = None,
     head: str | int = "auto",
 ) -> Trace:
-    """Write down what one training step does, without needing the memory.
+    """Record one training step of a model on fake tensors, without needing its memory.
 
     `batch` is what the loop passes to the model: a mapping (`model(**batch)`), a tuple (`model(*batch)`) or one tensor.
     `optimizer`: the loop's, or the name of one, such as "adamw" or "galore:rank=64" (`holdall optimizers` lists them).
@@ -110,13 +110,13 @@ def plan(
     progress: Progress = silent,
     **options: Any,
 ) -> Plan:
-    """Decide what to do about a step so that it fits `budget`; raises `Infeasible` if nothing does.
+    """Choose actions so that a step fits `budget`; raises `Infeasible` if no plan does.
 
-    `budget`: bytes of the accelerator's memory as a number, "24GiB", a fraction of the device, "auto" (all of it), or one
-    value per tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None
-    to probe this machine. `allow`: actions that may be used. `clips`: whether the loop looks at gradients between backward
-    and step; if not, parameters may be updated as their gradients come. `accumulate`: backwards per step. `options` go to the
-    planner.
+    `budget`: bytes of the accelerator's memory as a number, "24GiB", a fraction of the device, "auto" (all of it), or one value
+    per tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None to
+    probe this machine. `allow`: names of the actions that may be used. `clips`: whether the loop reads or changes gradients
+    between backward and step; if not, parameters may be updated in backward. `accumulate`: backwards per step. `options` go to
+    the planner.
     """
     from holdall.fitting.remembering import remember_plan
 
@@ -131,7 +131,9 @@ def plan(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A planner makes millions of small objects and no cycles: looking for some takes a quarter of its time."""
+    """Turn garbage collection off: a planner makes millions of small objects without cycles, and collecting takes a quarter of
+    its time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -156,14 +158,15 @@ def apply(
     compile: bool | str = False,  # noqa: A002
     progress: Progress = silent,
 ) -> Harness:
-    """Install a plan on a model. The training loop stays as it is; leaving the harness restores the model.
+    """Install a plan on a model. The training loop stays unchanged; closing the harness restores the model.
 
-    `enforce`: stop the run at the op that would pass the budget. `fallbacks`: plans to step back to if this one is measured
-    slower. `correct`: makes another from what was measured. `buckets`: plans for steps of other sizes. `tighten`: gives
-    a tighter plan, under which a step that ran out of memory is repeated. `recast`: makes the plans anew where the first
-    forward comes under another autocast than was traced. `record`: a folder for what was in memory when it ran
-    out. `fit` makes these. `compile`: blocks that are planned op by op run as fused kernels, by "inductor" (True) or another
-    back end of `torch.compile`; sums are then added in another order.
+    `enforce`: stop the run at the op that exceeds the budget. `compile`: run blocks that are planned op by op as fused kernels,
+    by "inductor" (True) or another back end of `torch.compile`; sums are then added in another order. `record`: a folder for
+    out-of-memory reports.
+
+    `fit` supplies the others. `fallbacks`: plans to switch to if this one is measured slower. `correct`: makes a plan from
+    measured times. `buckets`: plans for other batch sizes. `tighten`: makes a tighter plan, under which a step that ran out of
+    memory is retried. `recast`: makes the plans again if the first forward runs under another autocast than traced.
     """
     read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     backend = resolve_backend(compile)
@@ -204,7 +207,7 @@ R = TypeVar("R")
 
 
 def _shown(call: Callable[P, R]) -> Callable[P, R]:
-    """With a line on the terminal, if there is one and nobody has said how progress is to be shown."""
+    """Show progress on the terminal, if there is one and the caller has passed no `progress`."""
 
     @wraps(call)
     def shown(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -243,7 +246,7 @@ def fit(
     progress: Progress | None = None,
     **options: Any,
 ) -> Harness:
-    """Trace, plan and apply in one call. The harness is on when this returns; `close()` or a `with` block takes it off.
+    """Trace, plan and apply in one call. Returns the harness, switched on; `close()` or a `with` block removes it.
 
     `optimizer`: the loop's, or the name of one, such as "adamw" or "galore:rank=64": then `harness.optimizer` is it. A model on
     the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business. `lengths`:
@@ -284,7 +287,7 @@ def fit(
 
 
 def make_report(harness: Harness) -> Report:
-    """What was said against what happened."""
+    """Predicted against measured."""
     return Report(
         plan=harness.plan,
         predicted=harness.expected,
@@ -297,7 +300,7 @@ def make_report(harness: Harness) -> Report:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices that a figure was obtained with."""
+    """Versions and devices of a measurement."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,

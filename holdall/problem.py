@@ -1,4 +1,4 @@
-"""What the user typed -> what a planner is given: machine, budget, allowed actions, precision."""
+"""User arguments -> Problem: machine, budget, allowed actions, precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_problem(
     accumulate: int = 1,
     progress: Progress = silent,
 ) -> Problem:
-    """What a planner is given; see `plan`."""
+    """The problem for a planner; arguments as in `plan`."""
     progress("looking at this machine", 0, 0, "")
     machine = hardware_for(trace, hardware, budget)
     progress("planning", 0, 0, "")
@@ -56,7 +56,7 @@ def bare_problem(
     accumulate: int = 1,
     progress: Progress = silent,
 ) -> Problem:
-    """The same with the trace as it is: for whoever has costed it, or will."""
+    """The problem with the trace as it is, already costed or not."""
     return Problem(
         trace=trace,
         hardware=hardware,
@@ -99,7 +99,8 @@ def resolve_hardware(hardware: Hardware | str | Path | None, device: str, budget
 
 
 def _as_it_is_now(hardware: Hardware) -> Hardware:
-    """With what kernels have come to take on this process's GPU, if that is the one: they are loaded when first used."""
+    """The machine with the memory that kernels now take on this process's GPU, if it is the same: they are loaded
+    at first use."""
     is_here = hardware.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
     if not is_here or hardware.name != torch.cuda.get_device_name():
         return hardware
@@ -108,7 +109,7 @@ def _as_it_is_now(hardware: Hardware) -> Hardware:
 
 
 def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
-    """Bytes per tier. One value is for the accelerator's own memory."""
+    """Bytes per tier. A single value is for the accelerator's own memory."""
     names = [tier.name for tier in hardware.tiers]
     given = budget if isinstance(budget, Mapping) else {hardware.home.name: budget}
     resolved = {}

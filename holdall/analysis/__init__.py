@@ -1,6 +1,6 @@
-"""Questions before a run, answered by planning: what every phase takes, the largest that fits, the least that is enough.
+"""Questions before a run, answered by planning: memory of every phase, the largest batch that fits, the smallest budget.
 
-Each answer rests on real plans at the values that it names, so that what it says can be repeated with `holdall.plan`.
+Each answer rests on real plans at the values that it names, so it can be reproduced with `holdall.plan`.
 """
 
 from holdall.analysis.alternatives import Alternative, alternatives

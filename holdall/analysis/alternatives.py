@@ -1,4 +1,4 @@
-"""What it would cost to free memory otherwise: every choice on the menu of every kind of block, in milliseconds per GiB."""
+"""The cost of freeing memory in other ways: every choice for every kind of block, in milliseconds per GiB."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from holdall.units import GiB
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     what: str  # recompute, offload, ...
-    where: str  # class name of the blocks, or what else it is done to
-    count: int  # blocks that can
-    freed: int  # bytes, all of them together
-    seconds: float  # recomputation, or the step's growth where it was simulated whole
-    copying: float  # seconds on the link, out and back, that computation may hide
+    where: str  # class name of the blocks, or another target
+    count: int  # number of blocks with this choice
+    freed: int  # bytes, all blocks together
+    seconds: float  # recomputation, or the step's increase where it was simulated whole
+    copying: float  # seconds on the link, both ways, which computation may hide
 
     @property
     def per_gib(self) -> float:
@@ -29,7 +29,7 @@ class Alternative:
 
     @property
     def per_gib_unhidden(self) -> float:
-        """Seconds per GiB if none is."""
+        """Seconds per GiB if no copy is hidden."""
         return (self.seconds + self.copying) * GiB / self.freed
 
 

@@ -1,7 +1,7 @@
-"""Evaluation as a trace: the forward alone, with nothing held for backward.
+"""A trace of an evaluation: the forward alone, with nothing saved for backward.
 
-`trace_evaluation` runs the model in evaluation mode without gradients, on fakes. `evaluation_of` makes the same of a training
-trace, where the model is not at hand: its forward without what autograd holds. Dropout is still in that one: it is a bound.
+`trace_evaluation` runs the model in evaluation mode without gradients, on fakes. `evaluation_of` derives it from a training
+trace if the model is not available: the forward without saved tensors. That still contains dropout, so it is a bound.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def trace_evaluation(
     autocast: Autocast = None,
     head: str | int = "auto",
 ) -> Trace:
-    """One evaluation of `model` on `batch`, whose outputs are let go at once. Arguments as of `holdall.trace`."""
+    """Trace one evaluation of `model` on `batch`; its outputs are freed at once. Arguments as in `holdall.trace`."""
     inner = loss or default_loss
 
     def evaluate(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         with torch.no_grad():
             value = inner(model, batch)
-        return value.detach().requires_grad_()  # a leaf: its backward is nothing, and is cut off
+        return value.detach().requires_grad_()  # a leaf: its backward is empty and is cut off
 
     with _evaluating(model):
         traced = trace(model, batch, loss=evaluate, device=device, precision=precision, autocast=autocast, head=head)
@@ -43,13 +43,13 @@ def trace_evaluation(
 
 
 def evaluation_of(trace: Trace) -> Trace:
-    """At most what an evaluation of the traced step does; exact for a model that does the same in evaluation mode."""
+    """An upper bound of an evaluation of the traced step; exact for a model that behaves the same in evaluation mode."""
     return _forward_alone(trace)
 
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode; every module is as before afterwards."""
+    """Put the model in evaluation mode; restores every module."""
     before = {name: module.training for name, module in model.named_modules()}
     model.eval()
     try:

@@ -1,7 +1,7 @@
-"""The largest batch, length or model of a list that fits: double until one does not, then bisect.
+"""The largest batch, length or model of a list that fits: doubles until one does not, then bisects.
 
-Planners are heuristics, so a larger value may fit where a smaller one does not. What is promised is what was tried: the answer
-has a plan, and the next step up was refused.
+Planners are heuristics, so a larger value may fit where a smaller one does not. The answer rests on trials: it has a plan, and
+the next larger value was refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Probe:
     """One value that was planned for."""
 
     value: int
-    plan: Plan | None = None  # None: it does not go
-    error: HoldallError | None = None  # why not: `Infeasible`, or what the model says against it
+    plan: Plan | None = None  # None: no plan
+    error: HoldallError | None = None  # why there is none: `Infeasible`, or an error of the model
 
     @property
     def fits(self) -> bool:
@@ -31,8 +31,8 @@ class Probe:
 class Largest:
     value: int
     plan: Plan
-    beyond: Probe | None  # the next step up, refused; None: there is none, `most` was reached
-    probes: tuple[Probe, ...]  # in the order in which they were tried
+    beyond: Probe | None  # the next larger value, refused; None: `most` was reached
+    probes: tuple[Probe, ...]  # in the order of the trials
 
 
 def largest(
@@ -43,9 +43,9 @@ def largest(
     most: int = 2**24,
     progress: Progress = silent,
 ) -> Largest:
-    """The largest multiple of `step`, up to `most`, for which `make_plan` finds a plan; `Infeasible` if not even `step` fits.
+    """The largest multiple of `step` up to `most` that has a plan; `Infeasible` if not even `step` has one.
 
-    `start`: where to begin looking.
+    `make_plan`: value -> plan. `start`: the first value to try.
     """
     if step < 1 or most < step:
         raise InvalidInput(f"`step` is {step} and `most` is {most}: there is nothing to try", hint="use 1 <= step <= most")
@@ -59,7 +59,7 @@ def largest(
         return tried[k].fits
 
     end = most // step
-    low, high = 0, end + 1  # low fits, high does not: both known once tried
+    low, high = 0, end + 1  # low fits, high does not, once tried
     k = min(max(1, start // step), end)
     while low < k < high:
         if fits(k):
@@ -81,5 +81,5 @@ def largest(
 def _probe(make_plan: Callable[[int], Plan], value: int) -> Probe:
     try:
         return Probe(value=value, plan=make_plan(value))
-    except (Infeasible, InvalidInput, Unsupported) as error:  # the latter two: no positions left, a batch that nobody can make
+    except (Infeasible, InvalidInput, Unsupported) as error:  # the latter two: no positions left, or no such batch
         return Probe(value=value, error=error)

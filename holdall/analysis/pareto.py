@@ -1,4 +1,4 @@
-"""Budget against predicted step time: what less memory costs, what more would buy."""
+"""Budget against predicted step time: the time that less memory costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdall.units import format_bytes
 class Point:
     budget: int
     plan: Plan
-    is_best: bool  # no other point is as fast with less
+    is_best: bool  # no other point is as fast with less memory
 
     @property
     def seconds(self) -> float:
@@ -24,7 +24,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """`points` from the smallest budget to the largest; `refused` are budgets at which no plan was found."""
+    """`points`: from the smallest budget to the largest. `refused`: budgets without a plan."""
 
     points: tuple[Point, ...]
     refused: tuple[int, ...]
@@ -35,7 +35,7 @@ class Curve:
 
 
 def pareto(plan_for: PlanFor, *, most: int, points: int = 8, progress: Progress = silent) -> Curve:
-    """Plans at `points` budgets, evenly from the least that a refusal names to what the fastest plan needs (or `most`)."""
+    """Plans at `points` budgets, evenly from the smallest feasible one to the fastest plan's need (or `most`)."""
     if points < 2:
         raise InvalidInput(f"a curve of {points} points", hint="use at least 2")
     progress("planning with all the memory", 0, points, "")
@@ -55,7 +55,7 @@ def pareto(plan_for: PlanFor, *, most: int, points: int = 8, progress: Progress 
 
 
 def _least(plan_for: PlanFor, high: int) -> int:
-    """The smallest budget that a refusal names; planners look for it when nothing fits."""
+    """The smallest budget that an `Infeasible` error names; planners search for it when nothing fits."""
     try:
         plan_for(1)
     except Infeasible as error:

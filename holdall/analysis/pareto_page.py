@@ -1,4 +1,4 @@
-"""The curve of budget against step time as one page that needs nothing else, in the look of a report."""
+"""The curve of budget against step time as one self-contained HTML page, in the style of a report."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OWN = """
 .pareto { border-left: 1px solid var(--soft); cursor: default; }
 .done { white-space: normal; min-width: 220px; }
 """
-_ROOM = 1.12  # of the axes beyond the largest value
+_ROOM = 1.12  # length of the axes relative to the largest value
 
 
 def pareto_page(curve: Curve, *, title: str, facts: Mapping[str, str]) -> str:
-    """`title` and `facts` are plain text; every figure on the page is predicted and says so."""
+    """The page. `title` and `facts` are plain text; every figure is marked as predicted."""
     listed = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items() if v)
     header = (
         f'<header><p class="brand">holdall pareto</p><h1>{escape(title)}</h1>'
@@ -97,19 +97,19 @@ def _row(point: Point, fastest: float) -> str:
 
 
 def done(point: Point) -> str:
-    """What a plan does, in a few words."""
+    """The plan's actions in a few words."""
     return ", ".join(f"{n} x {name}" for name, n in sorted(point.plan.count().items())) or "nothing to do"
 
 
 def _axis(values: Sequence[float]) -> tuple[float, float]:
-    """(where it begins, how long it is): from zero unless several values lie close together."""
+    """(start, length) of an axis: from zero unless the values are close together."""
     least, most = min(values), max(values)
     low = 0.0 if least < most / 2 or least == most else least - (most - least) * 0.1
     return low, (most - low) * 1.04 or 1.0
 
 
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values in between, about so many."""
+    """About `count` round values between `low` and `high`."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)

@@ -1,19 +1,19 @@
-"""What every phase of a run takes, not only its steps: runs die while loading, in the first update, at a long batch, in
-evaluation, while saving, and when they are resumed.
+"""Memory of every phase of a run, not only its steps: runs also fail while loading, in the first update, at a long batch, in
+evaluation, while saving, and when resumed.
 
-How each is known (`PhasePeak.how`):
+How each is computed (`PhasePeak.how`):
 
-load          sums of traced sizes: weights and buffers, weights made before they are tied to others, what a plan lays out
-first step    simulated, with the optimizer's state appearing at its first update; where a plan places states, they are there
-              from the start and the first step is counted as any other
+load          sums of traced sizes: weights and buffers, weights made before they are tied to others, the plan's buffers
+first step    simulated, with the optimizer's state created by the first update; if a plan places states, they exist
+              from the start and the first step is like any other
 steady step   the plan's own prediction
 longest       another trace, simulated under the same actions
-evaluation    another trace, simulated, beside the states that stay; weights that are streamed count as the two largest units,
-              and as all of them where the budget has room: then they stay from one forward to the next
-save, resume  sums of traced sizes: `holdall.training` writes weights, then states, each file by way of host memory, and reads
-              states back one tensor at a time. A bound
+evaluation    another trace, simulated, with the states that stay; streamed weights count as the two largest units,
+              and as all of them if the budget has room: then they are cached from one forward to the next
+save, resume  sums of traced sizes: `holdall.training` writes weights, then states, each file through host memory, and
+              reads states back one tensor at a time. An upper bound
 
-The host's figures are what holdall asks for: Python, torch and the data loader's workers come on top.
+The host's figures are what holdall allocates: Python, torch and data loader workers are extra.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class PhasePeak:
     """Bytes at the peak of one phase."""
 
     name: str
-    device: int  # of the accelerator's own memory
-    host: int  # of the farther tier's; on a machine that computes on its CPU, `far`
-    pinned: int  # of `host`, what copies go through
+    device: int  # bytes on the device
+    host: int  # bytes of the farther tier; `far` on a machine that computes on its CPU
+    pinned: int  # of `host`, pinned for copies
     disk: int
-    how: str  # summed, simulated, or "at most" where it is a bound
+    how: str  # summed, simulated, or "at most" for a bound
     note: str = ""
 
 
 def phases(
     problem: Problem, plan: Plan, *, evaluation: Trace | None = None, longest: Trace | None = None, tied: int = 0
 ) -> tuple[PhasePeak, ...]:
-    """The peaks of a plan's phases. `problem`: what the plan was made for, with a trace that has seconds.
+    """The peaks of a plan's phases. `problem`: the plan's problem, with a trace that has seconds.
 
-    `evaluation`: from `trace_evaluation`; None: a bound is taken from the training trace. `longest`: the step on the longest
-    batch, traced; None: that phase is left out. `tied`: from `tied_bytes`.
+    `evaluation`: from `trace_evaluation`; None: a bound from the training trace. `longest`: a trace of the step on the longest
+    batch; None: leave that phase out. `tied`: from `tied_bytes`.
     """
     there = _There.of(problem, plan)
     found = [_load(there, tied), _first_step(there), _step(there, "steady step", plan.predicted)]
@@ -62,7 +62,7 @@ def phases(
 
 
 def tied_bytes(model: torch.nn.Module) -> int:
-    """Bytes of weights that a model makes apart and then throws away, because they are another's."""
+    """Bytes of weights that a model creates separately and then replaces by tied ones."""
     seen: set[int] = set()
     extra = 0
     for _, p in model.named_parameters(remove_duplicate=False):
@@ -72,21 +72,21 @@ def tied_bytes(model: torch.nn.Module) -> int:
 
 
 def deciding(found: Sequence[PhasePeak]) -> dict[str, PhasePeak]:
-    """For each memory that is used the phase that takes most of it; the first of equals."""
+    """For each memory in use, the phase with the highest peak; the first of equals."""
     memories = ("device", "host", "pinned", "disk")
     return {m: max(found, key=lambda p: getattr(p, m)) for m in memories if any(getattr(p, m) for p in found)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _There:
-    """What lies where between steps, by tier and kind, under the plan."""
+    """Bytes between steps under the plan, by tier and kind."""
 
     problem: Problem
     actions: tuple[Action, ...]
     sizes: Mapping[tuple[str, Kind], int]
-    places: bool  # a plan that says where states live
-    unpinned: int  # states that the host updates where they are
-    weights: int  # of a checkpoint: parameters as wide as they are trained
+    places: bool  # the plan places states
+    unpinned: int  # states that the host updates in place
+    weights: int  # bytes of the parameters in a checkpoint, in their training precision
     states: int
     largest_state: int
 
@@ -126,7 +126,7 @@ class _There:
 
     @property
     def whole(self) -> int:
-        """The model where it computes, before a plan moves any of it."""
+        """Bytes of the model where it computes, before a plan moves any of it."""
         return self.weights + self.sizes.get((self.problem.home, Kind.BUFFER), 0)
 
     def on(self, tier: str, *without: Kind) -> int:
@@ -141,19 +141,19 @@ class _There:
 
 
 _MASTER = ".master"
-_LATER = (Kind.STATE, Kind.INPUT, Kind.TEMP)  # not there yet when the model is; the last: a loss that the loop still holds
+_LATER = (Kind.STATE, Kind.INPUT, Kind.TEMP)  # created after the model; TEMP: a loss that the loop still holds
 
 
 def _kind(name: str, kind: Kind) -> Kind:
-    """A master copy is the parameter itself: it is there from loading on."""
+    """A master is the parameter itself: it exists from loading on."""
     return Kind.PARAM if name.endswith(_MASTER) else kind
 
 
 def _load(there: _There, tied: int) -> PhasePeak:
-    """A GPU's model whose states a plan places is built on the host, any other one where it computes; files go by the host."""
+    """A GPU model whose states a plan places is built on the host, any other where it computes; files pass through the host."""
     laid_out = there.on(there.far, Kind.STATE)
     if there.is_gpu and there.places:
-        note = "built on the host; the plan moves what belongs on the device"
+        note = "built on the host; the plan moves a part to the device"
         device, host = there.on(there.problem.home, *_LATER), laid_out + there.weights + tied
     else:
         note = ""
@@ -178,7 +178,7 @@ def _simulated(problem: Problem, actions: Sequence[Action]) -> Outcome:
 def _first_step(there: _There) -> PhasePeak:
     problem = there.problem
     if there.places:
-        note = "states are laid out by the plan before it"
+        note = "the plan allocates the states before it"
         return _step(there, "first step", _simulated(problem, there.actions), BOUND, note)
     late = replace(problem, trace=_without_state(problem.trace))
     note = "the optimizer's state appears in its update" if there.states else "the optimizer keeps no state"
@@ -186,7 +186,7 @@ def _first_step(there: _There) -> PhasePeak:
 
 
 def _without_state(trace: Trace) -> Trace:
-    """The same step, before which the optimizer has no state: it is made when the update begins, for all parameters."""
+    """The same step without optimizer state before it: it is created when the update begins, for all parameters."""
     first = next((op for op in trace.ops if op.site.phase is Phase.STEP), None)
     states = [t for t in trace.tensors.values() if t.kind is Kind.STATE and t.born < 0]
     if first is None or not states:
@@ -202,7 +202,7 @@ def _longest(there: _There, longest: Trace) -> PhasePeak:
 
 
 def _evaluation(there: _There, traced: Trace | None) -> PhasePeak:
-    """Its own activations beside what stays; the plan's activations are none of its business."""
+    """The evaluation's own activations plus the states that stay; the plan's activations do not count."""
     problem, home = there.problem, there.problem.home
     costed = cost_trace(traced if traced is not None else evaluation_of(problem.trace), problem.hardware)
     outcome = _simulated(replace(problem, trace=_without_states(costed)), ())
@@ -210,9 +210,9 @@ def _evaluation(there: _There, traced: Trace | None) -> PhasePeak:
     own = _device_bytes(problem, outcome) - resident
     sizes = _streamed_sizes(there)
     least = there.on(home, Kind.INPUT) + sum(sizes[:2]) + own
-    device = max(least, min(problem.limit(home), least + sum(sizes[2:])))  # the rest is lent to them, up to the budget
+    device = max(least, min(problem.limit(home), least + sum(sizes[2:])))  # the rest is cached, up to the budget
     how = SIMULATED if traced is not None and not there.places else BOUND
-    note = "the loss alone; outputs that are collected come on top" if traced is not None else "with dropout, as in training"
+    note = "the loss alone; collected outputs are extra" if traced is not None else "with dropout, as in training"
     host = there.on(there.far)
     if len(sizes) > 2:
         note += "; streamed weights stay while there is room"
@@ -224,7 +224,7 @@ def _without_states(trace: Trace) -> Trace:
 
 
 def _streamed_sizes(there: _There) -> list[int]:
-    """Bytes of the units whose weights come and go, largest first: two are there at once, more where there is room."""
+    """Bytes of streamed units, largest first: two are on the device at once, more if there is room."""
     rows = {row[0] for a in there.actions if a.places_states for row in getattr(a, "units", ()) if row[1] == "streamed"}
     tensors = there.problem.trace.tensors
     units = [u for u in there.problem.trace.units if u.name in rows]
@@ -232,19 +232,19 @@ def _streamed_sizes(there: _There) -> list[int]:
 
 
 def _save(there: _There) -> PhasePeak:
-    """Each file is put together in host memory before it is written; the two follow each other."""
+    """Each of the two files is assembled in host memory before it is written, one after the other."""
     page = max(there.weights, there.states)
     device = there.on(there.problem.home, Kind.INPUT) + (0 if there.is_gpu else page)
     host = there.on(there.far) + (page if there.is_gpu else 0)
     disk = there.weights + there.states
-    note = "beside the checkpoints that are kept"
+    note = "in addition to the checkpoints that are kept"
     return there.peak(
         "save", BOUND, device=device, host=host, pinned=max(0, there.on(there.far) - there.unpinned), disk=disk, note=note
     )
 
 
 def _resume(there: _There) -> PhasePeak:
-    """Weights as in loading, then states one by one, each read beside its copy; a plan is applied after that."""
+    """Weights as in loading, then states one by one, each read next to its copy; the plan is applied after that."""
     passing = 2 * there.largest_state
     laid_out = there.on(there.far)
     if not there.is_gpu:

@@ -1,4 +1,4 @@
-"""The least budget for which there is a plan, or one that is fast enough: bisection with a plan at every probe."""
+"""The smallest budget with a plan, or with one that is fast enough: bisection with a plan at every trial."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdall.types.plan import silent
 from holdall.units import format_bytes
 
 PlanFor = Callable[[int], Plan]
-"""A plan for so many bytes of the accelerator's memory; raises `Infeasible` if there is none."""
+"""bytes of device memory -> a plan; raises `Infeasible` if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,26 +19,26 @@ class Smallest:
     budget: int
     plan: Plan
     fastest: Plan  # with all the memory there is
-    below: int  # a budget that was tried and is not enough, at most `grain` of the first peak under the answer
-    tried: int  # plans that were made
+    below: int  # a budget that was tried and is too small, within `grain` of the fastest plan's peak
+    tried: int  # number of plans made
 
     @property
     def speed(self) -> float:
-        """Of the fastest plan's."""
+        """Speed relative to the fastest plan."""
         return self.fastest.predicted.seconds / self.plan.predicted.seconds if self.plan.predicted.seconds else 1.0
 
 
 def needed(plan: Plan) -> int:
-    """The least budget for a plan as it is: its peak, or what the allocator reserves for it where that is known."""
+    """The smallest budget for this plan: its peak, or the allocator's reserved bytes if known."""
     return max(next(iter(plan.predicted.peak.values())), plan.predicted.reserved or 0)
 
 
 def smallest_budget(
     plan_for: PlanFor, *, most: int, keep_speed: float | None = None, grain: float = 0.01, progress: Progress = silent
 ) -> Smallest:
-    """The least budget up to `most` that has a plan. `keep_speed`: one that keeps this share of the fastest plan's speed.
+    """The smallest budget up to `most` that has a plan. `keep_speed`: one that keeps this share of the fastest plan's speed.
 
-    `grain`: how near to the answer a budget that is not enough must have been tried, as a share of the fastest plan's peak.
+    `grain`: how close to the answer a too small budget must have been tried, as a share of the fastest plan's peak.
     """
     if keep_speed is not None and not 0 < keep_speed <= 1:
         raise InvalidInput(f"the share of speed to keep is {keep_speed}", hint="use one above 0 and at most 1, such as 0.9")
@@ -46,7 +46,7 @@ def smallest_budget(
     fastest = plan_for(most)
     slowest = fastest.predicted.seconds / keep_speed if keep_speed else float("inf")
     enough: dict[int, Plan] = {most: fastest}
-    guesses: list[int] = []  # what refusals said would be enough
+    guesses: list[int] = []  # budgets that refusals named as sufficient
     tried = 1
 
     def is_enough(budget: int) -> bool:
@@ -67,10 +67,10 @@ def smallest_budget(
     low, high = 1, most
     if is_enough(low):
         raise AssertionError("a plan for one byte")
-    for guess in (needed(fastest), *guesses[:1]):  # both are usually right, and save most of the bisection
+    for guess in (needed(fastest), *guesses[:1]):  # usually right, which saves most of the bisection
         if low < guess < high:
             low, high = (low, guess) if is_enough(guess) else (guess, high)
     while high - low > step:
-        below = high - step if low == 1 else (low + high) // 2  # just under a guess first: often nothing is
+        below = high - step if low == 1 else (low + high) // 2  # just below a guess first: often nothing fits there
         low, high = (low, below) if is_enough(below) else (below, high)
     return Smallest(budget=high, plan=enough[high], fastest=fastest, below=low, tried=tried)

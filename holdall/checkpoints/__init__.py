@@ -1,26 +1,26 @@
-"""Checkpoints that know nothing of the plan: plain files that anything can read.
+"""Checkpoints independent of the plan: plain files that other tools can read.
 
     OUT/latest                               a link to the last one
     OUT/checkpoints/step-000300/
-      config.json, model*.safetensors, ...   as `save_pretrained` writes them (and the tokenizer, where there is one):
-                                             `from_pretrained(folder)` loads the model; else `model.safetensors` alone
+      config.json, model*.safetensors, ...   as `save_pretrained` writes them (and the tokenizer, if there is one):
+                                             `from_pretrained(folder)` loads the model; otherwise just `model.safetensors`
       optimizer.safetensors                  the optimizer's tensors, named `<parameter>.<key>`: `lm_head.weight.exp_avg`
       random.safetensors                     states of torch's generators: `cpu`, `cuda:0`, ...
       training.json                          step, scheduler, position in the data, the optimizer's parameter groups with the
                                              names of their parameters, and values of its state that are not tensors
       complete.json                          written last: the files and their sizes; without it there is no checkpoint
 
-No budget and no plan is in it, so a run may go on under another, or without holdall. There is no pickle. Tensors are written
-from where they lie and read into where they belong, one at a time. The optimizer without holdall:
+A checkpoint holds no budget and no plan, so a run can continue under another, or without it. No pickle. Tensors are written
+from their place in memory and read into their place, one at a time. To load the optimizer without holdall:
 
     about = json.load(open(folder + "/training.json"))["optimizer"]
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([{**g, "params": [named[n] for n in g["params"]]} for g in about["groups"]])
     for key, value in safetensors.torch.load_file(folder + "/optimizer.safetensors").items():
         name, _, field = key.rpartition(".")
-        optimizer.state[named[name]][field] = value        # moved to the parameter's device, `step` excepted
+        optimizer.state[named[name]][field] = value        # moved to the parameter's device, except `step`
 
-How a folder becomes complete, and what a kill may leave, is told in `folders.py`.
+`folders.py` explains how a folder becomes complete, and what a killed run leaves.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ log = logging.getLogger("holdall")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint on disk. `data`: what `save_checkpoint` was given as such, if that was plain data."""
+    """A complete checkpoint on disk. `data`: the plain data passed to `save_checkpoint`, if any."""
 
     folder: Path
     step: int
     data: Any = None
-    notes: tuple[str, ...] = ()  # what was passed over to find it
+    notes: tuple[str, ...] = ()  # incomplete checkpoints that were skipped
 
     def about(self) -> dict[str, Any]:
         """All of `training.json`."""
@@ -72,13 +72,14 @@ def save_checkpoint(
     keep: int | None = None,
     tokenizer: Any = None,
 ) -> Path:
-    """Write the checkpoint of a step into the run's folder `path`, between two steps, under a plan or not; returns its folder.
+    """Write a checkpoint into the run's folder `path`, between two steps, with or without a plan; returns its folder.
 
-    `scheduler`: anything with a `state_dict()`. `data`: where the loop is in its data; such an object, a `torch.Generator`, or
-    plain data. `rng`: the states of the global generators. `keep`: remove all but so many, once this one is complete.
+    `scheduler`: any object with a `state_dict()`. `data`: the loop's position in its data: such an object, a `torch.Generator`,
+    or plain data. `rng`: also save the states of the global generators. `keep`: remove all but this many, once this one is
+    complete.
     """
     if step < 0:
-        raise InvalidInput(f"`step` is {step}, but steps are counted from 0", hint="give the number of steps that were made")
+        raise InvalidInput(f"`step` is {step}, but steps are counted from 0", hint="pass the number of finished steps")
     if keep is not None and keep < 1:
         raise InvalidInput(f"`keep` is {keep}, but the checkpoint just saved is one", hint="use 1 or more, or None for all")
     about = {
@@ -99,11 +100,11 @@ def load_checkpoint(
     data: Any = None,
     rng: bool = True,
 ) -> Checkpoint | None:
-    """Bring model, optimizer, scheduler, data and random numbers back as they were saved; None: there is nothing to go on from.
+    """Restore model, optimizer, scheduler, data position and random numbers; None: there is no checkpoint.
 
-    `path`: a run's folder, whose last complete checkpoint is taken, or the folder of one checkpoint. What is not given is left
-    alone. Everything is compared before anything is changed. Load as the last thing before the loop: building, tracing and
-    planning may draw random numbers.
+    `path`: a run's folder, whose last complete checkpoint is used, or the folder of one checkpoint. Arguments left out are not
+    restored. Everything is compared before anything is changed. Load right before the loop: building, tracing and planning may
+    draw random numbers.
     """
     found = find_checkpoint(Path(path))
     if found is None:
@@ -115,7 +116,7 @@ def load_checkpoint(
         weights = states.check_weights(found.folder, model) if model is not None else []
         if optimizer is not None:
             if model is None:
-                hint = "give both: its state goes by the parameters' names"
+                hint = "pass both: its state is stored by parameter name"
                 raise InvalidInput("an optimizer cannot be loaded without its model", hint=hint)
             entries = states.check_optimizer(found.folder, about["optimizer"], model, optimizer)
         if scheduler is not None and about.get("scheduler") is None:
@@ -139,15 +140,15 @@ def load_checkpoint(
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint that `path` is, or the last complete one of the run in it; those passed over are in its notes."""
+    """The checkpoint at `path`, or the last complete one of the run there; its notes name skipped ones."""
     if (path / folders.MARKER).exists() or (path / ABOUT).exists():
         step = folders.step_of(path)
         if step is None:
             what = f"`{path}` is not complete: a file of it is missing or cut off"
-            raise InvalidInput(what, hint="give the folder of the run: its last complete checkpoint is used")
+            raise InvalidInput(what, hint="pass the folder of the run: its last complete checkpoint is used")
         return Checkpoint(folder=path, step=step)
     latest = folders.latest(path)
-    passed_over = [f"`{folder}` is not complete, and is ignored" for folder in folders.incomplete_folders(path)]
+    passed_over = [f"`{folder}` is not complete and was ignored" for folder in folders.incomplete_folders(path)]
     if latest is None:
         for note in passed_over:
             log.warning("holdall: %s", note)
@@ -167,7 +168,9 @@ def write_checkpoint(
     tokenizer: Any = None,
     save: states.SaveFile = save_file,
 ) -> Path:
-    """As `save_checkpoint`. `about`: packed already. `rng="torch"`: torch's generators. `save`: writes all but weights."""
+    """As `save_checkpoint`. `about`: already packed. `rng="torch"`: torch's generators. `save`: writes all files but the
+    weights.
+    """
     with _unobserved(), folders.new_folder(out, step) as folder:
         states.write_weights(folder, model)
         if tokenizer is not None:
@@ -202,6 +205,6 @@ def _state_of(value: Any) -> Any:
 
 
 def _unobserved() -> AbstractContextManager[object]:
-    """Whoever counts the memory of steps does not see what is touched here: nothing of it outlives the save."""
+    """A context that hides saving from the meter of steps: its memory is freed before the next one."""
     context: AbstractContextManager[object] = _disable_current_modes()
     return context

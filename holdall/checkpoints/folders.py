@@ -1,13 +1,13 @@
-"""Folders of checkpoints that are whole or not there.
+"""Checkpoint folders that are either complete or absent.
 
-    OUT/latest -> checkpoints/step-000300      a link, replaced in one go
+    OUT/latest -> checkpoints/step-000300      a link, replaced atomically
     OUT/checkpoints/step-000200/               complete: `complete.json` names every file and its size
     OUT/checkpoints/step-000300/
     OUT/checkpoints/step-000400.tmp/           being written, or left by a run that was killed; never read
 
-A checkpoint is written under a name ending in `.tmp`, brought to the disk, and renamed. Where a complete one of that step is
-there already, it is first renamed to `.old`, which still counts until the new one is in its place: there is no moment at which
-a kill loses what was saved.
+A checkpoint is written under a name ending in `.tmp`, synced to disk, and renamed. If a complete one of that step exists
+already, it is first renamed to `.old`, which still counts until the new one is in its place: at no moment does
+a kill lose a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("holdall")
 
 @contextmanager
 def new_folder(out: Path, step: int) -> Iterator[Path]:
-    """An empty folder to write the checkpoint of a step into; it takes its place when the block is left without an error."""
+    """An empty folder to write a checkpoint into; it becomes the checkpoint when the block ends without an error."""
     final = folder_of(out, step)
     partial = final.with_name(final.name + _UNFINISHED)
     try:
@@ -60,7 +60,7 @@ def folder_of(out: Path, step: int) -> Path:
 
 
 def latest(out: Path) -> tuple[Path, int] | None:
-    """(folder, step) of the complete checkpoint that was saved last; where the link says nothing, that of the latest step."""
+    """(folder, step) of the complete checkpoint saved last; without a valid link, that of the latest step."""
     complete = complete_folders(out)
     with suppress(OSError):
         pointed = (out / "checkpoints" / Path(os.readlink(out / "latest")).name).resolve()
@@ -71,14 +71,14 @@ def latest(out: Path) -> tuple[Path, int] | None:
 
 
 def incomplete_folders(out: Path) -> list[Path]:
-    """What looks like a checkpoint and is none; what was being removed is not worth telling."""
+    """Incomplete checkpoint folders, except those that were being removed."""
     complete = {folder for folder, _ in complete_folders(out)}
     every = [path for path in (out / "checkpoints").glob("step-*") if path.is_dir() and _REMOVED not in path.name]
     return sorted(path for path in every if path not in complete)
 
 
 def complete_folders(out: Path) -> list[tuple[Path, int]]:
-    """(folder, step) of those that are whole. One that was set aside counts only while nothing has taken its place."""
+    """(folder, step) of the complete checkpoints. One set aside counts only until it is replaced."""
     found = {}
     for marker in (out / "checkpoints").glob(f"step-*/{MARKER}"):
         folder = marker.parent
@@ -90,7 +90,7 @@ def complete_folders(out: Path) -> list[tuple[Path, int]]:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a folder that is whole; None: it is not."""
+    """The step of a complete folder; None: it is incomplete."""
     try:
         said = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         is_whole = said["format"] == FORMAT and all((folder / n).stat().st_size == s for n, s in said["files"].items())
@@ -100,7 +100,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def keep_last(out: Path, keep: int, newest: Path) -> None:
-    """Old checkpoints go, and what interrupted runs left; that they could not be removed is no reason to stop."""
+    """Remove old checkpoints and leftovers of interrupted runs; failing to remove one is no error."""
     others = sorted((step, folder) for folder, step in complete_folders(out) if folder != newest)
     for _, folder in others[: len(others) - keep + 1] if keep <= len(others) else ():
         remove(folder)
@@ -115,7 +115,7 @@ def clear_left_over(out: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Renamed first, so that a removal that is interrupted does not leave a checkpoint that looks complete."""
+    """Remove a checkpoint. It is renamed first, so that an interrupted removal leaves none that looks complete."""
     doomed = folder.with_name(f"{folder.name}{_REMOVED}{_UNFINISHED}")
     shutil.rmtree(doomed, ignore_errors=True)
     with suppress(OSError):
@@ -124,7 +124,7 @@ def remove(folder: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Return when a file's or a folder's content has reached the disk."""
+    """Wait until a file's or a folder's content is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -133,7 +133,7 @@ def to_disk(path: Path) -> None:
 
 
 def _write_marker(folder: Path, step: int) -> None:
-    """Bring every file to the disk, then say that they are all there."""
+    """Sync every file to disk, then write the marker that completes the checkpoint."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         to_disk(path)
@@ -143,7 +143,7 @@ def _write_marker(folder: Path, step: int) -> None:
 
 
 def _set_aside(final: Path) -> None:
-    """Make way for a new checkpoint of the same step. Only a whole one is worth keeping until then."""
+    """Rename the existing checkpoint of the same step, if it is complete."""
     aside = final.with_name(final.name + _REPLACED)
     if step_of(final) is None:
         remove(final)
@@ -153,7 +153,7 @@ def _set_aside(final: Path) -> None:
 
 
 def _point_to(out: Path, folder: Path) -> None:
-    """For people, and for whoever goes back to an earlier step: a link to what was saved last. Nothing depends on it."""
+    """Update the link to the last checkpoint, for users and for runs that return to an earlier step. Nothing depends on it."""
     new = out / f".latest{_UNFINISHED}"
     try:
         new.unlink(missing_ok=True)
@@ -168,5 +168,5 @@ def _cannot_save(out: Path, step: int, error: Exception) -> HoldallError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(getattr(error, "fact", error))
     before = latest(out)
     kept = f"the one of step {before[1]} is intact" if before else "there is none before it"
-    hint = "free some space or mend the folder, then run the same command again: it goes on from the last checkpoint"
+    hint = "free some space or repair the folder, then run the same command again: it continues from the last checkpoint"
     return HoldallError(f"cannot save the checkpoint of step {step}: {reason.splitlines()[0]}; {kept}", hint=hint)

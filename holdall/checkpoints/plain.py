@@ -1,6 +1,6 @@
-"""Plain data to JSON and back with nothing lost: tuples, keys that are not text, infinities, small tensors.
+"""Plain data to JSON and back without loss: tuples, keys that are not text, infinities, small tensors.
 
-What JSON has no word for becomes an object with one key that begins with `$`. Data only: nothing that is read is ever run.
+Values without a JSON form become an object with one key that begins with `$`. Data only: nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from holdall.errors import InvalidInput, Unsupported
 
 
 def pack(value: Any, where: str, *, tuples: bool = True) -> Any:
-    """`where` names the value in an error. `tuples=False`: they become lists, for whoever reads the file without us."""
+    """Turn a value into JSON data. `where`: its name in errors. `tuples=False`: tuples become lists, for other readers of the
+    file.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -31,9 +33,9 @@ def pack(value: Any, where: str, *, tuples: bool = True) -> Any:
         return {"$tuple": packed} if tuples and isinstance(value, tuple) else packed
     if isinstance(value, Mapping):
         return _pack_mapping(value, where, tuples)
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy's
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a numpy scalar
         return pack(value.item(), where)
-    hint = "give numbers, text, lists, mappings or tensors"
+    hint = "use numbers, text, lists, mappings or tensors"
     raise Unsupported(f"{where} is a {type(value).__name__}, which a plain file cannot hold", hint=hint)
 
 
@@ -49,7 +51,7 @@ def unpack(value: Any, where: str) -> Any:
     try:
         return _unpack(value)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise InvalidInput(f"`{where}` does not hold what it should: {error}", hint="go on from another checkpoint") from None
+        raise InvalidInput(f"`{where}` is damaged: {error}", hint="continue from another checkpoint") from None
 
 
 def _unpack(value: Any) -> Any:

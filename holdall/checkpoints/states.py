@@ -1,4 +1,4 @@
-"""What a run consists of, to and from files, by name: weights, the optimizer's state, random numbers."""
+"""The parts of a run to and from files, by name: weights, optimizer state, random numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdall.checkpoints.tensors import Entry, describe, read_header, read_into,
 from holdall.errors import InvalidInput, Unsupported
 
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
-_HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is made, not what it is
+_HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed, not its result
 
 SaveFile = Callable[[Mapping[str, torch.Tensor], Path], object]
 Optimizer = torch.optim.Optimizer
@@ -27,7 +27,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def unwrapped(model: Any) -> Any:
-    """The model itself: wrappers put prefixes before the names."""
+    """The model inside wrappers, which add prefixes to names."""
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module
@@ -38,8 +38,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """What is saved of a model: name -> the tensor itself. Of one with adapters, those alone."""
-    state: dict[str, Any] = unwrapped(model).state_dict()  # a plan that is on the model brings everything home first
+    """Name -> tensor for everything that is saved of a model; for one with adapters, only those."""
+    state: dict[str, Any] = unwrapped(model).state_dict()  # under a plan, this first moves everything to its own place
     if hasattr(unwrapped(model), "peft_config") and hasattr(unwrapped(model), "get_base_model"):
         from peft import get_peft_model_state_dict
 
@@ -52,25 +52,25 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def write_weights(folder: Path, model: Any) -> None:
-    """Through `save_pretrained` where the model has it, else as `model.safetensors`; tied ones once."""
+    """Write weights with `save_pretrained` if the model has it, otherwise as `model.safetensors`; tied ones once."""
     inner = unwrapped(model)
     if not hasattr(inner, "save_pretrained"):
         save_file(_once(weights_of(model)), folder / "model.safetensors", {"format": "pt"})
         return
     options = inspect.signature(inner.save_pretrained).parameters
-    # under the names that the model itself uses; `from_pretrained` knows both
+    # under the model's own names; `from_pretrained` accepts both
     as_they_are = {"save_original_format": False} if "save_original_format" in options else {}
     with _able_to_generate(inner), _shards_streamed(inner):
         inner.save_pretrained(folder, **as_they_are)
     try:
         check_weights(folder, model)
     except InvalidInput as error:
-        what = f"`save_pretrained` of {type(inner).__name__} writes something else than the model's state: {error.fact}"
+        what = f"`save_pretrained` of {type(inner).__name__} does not write the model's state: {error.fact}"
         raise Unsupported(what, hint="save its `state_dict` yourself, and report this") from error
 
 
 def check_weights(folder: Path, model: Any) -> list[tuple[Entry, torch.Tensor]]:
-    """Which part of which file belongs into which tensor of the model; the first difference is refused."""
+    """(file entry, tensor of the model) for every weight; raises at the first difference."""
     entries: dict[str, Entry] = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in (OPTIMIZER, RANDOM):
@@ -105,7 +105,7 @@ def read_weights(pairs: list[tuple[Entry, torch.Tensor]]) -> None:
 
 
 def _place(name: str, tensor: torch.Tensor) -> Any:
-    """The same for names of one and the same tensor."""
+    """The same value for all names of one tensor."""
     if not tensor.numel():
         return name
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
@@ -119,12 +119,12 @@ def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _other_model(folder: Path, difference: str) -> InvalidInput:
-    return InvalidInput(f"`{folder}` is a checkpoint of another model: {difference}", hint="build the model that was saved")
+    return InvalidInput(f"`{folder}` is a checkpoint of another model: {difference}", hint="build the same model as was saved")
 
 
 @contextmanager
 def _shards_streamed(model: Any) -> Iterator[None]:
-    """The library's own writer brings a shard of the device's tensors to the host before it writes any of them."""
+    """Avoid that the library copies a whole shard from the device to the host before writing it."""
     module: Any = sys.modules.get(getattr(type(model).save_pretrained, "__module__", ""))
     theirs = getattr(module, "safe_save_file", None)
     if theirs is None:
@@ -139,7 +139,7 @@ def _shards_streamed(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _able_to_generate(model: Any) -> Iterator[None]:
-    """Training keeps no keys and values; a model saved so would generate without them ever after, token by token anew."""
+    """Save with `use_cache` on: training turns it off, and a model saved so would generate without a cache."""
     configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
     asleep = [c for c in configs if getattr(c, "use_cache", None) is False]
     for config in asleep:
@@ -155,8 +155,8 @@ def _able_to_generate(model: Any) -> Iterator[None]:
 
 
 def write_optimizer(folder: Path, model: Any, optimizer: Optimizer, save: SaveFile) -> dict[str, Any]:
-    """Its tensors go to the file as `<parameter>.<key>`; the rest of it is returned as plain data."""
-    optimizer.state_dict()  # updates that are under way come to their end
+    """Write its tensors to the file as `<parameter>.<key>`; returns the rest as plain data."""
+    optimizer.state_dict()  # finishes running updates
     names = _names(model)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -179,12 +179,12 @@ def write_optimizer(folder: Path, model: Any, optimizer: Optimizer, save: SaveFi
 def check_optimizer(
     folder: Path, about: Mapping[str, Any] | None, model: Any, optimizer: Optimizer
 ) -> list[tuple[torch.nn.Parameter, str, Entry]]:
-    """(parameter, key, where it is) of every tensor of the state; what does not belong to this optimizer is refused."""
+    """(parameter, key, file entry) of every tensor of the state; raises if one does not belong to this optimizer."""
     if about is None:
         raise InvalidInput(f"`{folder}` holds no optimizer", hint="it was saved without one: leave out `optimizer=`")
     if about["type"] != type(optimizer).__name__:
         raise _damaged(folder, f"it is the state of {about['type']}, not of {type(optimizer).__name__}")
-    optimizer.state_dict()  # updates that are under way come to their end
+    optimizer.state_dict()  # finishes running updates
     names = _names(model)
     _check_groups(folder, about["groups"], optimizer, names)
     entries = read_header(folder / OPTIMIZER)
@@ -202,7 +202,7 @@ def check_optimizer(
     for parameter, state in optimizer.state.items():
         if state and id(parameter) not in known:
             why = f"the optimizer has a state for `{_name(names, parameter)}` already, and the checkpoint has none"
-            raise InvalidInput(f"cannot go on from `{folder}`: {why}", hint="load into a new optimizer")
+            raise InvalidInput(f"cannot continue from `{folder}`: {why}", hint="load into a new optimizer")
     return found
 
 
@@ -214,7 +214,7 @@ def read_optimizer(
     *,
     settings: bool = True,
 ) -> None:
-    """Bring the state back, one tensor at a time. `settings`: those of the groups too, but not how updates are made."""
+    """Restore the state, one tensor at a time. `settings`: also those of the groups, except how updates are computed."""
     named = {name: parameter for parameter, name in _names(model).items()}
     for name, values in about["state"].items():
         optimizer.state[named[name]].update(unpack(values, name))
@@ -222,7 +222,7 @@ def read_optimizer(
     for parameter, key, entry in found:
         state = optimizer.state[parameter]
         before = state.get(key)
-        if not _is_like(before, entry):  # else in place: a plan that is on the model keeps states where it wants them
+        if not _is_like(before, entry):  # otherwise in place: a plan decides where states live
             group = group_of[parameter]
             counts_on_host = key == "step" and not entry.shape and not (group.get("fused") or group.get("capturable"))
             before = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if counts_on_host else parameter.device)
@@ -244,7 +244,7 @@ def _check_groups(
             there, here = (f"in group {n}" if n is not None else "not" for n in (before.get(name), now.get(name)))
             raise InvalidInput(
                 f"`{folder}` is of another optimizer: `{name}` was {there} in it and is {here} in this one",
-                hint="give the optimizer the same parameter groups",
+                hint="build the optimizer with the same parameter groups",
             )
 
 
@@ -270,7 +270,7 @@ def _is_like(tensor: Any, entry: Entry) -> bool:
 
 
 def _as_before(value: Any, before: Any) -> Any:
-    """JSON has no tuples, and a rate that is a tensor stays the one that others may hold."""
+    """Restore tuples, which JSON lacks, and update a tensor rate in place, since others may hold it."""
     if isinstance(before, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(before, torch.Tensor):
@@ -279,14 +279,16 @@ def _as_before(value: Any, before: Any) -> Any:
 
 
 def _damaged(folder: Path, reason: str) -> InvalidInput:
-    return InvalidInput(f"cannot go on from `{folder}`: {reason}", hint="remove that checkpoint to go on from the one before")
+    return InvalidInput(
+        f"cannot continue from `{folder}`: {reason}", hint="remove that checkpoint to continue from the previous one"
+    )
 
 
 # random numbers
 
 
 def write_random(folder: Path, save: SaveFile, *, only_torch: bool = False) -> dict[str, Any]:
-    """States of the global generators: torch's to the file, those of Python and numpy are returned as plain data."""
+    """States of the global generators: torch's are written to the file, Python's and numpy's returned as plain data."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
@@ -303,7 +305,7 @@ def write_random(folder: Path, save: SaveFile, *, only_torch: bool = False) -> d
 
 
 def read_random(folder: Path, about: Mapping[str, Any]) -> None:
-    """Set the generators as they were; those of devices that are not here are left out."""
+    """Restore the generators; skips devices that are not present."""
     for name, entry in read_header(folder / RANDOM).items():
         state = torch.empty(entry.shape, dtype=entry.dtype)
         read_into(entry, state)

@@ -1,8 +1,8 @@
-"""Safetensors files written from and read into the tensors themselves, so that nothing is ever in memory twice.
+"""Writes safetensors files directly from tensors and reads them directly into tensors, without a second copy in memory.
 
-The usual writer first brings a whole file's tensors from the GPU to the host; here a tensor in the host's memory goes to the
-file as it is, and one on a device in pieces. The format is that of https://github.com/huggingface/safetensors: eight bytes with
-the length of a JSON header, the header (name -> dtype, shape, begin and end), the bytes.
+The usual writer first copies a whole file's tensors from the GPU to the host; here a host tensor is written as it is, and a
+device tensor in pieces. The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON
+header, the header (name -> dtype, shape, begin and end), the bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.autograd.graph import increment_version
 
 from holdall.errors import InvalidInput, Unsupported
 
-PIECE = 16 * 2**20  # bytes of a device's tensor that are on the host at a time
-_LONGEST_HEADER = 100 * 2**20  # what other readers accept
+PIECE = 16 * 2**20  # bytes of a device tensor that are on the host at a time
+_LONGEST_HEADER = 100 * 2**20  # the limit of other readers
 
 _NAMES = {
     "F64": "float64",
@@ -53,7 +53,7 @@ class Entry:
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int  # from the start of the file
+    begin: int  # offset in the file
     nbytes: int
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: M
     """Write the tensors one after the other."""
     for name, tensor in tensors.items():
         _check_is_plain(name, tensor)
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # every one is aligned to its elements
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligns every tensor to its element size
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
@@ -85,7 +85,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: M
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """What a file holds; refused if it is not whole."""
+    """The entries of a file; raises if it is incomplete."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -96,16 +96,16 @@ def read_header(path: Path) -> dict[str, Entry]:
         header.pop("__metadata__", None)
         found = {name: _entry(path, about, 8 + length) for name, about in header.items()}
     except OSError as error:
-        raise InvalidInput(f"cannot read `{path}`: {error.strerror}", hint="go on from another checkpoint") from error
+        raise InvalidInput(f"cannot read `{path}`: {error.strerror}", hint="continue from another checkpoint") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"`{path}` is not a safetensors file: {error}", hint="go on from another checkpoint") from None
+        raise InvalidInput(f"`{path}` is not a safetensors file: {error}", hint="continue from another checkpoint") from None
     if any(entry.begin + entry.nbytes > size for entry in found.values()):
-        raise InvalidInput(f"`{path}` has been cut off", hint="go on from another checkpoint")
+        raise InvalidInput(f"`{path}` has been cut off", hint="continue from another checkpoint")
     return found
 
 
 def read_into(entry: Entry, target: torch.Tensor) -> None:
-    """Overwrite a tensor of the same shape and dtype with what the file holds."""
+    """Overwrite a tensor of the same shape and dtype with the file's values."""
     assert target.dtype == entry.dtype and tuple(target.shape) == entry.shape
     if not entry.nbytes:
         return
@@ -117,7 +117,7 @@ def read_into(entry: Entry, target: torch.Tensor) -> None:
             target.copy_(whole)
         elif target.device.type == "cpu":
             _read(file, _bytes_of(target), entry)
-            increment_version(target)  # whoever keeps copies of it sees that it has changed
+            increment_version(target)  # so that holders of copies notice the change
         else:
             flat = target.detach().view(-1).view(torch.uint8)
             room = torch.empty(min(PIECE, entry.nbytes), dtype=torch.uint8)
@@ -151,7 +151,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     if not tensor.numel():
         return
     if not tensor.is_contiguous():
-        tensor = tensor.cpu().contiguous()  # in this order: the device may have no room
+        tensor = tensor.cpu().contiguous()  # in this order: the device may be full
     if tensor.device.type == "cpu":
         yield _bytes_of(tensor)
         return
@@ -161,12 +161,12 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def _write(file: io.FileIO, data: memoryview) -> None:
     while data:
-        data = data[file.write(data) :]  # the system takes at most 2 GiB at a time
+        data = data[file.write(data) :]  # the system writes at most 2 GiB at a time
 
 
 def _read(file: io.FileIO, into: memoryview, entry: Entry) -> None:
     while into:
         count = file.readinto(into)
         if not count:
-            raise InvalidInput(f"`{entry.path}` has been cut off", hint="go on from another checkpoint")
+            raise InvalidInput(f"`{entry.path}` has been cut off", hint="continue from another checkpoint")
         into = into[count:]

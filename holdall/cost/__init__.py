@@ -1,1 +1,1 @@
-"""Seconds for things: datasheets, measurements, links."""
+"""Predicts seconds: from datasheets, measurements and link rates."""

@@ -1,11 +1,11 @@
-"""Memory of the classic transformer in closed form: the pencil estimate that a trace is compared with.
+"""Memory of the classic transformer in closed form: an estimate to compare a trace with.
 
 Sources. *Korthikanti*: "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198. *Survey*: Tang et
 al., "Training large-scale language models with limited GPU memory: a survey", FITEE 2025.
 
 Symbols, as in both: b sequences of s tokens, hidden size h, a heads, l layers, vocabulary V. The classic block has a 4h-wide
-GELU MLP, unfused attention and dropout; SwiGLU models and fused attention keep other tensors, so for them count a trace.
-What one block keeps for its backward, in elements of the compute dtype and in dropout masks of one byte:
+GELU MLP, unfused attention and dropout; SwiGLU models and fused attention keep other tensors: use a trace for them.
+Saved tensors of one block, in elements of the compute dtype and in dropout masks of one byte:
 
     two layer norms: inputs                    2 bsh
     attention: input, Q, K, V, context         5 bsh             output's mask       1 bsh
@@ -26,7 +26,7 @@ from holdall.errors import unknown_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A classic transformer; `heads` matters to activations only."""
+    """A classic transformer; `heads` matters for activations only."""
 
     layers: int
     hidden: int
@@ -65,7 +65,7 @@ def state_bytes(count: int, recipe: str = "adam-mixed") -> int:
 
 
 def activation_bytes(shape: Shape, *, batch: int, seq: int, element: int = 2) -> int:
-    """What the blocks keep for backward, masks of one byte counted as such; `element`: bytes of the compute dtype.
+    """Bytes that the blocks keep for backward, with one-byte masks; `element`: bytes of the compute dtype.
 
     At element 2 it is Korthikanti's (34 bsh + 5 b s^2 a) l. Embedding, head and loss are left out.
     """
@@ -90,7 +90,7 @@ def selective_bytes(shape: Shape, *, batch: int, seq: int, element: int = 2) -> 
 
 
 def full_recompute_bytes(shape: Shape, *, batch: int, seq: int, element: int = 2) -> int:
-    """Only the input of each block is kept: 2 bsh l at two bytes an element. The block being recomputed comes on top."""
+    """Only the input of each block is kept: 2 bsh l at two bytes per element. The block being recomputed is extra."""
     rows, _ = _units(shape, batch, seq)
     return shape.layers * rows * element
 
@@ -110,5 +110,5 @@ def parallel_activation_bytes(
 
 
 def _units(shape: Shape, batch: int, seq: int) -> tuple[int, int]:
-    """(bsh, b s^2 a): the two sizes of which every tensor of a block is a multiple."""
+    """(bsh, b s^2 a): every tensor of a block is a multiple of one of them."""
     return batch * seq * shape.hidden, batch * seq * seq * shape.heads

@@ -1,9 +1,9 @@
-"""What the thread that launches kernels spends on a step. A device with small ops waits for it.
+"""The time that the launching thread spends on a step. A device with short ops waits for it.
 
-Counted in starts of an op (`hardware.overhead`: a small step on almost no data, over its ops). The figures are means over
-fourteen models of a few hundred to four thousand ops (transformers 5.17, torch 2.11, one H200), with batches so small that the
-device never was what was slow: modules, views, autograd's nodes and hooks are in them. A single model is off by up to a third,
-and so is the same model a minute later on a host that others share.
+Counted in op launches (`hardware.overhead`: the time of a tiny step over its ops). The figures are means over fourteen models
+of a few hundred to four thousand ops (transformers 5.17, torch 2.11, one H200), with batches so small that the device was never
+the bottleneck: they include modules, views, autograd's nodes and hooks. A single model differs by up to a third, and so does
+the same model a minute later on a shared host.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from holdall.cost.roofline import family_of
 from holdall.types import Phase, Run, Schedule, Trace
 
 LIGHT, HEAVY = 0, 1
-_STARTS: Mapping[Phase, tuple[float, float]] = {  # of an op that moves bytes, and of one that a library chooses a kernel for
+_STARTS: Mapping[Phase, tuple[float, float]] = {  # (an op that moves bytes, one whose kernel a library chooses)
     Phase.FORWARD: (1.1, 2.6),
     Phase.BACKWARD: (0.7, 2.9),
     Phase.STEP: (0.5, 0.5),
 }
-_AGAIN = 1.5  # a block that is run again runs under hooks
-_PROGRAM = 1.7  # ops that are called one by one from Python, with their views made by hand
-COPY = 3.0  # a copy, with the events around it
-OWN = 4.0  # what a plan adds for a unit: weights cast, gradients gathered, norms
+_AGAIN = 1.5  # a recomputed block runs under hooks
+_PROGRAM = 1.7  # ops called one by one from Python, with their views
+COPY = 3.0  # a copy, with its events
+OWN = 4.0  # added by a plan per unit: casting weights, gathering gradients, norms
 PARAMETER = 0.6  # clipped and updated by a fused optimizer
-PLACED = 1.5  # the same where the plan places states: norms that are looked up, an update unit by unit
+PLACED = 1.5  # the same with placed states: cached norms, updates unit by unit
 
 
 def starts(trace: Trace) -> list[float]:
-    """Of every op of the trace, as plain training launches it."""
+    """Launches of every op of the trace in plain training."""
     known = trace.__dict__
     if "_starts" not in known:
         known["_starts"] = [_STARTS[op.site.phase][_weight(op.site.op)] for op in trace.ops]
@@ -52,7 +52,7 @@ def by_program(schedule: Schedule) -> frozenset[int]:
 
 
 def starts_of(run: Run, plain: list[float], programs: frozenset[int]) -> float:
-    """Of one run; nothing where no kernel is started."""
+    """Launches of one run; 0 if it starts no kernel."""
     if run.op < 0:
         return OWN if run.seconds > 0 else 0.0
     if run.seconds <= 0:

@@ -1,8 +1,8 @@
-"""Seconds for ops: an op takes its start, then the longer of its arithmetic and its bytes (Williams et al., 2009).
+"""Seconds for ops: the launch, then the longer of arithmetic and memory traffic (roofline: Williams et al., 2009).
 
-Rates come from the points measured on this machine where there are any, else from the datasheet's peak and the share of it that
-large products reach. Ops fall into a few families, because a product, an attention kernel and a convolution of the same FLOPs
-do not reach the same rate.
+Rates come from points measured on this machine if there are any, otherwise from the datasheet's peak and the share of it that
+large products reach. Ops are grouped into a few families, because a product, an attention kernel and a convolution of the same
+FLOPs do not reach the same rate.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from holdall.cost.table import Curves, build_curves, rate_at
 from holdall.types import Hardware, Kind, Op, Rate, TensorInfo, Trace
 from holdall.types.trace import Seconds
 
-KERNEL = 3e-6  # seconds of a GPU kernel that does next to nothing
-VIEW_SHARE = 0.5  # of the overhead, for an op that neither computes nor moves bytes: it starts no kernel
+KERNEL = 3e-6  # seconds of a GPU kernel that does almost nothing
+VIEW_SHARE = 0.5  # share of the overhead for an op that starts no kernel, such as a view
 
 families: dict[str, str] = {
     "mm": "matmul",
@@ -42,7 +42,7 @@ families: dict[str, str] = {
     "flex_attention": "attention",
     "flex_attention_backward": "attention",
 }
-"""Names of ops (of aten, without overload) -> family; names that are not here go by `_PREFIXES`, then count as memory."""
+"""aten op name (without overload) -> family; other names are matched by `_PREFIXES`, then count as memory."""
 
 _PREFIXES = {
     "_scaled_dot_product_": "attention",
@@ -64,7 +64,7 @@ _PREFIXES = {
 
 @lru_cache(maxsize=4096)
 def family_of(name: str) -> str:
-    """The family of an op, from its name as traces write it: "aten.mm.default", "aten::mm" or "mm"."""
+    """The family of an op, from its name as in traces: "aten.mm.default", "aten::mm" or "mm"."""
     parts = name.rsplit("::", maxsplit=1)[-1].split(".")
     base = parts[1] if len(parts) > 1 and parts[0] == "aten" else parts[0]
     if base in families:
@@ -76,7 +76,7 @@ _LIBRARIES, _CONTEXT, _BESIDES = "library workspaces", "driver and kernels", "te
 
 
 def op_seconds(op: Op, hardware: Hardware) -> Seconds:
-    """What one op takes on this machine. On a GPU its start hides behind the op before; see `simulator/replay.py`."""
+    """Seconds of one op on this machine. On a GPU its launch hides behind the previous op; see `simulator/replay.py`."""
     if hardware.device == "cuda":
         start, view = 0.0, 0.0
         least = KERNEL
@@ -89,9 +89,9 @@ def op_seconds(op: Op, hardware: Hardware) -> Seconds:
 
 
 def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
-    """The trace on this machine: seconds of every op, and the memory that its libraries keep to themselves.
+    """The trace with the seconds of every op on this machine, and with the memory that libraries keep.
 
-    Repeated layers repeat their ops, so each kind is priced once. Seconds that were measured on this device stay.
+    Repeated layers repeat their ops, so each kind is priced once. Seconds measured on this device stay.
     """
     timed = trace.about.get("timed") == hardware.name
     known: dict[tuple[str, int, int, str], Seconds] = {}
@@ -122,11 +122,11 @@ def _curves(table: tuple[Rate, ...]) -> Curves:
 
 
 def _flop_rate(op: Op, hardware: Hardware) -> float:
-    """FLOP/s for this op; 0: none is known for its dtype, so only its bytes count."""
+    """FLOP/s for this op; 0: unknown for its dtype, so only its bytes count."""
     curves = _curves(hardware.table)
     family = family_of(op.site.op)
     for dtype in _stand_ins(op.dtype):
-        for kind in (family, "matmul"):  # a family that was not measured goes by the products of its dtype
+        for kind in (family, "matmul"):  # an unmeasured family uses the products of its dtype
             if kind != "memory" and (kind, dtype) in curves:
                 return rate_at(curves[kind, dtype], op.flops)
         if dtype in hardware.flops:
@@ -135,7 +135,7 @@ def _flop_rate(op: Op, hardware: Hardware) -> float:
 
 
 def _stand_ins(dtype: str) -> Iterator[str]:
-    """The dtypes whose rates may be used for one, best first. Integers have none: their ops are bound by bytes."""
+    """The dtypes whose rates may be used instead, best first. Integers have none: their ops are bound by bytes."""
     dtype = dtype.removeprefix("torch.")
     if dtype.startswith(("int", "uint", "bool", "quint", "qint", "bits")):
         return

@@ -1,7 +1,7 @@
-"""Measured rates as curves: a few points per family of ops and dtype, read between them on logarithmic axes.
+"""Measured rates as curves: a few points per op family and dtype, interpolated on logarithmic axes.
 
 Small ops reach a lower rate than large ones, smoothly over many powers of ten; between two measured sizes a straight line in
-log(work), log(rate) is within a few percent. Outside the measured range the nearest point's rate holds.
+log(work), log(rate) is within a few percent. Outside the measured range the nearest point's rate is used.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Curves = Mapping[tuple[str, str], Curve]  # (family, dtype) -> curve
 
 
 def merge_tables(*tables: Iterable[Rate]) -> tuple[Rate, ...]:
-    """All points in one table, sorted; where two measured the same thing, the later table's counts."""
+    """All points in one table, sorted; the later table wins for equal points."""
     found = {(p.family, p.dtype, p.work): p for table in tables for p in table}
     return tuple(found[key] for key in sorted(found))
 
 
 def build_curves(table: Iterable[Rate]) -> dict[tuple[str, str], Curve]:
-    """One curve per family and dtype, bent so that more work never takes less time, whatever the noise of the points."""
+    """One curve per family and dtype, adjusted so that more work never takes less time, despite noise."""
     curves: dict[tuple[str, str], Curve] = {}
     for p in merge_tables(table):
         if p.work <= 0 or p.rate <= 0:

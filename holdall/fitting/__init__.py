@@ -1,1 +1,1 @@
-"""`fit` behind the scenes: plans per size of batch, corrections, what is remembered between runs."""
+"""The implementation of `fit`: plans per batch size, corrections, and the cache between runs."""

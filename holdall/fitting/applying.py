@@ -16,7 +16,7 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
         raise TraceMismatch(
             f"the plan was made for another model ({plan.about.get('model')}) than this {type(model).__name__}: "
             "parameter names, shapes or dtypes differ",
-            hint="trace and plan this model",
+            hint="make a plan for this model with `holdall.trace` and `holdall.plan`, or call `holdall.fit`",
         )
     if optimizer is not None:
         own = {id(p) for p in model.parameters()}
@@ -30,7 +30,7 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
     moves = any(action.places_states for action in plan.actions) and device == "cpu"
     if planned and device not in (planned, "meta") and not moves:
         raise TraceMismatch(
-            f"the plan is for {planned}, but the model lies on {device}",
+            f"the plan is for {planned}, but the model is on {device}",
             hint=f'move the model, or trace with device="{device}"',
         )
 

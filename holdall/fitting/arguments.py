@@ -1,4 +1,4 @@
-"""What `holdall.fit` was called with, looked at before anything slow: wrong types, names and sizes."""
+"""Checks the arguments of `holdall.fit` before anything slow: types, names and sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CALL = 'call `holdall.fit(model, optimizer, batch, budget="24GiB")`'
 
 
 def check_arguments(model: Any, optimizer: Any, batch: Any, request: FitRequest) -> None:
-    """Raise for the first that cannot be right."""
+    """Raise for the first invalid argument."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(f"`model` is {_kind(model)}, not a torch.nn.Module", hint=_CALL)
     if isinstance(optimizer, str):
@@ -30,7 +30,7 @@ def check_arguments(model: Any, optimizer: Any, batch: Any, request: FitRequest)
     elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput(f"`optimizer` is {_kind(optimizer)}, not a torch.optim.Optimizer", hint=_CALL)
     if isinstance(batch, (torch.optim.Optimizer, torch.nn.Module)) or not _tensors(batch):
-        raise InvalidInput(f"`batch` is {_kind(batch)} and holds no tensor", hint=f"{_CALL} with a batch of the loader")
+        raise InvalidInput(f"`batch` is {_kind(batch)} and holds no tensor", hint=f"{_CALL} with a batch from the loader")
     _check_planner(request.planner, request.options)
     _check_budget(request.budget, request.hardware)
     _check_precision(request.precision)
@@ -61,7 +61,7 @@ def _check_planner(planner: Any, options: Mapping[str, Any]) -> None:
 
 
 def _check_budget(budget: Any, hardware: Any) -> None:
-    """Sizes by themselves, and by tier where the machine is known by now."""
+    """Check the sizes, and their tiers if the machine is already known."""
     if isinstance(hardware, str) and not hardware.endswith(".json"):
         hardware = resolve_hardware(hardware, "cuda")
     elif hardware is not None and not isinstance(hardware, (Hardware, str, Path)):

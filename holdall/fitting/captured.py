@@ -1,8 +1,7 @@
-"""Blocks that a plan runs op by op, captured before the first step: their ops must be those that were traced.
+"""Captures blocks that a plan runs op by op before the first step, and checks that their ops are the traced ones.
 
-The runtime captures a block when it first comes to it. A block that turned out to be another then would be recomputed whole,
-and the step would take more memory than was planned. So the plan is held against the captured ops while there is time to make
-another.
+The runtime captures a block at its first call. A block with other ops would then be recomputed whole, and the step would need
+more memory than planned. So the plan is checked against the captured ops while another can still be made.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Names = tuple[str, ...]
 def correct_blocks(
     trace: Trace, plan: Plan | None, model: torch.nn.Module, given: Mapping[str, Given], precision: torch.dtype | None
 ) -> Trace | None:
-    """The trace as captures correct it, where the plan runs blocks op by op whose ops are others. None: they are the same.
+    """The trace corrected by captures, if the plan runs blocks op by op whose ops differ. None: they are the same.
 
-    Without a plan, all blocks are looked at.
+    Without a plan, all blocks are checked.
     """
     actions = plan.actions if plan is not None else ()
     planned = {block for action in actions for block in action.by_ops if block}
@@ -54,12 +53,12 @@ def _corrected(trace: Trace, block: Block, names: Names | str) -> Block:
         return block
     beside = made_outside(trace, block, names)
     if beside is None:
-        return replace(block, apart="run by itself it takes other ops than in the step")
+        return replace(block, apart="run alone, it uses other ops than in the step")
     return replace(block, beside=(*block.beside, *beside))
 
 
 def _names(block: Block, module: torch.nn.Module, given: Given, precision: torch.dtype | None) -> Names | str:
-    """The ops of a block by name; or why they cannot be had."""
+    """The op names of a block, or the reason why they are unknown."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = next((leaf.device for leaf in given.leaves if isinstance(leaf, Like)), None)
     with mode:

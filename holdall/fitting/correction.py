@@ -1,8 +1,8 @@
-"""A plan made anew from what a run has shown, in a process of its own: a loop must not stand still while somebody thinks.
+"""Makes a plan again from measured times, in another process, so that training does not wait.
 
-The trace and the plan lie in a folder since `fit`, so that asking costs the step nothing: a small file with what was measured
-is added, and a second Python, which sees no GPU and gives way to everybody, plans and writes its answer down. A thread waits
-for it and reads it. Whatever goes wrong there is told, and the run goes on as it was.
+`fit` has written the trace and the plan to a folder, so a request only adds a small file with the measurements. A second Python
+process, which sees no GPU and runs at low priority, plans and writes its answer. A thread waits for it. If it fails, a note
+says so and the run continues with its plan.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from holdall.registry import build_member
 from holdall.simulator import simulate
 from holdall.types import Action, Hardware, Plan, Problem, Trace, _json
 
-MOST = 2.0  # times that ops are taken to be slower, or faster, than was measured of each
-_PATIENCE = 900.0  # seconds after which nobody waits for the answer any more
+MOST = 2.0  # limits of the correction factor for the time of ops
+_PATIENCE = 900.0  # seconds after which the answer is given up
 _TRACE, _PLAN, _ASKED, _ANSWER, _SAID = "trace.json", "plan.json", "asked.json", "answer.json", "said.txt"
 
 
 def corrected(
     problem: Problem, actions: tuple[Action, ...], *, seconds: float, rate: float | None, options: Mapping[str, Any]
 ) -> Plan:
-    """The plan with the rate of updates that the host has shown, and ops that take as much longer as the rest of a step did."""
+    """The plan with the host's measured update rate, and with op times scaled by the rest of the measured step."""
     if rate is not None:
         problem = replace(problem, hardware=replace(problem.hardware, updates=rate))
     again = simulate(problem, actions)
@@ -51,7 +51,7 @@ def corrected(
 
 
 class Corrector:
-    """Has a step's trace and plan at hand, for the time when a correction is asked for."""
+    """Holds a step's trace and plan ready for a correction."""
 
     def __init__(self, plan: Plan, trace: Trace) -> None:
         self.plan = plan
@@ -66,7 +66,7 @@ class Corrector:
     def ask(
         self, problem: Problem, *, seconds: float, rate: float | None, options: Mapping[str, Any], then: Callable[[Plan], Plan]
     ) -> Correction:
-        """Begin; of `problem` everything but its trace counts. `then`: what becomes of the plan."""
+        """Start a correction of `problem`, whose trace is taken from the folder. `then`: applied to the new plan."""
         asked = {
             "hardware": _json.pack(problem.hardware),
             "budget": dict(problem.budget),
@@ -86,7 +86,7 @@ class Correction:
     """A plan that is being made."""
 
     def __init__(self, corrector: Corrector, then: Callable[[Plan], Plan]) -> None:
-        self._corrector = corrector  # whose folder must stay
+        self._corrector = corrector  # keeps the folder alive
         self._then = then
         self._plan: Plan | None = None
         self._error: str | None = None
@@ -99,14 +99,14 @@ class Correction:
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Plan | None:
-        """The plan, when there is one; None: nothing fits, or it was given up. `Unsupported` if the process failed."""
+        """The plan; None: nothing fits, or it was given up. `Unsupported` if the process failed."""
         self._thread.join(timeout)
         if self._error is not None:
-            raise Unsupported(self._error, hint="the run goes on as it is")
+            raise Unsupported(self._error, hint="the run continues with its plan")
         return self._then(self._plan) if self._plan is not None else None
 
     def close(self) -> None:
-        """Nobody wants the answer any more."""
+        """Give up the answer."""
         self._stop()
 
     def _wait(self) -> None:
@@ -115,14 +115,14 @@ class Correction:
             if code == 0:
                 answer = json.loads((self._corrector.path / _ANSWER).read_text(encoding="utf-8"))
                 self._plan = Plan.from_json(answer["plan"], "the answer") if answer["plan"] is not None else None
-            elif code > 0:  # below zero: it was ended
+            elif code > 0:  # below zero: it was killed
                 said = (self._corrector.path / _SAID).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                self._error = f"the plan could not be made anew ({said[-1] if said else f'exit code {code}'})"
+                self._error = f"the plan could not be corrected ({said[-1] if said else f'exit code {code}'})"
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._error = "the plan could not be made anew (it took too long)"
+            self._error = "the plan could not be corrected (it took too long)"
         except (OSError, ValueError, KeyError, HoldallError) as error:
-            self._error = f"the plan could not be made anew ({error})"
+            self._error = f"the plan could not be corrected ({error})"
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
@@ -134,14 +134,14 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([root, others] if others else [root]),
-        "HOLDALL_CACHE": "off",  # what is made from one run's measurements is of use to no other
+        "HOLDALL_CACHE": "off",  # a plan made from one run's measurements is useless to others
     }
     command = [sys.executable, "-m", "holdall.fitting.correction", str(folder), str(os.getpid())]
     try:
         with open(folder / _SAID, "wb") as said:
             return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     except OSError as error:
-        raise Unsupported(f"no second process could be started ({error})", hint="the run goes on as it is") from error
+        raise Unsupported(f"no second process could be started ({error})", hint="the run continues with its plan") from error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -150,7 +150,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(folder: Path, parent: int) -> None:
-    """The second process: plan, and write the answer down."""
+    """The second process: plan, and write the answer."""
     with suppress(OSError, AttributeError):
         os.nice(19)
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
@@ -170,13 +170,13 @@ def main(folder: Path, parent: int) -> None:
     try:
         made = corrected(problem, actions, seconds=asked["seconds"], rate=asked["rate"], options=asked["options"])
         answer: Any = {"plan": made.to_json()}
-    except HoldallError as error:  # nothing fits, or nothing can be said
+    except HoldallError as error:  # nothing fits
         answer = {"plan": None, "why": str(error)}
     _json.write(folder / _ANSWER, answer)
 
 
 def _leave_with(parent: int) -> None:
-    """Nobody waits for the answer of a process whose parent is gone."""
+    """Exit when the parent process is gone."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Whether the vocabulary head is taken whole or in rows."""
+"""Decides whether the vocabulary head is computed whole or in chunks of rows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from holdall.errors import Unsupported, unknown_name
 from holdall.runtime.head.lazy_logits import head_of, rows_for
 from holdall.units import GiB
 
-BIG_LOGITS = GiB  # bytes of logits in float32 from which on they are not made whole
+BIG_LOGITS = GiB  # bytes of float32 logits from which on the head is chunked
 
 
 def choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
-    """(path of the vocabulary head, rows at a time); None: it stays whole."""
+    """(path of the vocabulary head, rows per chunk); None: it stays whole."""
     if isinstance(head, str) and head not in ("auto", "whole"):
         raise unknown_name("head", head, ("auto", "whole"))
     found = head_of(model) if isinstance(model, torch.nn.Module) and head != "whole" else None
     if found is None:
         if isinstance(head, int):
-            raise Unsupported("the model has no vocabulary head to take in rows", hint='use head="whole"')
+            raise Unsupported("the model has no vocabulary head to compute in chunks", hint='use head="whole"')
         return None
     path, module = found
     if isinstance(head, int):
@@ -32,7 +32,7 @@ def choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[st
 
 
 def _rows_of_logits(batch: Any) -> int:
-    """How many there will be: one for every label; of a batch without labels, for every entry of its largest table."""
+    """Number of rows of logits: one per label or, without labels, per entry of the batch's largest integer tensor."""
     leaves, _ = tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)
     tables = {keystr(path): t.numel() for path, t in leaves if isinstance(t, torch.Tensor) and t.dim() == 2}
     labels = [numel for name, numel in tables.items() if name.endswith("['labels']")]

@@ -1,7 +1,7 @@
-"""Plans for one model at other sizes of its batch, and tighter ones: what `holdall.fit` gives the harness to choose from.
+"""Plans for one model at several batch sizes, and tighter ones: `holdall.fit` passes them to the harness.
 
 All plans of a run place the model states alike, since moving them between two steps would take longer than the step. The
-largest size that is known is planned first, so that the placement is made for it; the others are planned around that.
+largest known size is planned first, so that the placement suits it; the others are planned around that placement.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from holdall.types.plan import silent
 log = logging.getLogger("holdall")
 
 Lengths = str | Iterable[Any]
-_OFF = 0.08  # a step that takes so much more or less than was said is worth another plan
+_OFF = 0.08  # relative error of the predicted step time that is worth a correction
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """One step at one size."""
+    """A traced step of one batch size."""
 
     trace: Trace
-    shapes: Shapes  # of what the model was called with
-    given: Mapping[str, Given]  # what its blocks were called with
+    shapes: Shapes  # of the model's arguments
+    given: Mapping[str, Given]  # arguments of its blocks
 
     @property
     def size(self) -> int:
@@ -56,8 +56,9 @@ class _Traced:
 
 
 class PlanBook:
-    """`tracing`: what `holdall.trace` is to be given besides model and batch. `planning`: the same of `holdall.plan`.
-    `adjust`: what becomes of every plan before it is used."""
+    """`tracing`: arguments of `holdall.trace` besides model and batch. `planning`: those of `holdall.plan`. `adjust`: applied
+    to every plan before it is used.
+    """
 
     def __init__(
         self,
@@ -71,14 +72,14 @@ class PlanBook:
         self._model = model
         self._batch: Any = batch
         self._came_from: dict[int, torch.device] = {}
-        self._is_needed = False  # the sample, after the first forward
+        self._is_needed = False  # the sample is still needed after the first forward
         self._tracing = dict(tracing)
         self._planning = dict(planning)
         self._adjust = adjust
         self._call = Call(model)
-        self._traces: dict[int, tuple[Plan, Trace]] = {}  # by plan; the plan itself, so that its id stays its own
+        self._traces: dict[int, tuple[Plan, Trace]] = {}  # by id of the plan; keeps the plan, so that its id stays unique
         self._corrector: Corrector | None = None
-        self._besides: dict[str, Any] = {}  # what the process holds besides, as it was before the harness came
+        self._besides: dict[str, Any] = {}  # the process's other memory, measured before the harness existed
 
     def sample(self, ready: Plan | None = None) -> tuple[Plan, Trace]:
         """The plan for the sample alone; `ready`: one that was made ahead, unless it is for another autocast."""
@@ -89,7 +90,7 @@ class PlanBook:
         return self.know(made, trace), trace
 
     def _checked(self, traced: _Traced, make: Callable[[Trace], Plan]) -> tuple[Plan, Trace]:
-        """A plan whose blocks, where they run op by op, were captured with the ops that it was made for."""
+        """A plan whose op-by-op blocks were captured with the planned ops."""
         trace = traced.trace
         made = make(trace)
         for _ in trace.blocks:
@@ -101,23 +102,23 @@ class PlanBook:
         return made, trace
 
     def _captured(self, trace: Trace, given: Mapping[str, Given], plan: Plan | None) -> Trace | None:
-        """The trace as captures of its blocks correct it (of those that the plan runs op by op); None: nothing to correct."""
+        """The trace corrected by captures of the plan's op-by-op blocks; None: nothing to correct."""
         dtype = resolve_precision(self._tracing.get("precision"))
         return correct_blocks(trace, plan, self._model, given, dtype)
 
     def know(self, plan: Plan, trace: Trace) -> Plan:
-        """The plan was made for this trace; as it will be used."""
+        """Record that the plan was made for this trace; returns the plan as it will be used."""
         made = self._adjust(plan, trace)
         self._traces[id(made)] = made, trace
         return made
 
     def buckets(self, lengths: Lengths) -> tuple[Plan, Buckets]:
-        """(the sample's plan, all there are): one for each size of `lengths`; "auto": the others when they are met."""
+        """(the sample's plan, all plans): one for each size in `lengths`; "auto": others are made when they occur."""
         sample = self._trace(self._batch)
         if sample.trace.about.get("source") == "eager":
             raise Unsupported(
-                "the step can only be watched as it runs: a plan for another size would take that size's memory first",
-                hint="plan for the longest batch there is, without `lengths`",
+                "this step can only be traced by running it, so a plan for another size would need that size's memory first",
+                hint="call `fit` with the longest batch, without `lengths=`",
             )
         axes = self._axes(needed=lengths == "auto" and self._tracing.get("loss") is not None)
         others = [self._trace(batch) for batch in self._batches(lengths, axes)]
@@ -141,14 +142,16 @@ class PlanBook:
         return made if made.predicted.peak[home] < plan.predicted.peak[home] else None
 
     def expect_corrections(self, plan: Plan, trace: Trace) -> None:
-        """Lay out what a correction of this plan would need, now rather than in a step."""
+        """Prepare for a correction of this plan now rather than in a step."""
         try:
             self._corrector = Corrector(plan, trace)
         except (OSError, HoldallError) as error:
-            log.info("holdall: plans will not be corrected by what is measured: %s", error)
+            log.info("holdall: plans will not be corrected by measured times: %s", error)
 
     def correct(self, harness: Any, seconds: float) -> Correction | None:
-        """A plan that is made anew, beside the run, where a step takes another time than was said. None: it was near enough."""
+        """Start a correction of the plan in the background if the step time differs from the prediction. None: it is close
+        enough.
+        """
         known, corrector = self._traces.get(id(harness.plan)), self._corrector
         if known is None or corrector is None or corrector.plan is not harness.plan:
             return None
@@ -168,16 +171,17 @@ class PlanBook:
         )
 
     def recast(self, prepare: Callable[[], Prepared], autocast: torch.dtype | None) -> Prepared:
-        """All plans anew, by `prepare`, for a loop under another autocast than was traced."""
+        """Make all plans again, by `prepare`, for a loop under another autocast than traced."""
         self._tracing["autocast"] = autocast or False
         self._traces.clear()
         return prepare()
 
     def put_aside(self) -> None:
-        """The first forward has come. The sample is needed again only for batches of other sizes where the loop has a loss of
-        its own; then it waits in the host's memory."""
+        """The first forward has begun. The sample is needed again only for other batch sizes under a custom loss; then it is
+        moved to the host.
+        """
         if not self._is_needed:
-            self._batch = None  # it would take its memory as long as the harness does
+            self._batch = None  # otherwise it would occupy memory as long as the harness
             return
 
         def copied(t: torch.Tensor) -> torch.Tensor:
@@ -185,7 +189,7 @@ class PlanBook:
             self._came_from[id(copy)] = t.device
             return copy
 
-        with _disable_current_modes():  # nobody's step: not counted
+        with _disable_current_modes():  # not counted in any step
             self._batch = tree_map_only(torch.Tensor, copied, self._batch)
 
     # sizes
@@ -194,7 +198,7 @@ class PlanBook:
         try:
             return find_axes(self._batch)
         except Unsupported:
-            if needed:  # with a loss of the loop's own, a batch can only be made from the sample
+            if needed:  # with a custom loss, a batch can only be made from the sample
                 raise
             return None
 
@@ -212,7 +216,10 @@ class PlanBook:
         pair = isinstance(item, tuple) and len(item) == 2 and all(isinstance(n, int) for n in item)
         if not pair and not isinstance(item, int):
             if not any(isinstance(t, torch.Tensor) for t in tree_leaves(item)):
-                raise InvalidInput(f"`lengths` has {item!r}, which is no size and no batch", hint="use lengths or batches")
+                raise InvalidInput(
+                    f"`lengths` has {item!r}, which is neither a size nor a batch",
+                    hint="use lengths such as [512, 2048], or batches",
+                )
             return item
         rows, length = item if pair else (None, item)
         if min(rows or 1, length) < 1:
@@ -220,7 +227,7 @@ class PlanBook:
         return resize(self._batch, axes or find_axes(self._batch), rows=rows, length=length)
 
     def _meet(self, axes: Axes | None, first: Plan, args: Any, kwargs: Any) -> Bucket:
-        """A bucket for a call that none covers: its size rounded up, or, if that does not go, its own."""
+        """A bucket for a call that none covers: of its size rounded up or, if that does not fit, of its own."""
         shapes = self._call.shapes(args, kwargs)
         makers: list[Callable[[], Bucket]] = [
             partial(self._bucket_at, shapes, first, size, args, kwargs) for size in met((args, kwargs), axes)
@@ -230,7 +237,7 @@ class PlanBook:
         except Infeasible as error:
             if not _settled(first):
                 raise
-            hint = "give this length up front (`lengths=`), so that model states are placed for it"
+            hint = "name this length up front, as in fit(..., lengths=[512, 2048]), so that model states are placed for it"
             raise Infeasible(error.fact, hint=hint, smallest=error.smallest) from error
 
     def _bucket_at(
@@ -242,8 +249,8 @@ class PlanBook:
         else:
             if size is None:
                 raise Unsupported(
-                    f"a batch of {list(shapes.values())} was met, and how to make one from the sample cannot be known",
-                    hint="give batches of the sizes to expect: lengths=[batch, ...]",
+                    f"a batch of {list(shapes.values())} was met, and it is unclear how to make one from the sample",
+                    hint="pass sample batches: fit(..., lengths=[short_batch, long_batch])",
                 )
             sample = tree_map_only(torch.Tensor, lambda t: t.to(self._came_from.get(id(t), t.device)), self._batch)
             traced = self._trace(resize(sample, find_axes(sample), rows=size[1], length=size[2]))
@@ -251,7 +258,7 @@ class PlanBook:
         if not made.covers(shapes):
             raise Unsupported(
                 f"a batch of {list(shapes.values())} was met; made from the sample it would be {list(made.shapes.values())}",
-                hint="give batches of the sizes to expect: lengths=[batch, ...]",
+                hint="pass sample batches: fit(..., lengths=[short_batch, long_batch])",
             )
         return made
 
@@ -263,7 +270,7 @@ class PlanBook:
         def see(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
             for name, shape in self._call.shapes(args, kwargs).items():
                 before = shapes.get(name, shape)
-                shapes[name] = tuple(map(max, before, shape)) if len(before) == len(shape) else shape  # called more than once
+                shapes[name] = tuple(map(max, before, shape)) if len(before) == len(shape) else shape  # called several times
 
         options = {**self._tracing, **other}
         self._progress("tracing", 0, 0, "")
@@ -281,14 +288,14 @@ class PlanBook:
             finally:
                 handle.remove()
             if identity is not None and time.perf_counter() - began >= SLOW:
-                while (corrected := self._captured(traced, given, None)) is not None:  # what blocks were given is not kept
+                while (corrected := self._captured(traced, given, None)) is not None:  # the arguments of blocks are not cached
                     traced = corrected
                 keep_trace(identity, batch, traced, shapes, context=_context(traced))
         self._besides = self._besides or {k: traced.about.get(k) for k in ("process", "besides")}
         return _Traced(trace=replace(traced, about={**traced.about, **self._besides}), shapes=shapes, given=given)
 
     def _identity(self, batch: Any, given: Mapping[str, Any]) -> str | None:
-        """Of the step that would be traced; None: it cannot be told from others, or nothing is kept."""
+        """The cache key of the step; None: it cannot be identified, or the cache is off."""
         if cache_folder() is None:
             return None
         options = {k: v for k, v in given.items() if k != "optimizer"}
@@ -316,7 +323,7 @@ class PlanBook:
         made = self._freely(traced)
         if _settled(made.plan) != settled:
             raise Unsupported(
-                f"for a batch of {list(traced.shapes.values())} `{first.planner}` would place model states in another way",
+                f"for a batch of {list(traced.shapes.values())} `{first.planner}` would place model states differently",
                 hint='use planner="auto", which plans around one placement',
             )
         return made
@@ -335,14 +342,14 @@ class PlanBook:
 
 
 def _context(trace: Trace) -> int:
-    """What driver and kernels take of the device that ops were measured on."""
+    """Bytes of driver and kernels on the device that ops were measured on."""
     if trace.about.get("timed") is None:
         return 0
     return device_context(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _settled(plan: Plan) -> tuple[Action, ...]:
-    """What must stay as it is between steps: where states live and when they are updated."""
+    """The actions that must not change between steps: where states live and when they are updated."""
     kept = [a for a in plan.actions if a.settles_states]
     return tuple(replace(a, late=()) if isinstance(a, InBackward) else a for a in kept)
 

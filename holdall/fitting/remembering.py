@@ -1,9 +1,8 @@
-"""Traces and plans of earlier processes, from the cache.
+"""Caches traces and plans across processes.
 
-A plan follows from its problem: the costed trace, the machine, the budget, the planner and its options. All of that is in the
-key, but for what the process holds besides on the host, which differs from run to run by little: a plan that still fits there
-is as good. A trace follows from code, which is what `tracing/identity.py` writes down, and from those values of the batch that
-the step looks at, which the trace itself names.
+A plan depends on its problem: the costed trace, the machine, the budget, the planner and its options. All of that is in the
+key, except for the process's other host memory, which varies little from run to run: a plan that still fits is reused. A trace
+depends on code, which `tracing/identity.py` digests, and on the batch values that the step reads, which the trace names.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from holdall.registry import is_own
 from holdall.tracing.identity import values_of
 from holdall.types import Plan, Planner, Problem, Trace, _json
 
-SLOW = 0.5  # seconds from which on it is worth keeping what they gave
-_OF_PROCESS = ("process", "besides")  # of a trace: not the step's
+SLOW = 0.5  # seconds; only slower results are cached
+_OF_PROCESS = ("process", "besides")  # entries of a trace that describe the process, not the step
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -65,20 +64,20 @@ def _read_plan(kept: Any, problem: Problem) -> Plan | None:
     if far is not None and problem.hardware.device == "cuda":
         peak[far.name] = peak.get(far.name, 0) + now - before
         if peak[far.name] > problem.limit(far.name):
-            return None  # it does not fit beside what the process holds now
+            return None  # it does not fit with the process's current memory
     about = {**plan.about, "process": now, "remembered": True}
     return replace(plan, predicted=replace(plan.predicted, peak=peak), about=about)
 
 
 def remember_trace(identity: str | None, batch: Any) -> tuple[Trace, Shapes] | None:
-    """The trace of a step, and the shapes that the model was called with; None: it must be made."""
+    """(trace of a step, shapes of the model's arguments); None: not cached."""
     kept = open_cache().get("trace", identity) if identity is not None else None
     if not isinstance(kept, dict):
         return None
     try:
         looked_at = {int(n): digest for n, digest in kept["looked_at"].items()}
         if values_of(batch, list(looked_at)) != looked_at:
-            return None  # another batch, on which the step may take another course
+            return None  # another batch, with which the step may take another branch
         trace: Trace = _json.unpack(Trace, kept["trace"], "the cache")
         return trace, {name: tuple(shape) for name, shape in kept["shapes"].items()}
     except (HoldallError, KeyError, TypeError, ValueError, AttributeError):
@@ -86,7 +85,8 @@ def remember_trace(identity: str | None, batch: Any) -> tuple[Trace, Shapes] | N
 
 
 def keep_trace(identity: str | None, batch: Any, trace: Trace, shapes: Mapping[str, tuple[int, ...]], *, context: int) -> None:
-    """`context`: what kernels take of the device by now; they were loaded while ops were measured, and will be again."""
+    """Cache a trace. `context`: bytes of kernels on the device, which were loaded while ops were measured, and will
+    be again."""
     if identity is None or trace.about.get("source") != "fake":
         return
     about = {k: v for k, v in trace.about.items() if k not in _OF_PROCESS}

@@ -1,7 +1,6 @@
-"""Plans for activations alone, around actions that are settled: where model states live does not change between steps.
+"""Plans activations around fixed actions: the placement of model states does not change between steps.
 
-For batches of other sizes than the sample, whose plans must leave the states where the first plan has put them, and for the
-smallest plan there is, under which a step that ran out of memory is repeated.
+Used for other batch sizes than the sample's, and for the tightest plan, under which a step that ran out of memory is retried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `fit` was asked for, whoever asked: a raw loop, or a trainer."""
+"""The arguments of `fit`, from a raw loop or a trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdall.types import Hardware, Plan, Progress
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
-    """The arguments of `holdall.fit`, explained there; `options` are the planner's."""
+    """The arguments of `holdall.fit`, explained there; `options` go to the planner."""
 
     budget: Budget = "auto"
     planner: str = "auto"
@@ -40,12 +40,12 @@ class FitRequest:
 
     @staticmethod
     def of(**arguments: Any) -> FitRequest:
-        """From keyword arguments as `holdall.fit` takes them: those that it does not name are the planner's."""
+        """From keyword arguments of `holdall.fit`: unknown ones go to the planner."""
         named = {f.name for f in fields(FitRequest)} - {"options"}
         own = {name: value for name, value in arguments.items() if name in named}
         return FitRequest(**own, options={name: value for name, value in arguments.items() if name not in named})
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What every planner is given besides a trace."""
+        """Arguments of every planner besides the trace."""
         return {"budget": self.budget, "hardware": self.hardware, "allow": self.allow, "accumulate": self.accumulate}

@@ -1,4 +1,4 @@
-"""THE fit: trace, plan, and put the plan on the model, for raw loops and trainers alike."""
+"""THE fit: traces, plans, and installs the plan on the model, for raw loops and trainers alike."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from holdall.types.plan import silent
 from holdall.updates.planned import refuse_planned
 
 _SIMPLE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("chen", {"variant": "all", "last": True}),  # gradient checkpointing as everyone knows it
+    ("chen", {"variant": "all", "last": True}),  # standard gradient checkpointing
     ("zero_offload", {"overlap": True}),
 )
 
 
 class Room(Protocol):
-    """Who keeps a part of the budget to himself, such as a trainer."""
+    """Reserves a part of the budget, for a trainer."""
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Around planning: a refusal is told in terms of the whole budget."""
+        """A context around planning that rephrases errors in terms of the whole budget."""
         ...
 
     def as_measured(self, plan: Plan, trace: Trace) -> Plan:
-        """A plan for the rest of the budget, with what will be measured."""
+        """The plan with the predictions that will be measured, including the reserved part."""
         ...
 
 
@@ -52,11 +52,11 @@ def start(
     *,
     room: Room | None = None,
 ) -> Harness:
-    """The harness is on when this returns. `request.budget` is what may be planned for; `room` knows the whole."""
+    """Returns the harness, switched on. `request.budget` is the budget to plan for; `room` knows the whole budget."""
     check_arguments(model, optimizer, batch, request)
     optimizer = resolve_optimizer(optimizer, model)
     refuse_planned(model)
-    is_compiled = resolve_backend(request.compile) is not None  # a bad name is refused before anything slow
+    is_compiled = resolve_backend(request.compile) is not None  # refuse a bad name before anything slow
     told = request.progress or silent
     on = request.device if request.device is not None else device_of_batch(batch)
     cast = resolve_autocast(request.autocast, target_device(model, on).type) or False
@@ -115,22 +115,22 @@ def start(
 
 
 def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
-    """Every block that can be is run by a program: those that are kept too, or compiled ones would stand beside eager ones."""
+    """Make every possible block a program, also kept ones, so that compiled and eager blocks are not mixed."""
     from holdall.planning.to_programs import by_programs
 
     return by_programs(make_problem(trace, **given), plan)
 
 
 def _fallbacks(made: Plan, traced: Trace, asked: Mapping[str, Any]) -> Iterator[Plan]:
-    """What anyone would do, where it fits: every block recomputed, with the optimizer on the device or on the host."""
+    """Simple plans that fit: every block recomputed, with the optimizer on the device or on the host."""
     if made.planner != "auto" or traced.about.get("device") != "cuda" or not made.actions:
-        return  # times mean nothing, or nothing is done
+        return  # times are meaningless, or the plan does nothing
     for planner, options in _SIMPLE:
         with suppress(HoldallError):
             yield api.plan(traced, planner=planner, **options, **asked)
 
 
 def device_of_batch(batch: Any) -> torch.device | None:
-    """Where the batch lies, if that is a GPU."""
+    """The batch's device, if it is a GPU."""
     devices = {t.device for t in tree_leaves(batch) if isinstance(t, torch.Tensor)}
     return next((d for d in devices if d.type == "cuda"), None)

@@ -1,7 +1,7 @@
 """Thin adapters: one added line in a script of `transformers.Trainer`, `accelerate`, Lightning or Fabric.
 
-All of them plan at the first training step, from what the loop itself passes to the model (`_fitting.py`), so that no data is
-read ahead. Each module imports its framework when it is imported itself, and says how to install it where it is missing.
+All of them plan at the first training step, from the arguments that the loop passes to the model (`_fitting.py`), so no data is
+read early. Each module imports its framework when it is imported itself, and says how to install it if it is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["HoldallCallback", "accelerate", "hf_trainer", "lightning"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: nobody needs every framework."""
+    """Import a module on first access: few users need every framework."""
     if name == "HoldallCallback":
         return import_module("holdall.integrations.hf_trainer").HoldallCallback
     if name in __all__:

@@ -1,8 +1,8 @@
-"""A harness that comes by itself at the first training step of somebody else's loop.
+"""Installs a harness at the first training step of a trainer's loop.
 
-Nothing is known of the batch before the loop passes one to the model: a hook waits for the first forward that is trained,
-traces and plans with its very arguments, installs the harness and lets the forward go on. So the data loader is read by its
-owner alone, and the random numbers go on as if nothing had happened.
+The batch is unknown before the loop passes one to the model: a hook waits for the first training forward, traces and plans with
+its arguments, installs the harness and lets the forward continue. So only the trainer reads its data loader, and the random
+numbers are not disturbed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from holdall.units import GiB, MiB, format_bytes
 
 log = logging.getLogger("holdall")
 
-_MARGIN = 16 * MiB  # or a hundredth of the budget: logged values, norms of gradients, the loss that a progress bar shows
+_MARGIN = 16 * MiB  # or 1 % of the budget: logged values, norms of gradients, the loss in a progress bar
 
 
 def need(module: str, *, what: str, package: str, extra: str) -> Any:
-    """An optional package, or the line that says how to install it."""
+    """Import an optional package, or raise an error that says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -45,7 +45,7 @@ def need(module: str, *, what: str, package: str, extra: str) -> Any:
 
 
 def loss_of_any_output(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that the model returns. Where the trainer makes it from the outputs itself, their sum stands for it."""
+    """The loss that the model returns. If the trainer computes it from the outputs, their sum stands for it."""
     return _loss_in(call_model(model, batch))
 
 
@@ -62,12 +62,14 @@ def _loss_in(output: Any) -> torch.Tensor:
         outputs = [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
         if not outputs:
             raise
-    log.info("holdall: the model returns no loss; what the trainer's own loss takes is not in the plan (`loss=` puts it there)")
+    log.info(
+        "holdall: the model returns no loss; the plan does not count the memory of the trainer's loss (pass it as `loss=`)"
+    )
     return torch.stack([t.float().sum() for t in outputs]).sum()
 
 
 class Fitting:
-    """Waits for the first training forward of `model`; from then on it holds a harness, until `close`."""
+    """Waits for the first training forward of `model`, then holds a harness until `close`."""
 
     def __init__(
         self,
@@ -80,8 +82,8 @@ class Fitting:
     ) -> None:
         self.harness: Harness | None = None
         self._model, self._optimizer, self._request = model, optimizer, request
-        self._batch = batch  # to plan for (the largest there is, say); None: the first that is trained
-        self._tracing = tracing  # what must be so while the step is traced
+        self._batch = batch  # to plan for, such as the largest; None: the first in training
+        self._tracing = tracing  # contexts to enter while the step is traced
         self._silence = _speak_past_the_bar()
         self._hook = model.register_forward_pre_hook(self._first_forward, prepend=True, with_kwargs=True)
 
@@ -96,7 +98,7 @@ class Fitting:
         else:
             self.start(dict(kwargs) if kwargs else tuple(args))
         assert self.harness is not None
-        return self.harness.begin_step(model, args, kwargs)  # its own hook came too late for this forward
+        return self.harness.begin_step(model, args, kwargs)  # its own hook was registered too late for this forward
 
     def start(self, batch: Any, *, loss: Loss = loss_of_any_output) -> None:
         """Trace, plan and apply now."""
@@ -106,7 +108,7 @@ class Fitting:
             self.harness = fit(request, self._model, self._optimizer, batch)
 
     def metrics(self) -> dict[str, float]:
-        """For a trainer's log: the last step, and what was said of it. Empty before the first whole step."""
+        """For a trainer's log: the last step, measured and predicted. Empty before the first whole step."""
         harness = self.harness
         if harness is None or not harness.step_peaks:
             return {}
@@ -120,18 +122,20 @@ class Fitting:
         }
 
     def uncounted(self) -> AbstractContextManager[object]:
-        """For work that is not the loop's: not counted against the budget where ops are counted."""
+        """A context for work outside the loop, which is not counted against the budget on a CPU."""
         ledger = self.harness.ledger if self.harness is not None else None
         return ledger.paused() if ledger is not None else nullcontext()
 
     def report(self) -> Report:
         """Predicted against measured."""
         if self.harness is None:
-            raise InvalidInput("there is nothing to report before the first training step", hint="ask after training")
+            raise InvalidInput(
+                "there is nothing to report before the first training step", hint="call `report()` after training"
+            )
         return api.make_report(self.harness)
 
     def close(self) -> None:
-        """Take everything off the model again; the report stays."""
+        """Remove the plan from the model; the report stays available."""
         self._hook.remove()
         self._silence()
         if self.harness is not None:
@@ -145,7 +149,7 @@ class Fitting:
 
 
 def fit(request: FitRequest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Harness:
-    """`holdall.fit`, with some of the budget left to what a trainer keeps beside the step."""
+    """`holdall.fit`, with part of the budget reserved for the trainer's own tensors."""
     device = request.device or device_of_batch(batch) or _device_of(model)
     machine = resolve_hardware(request.hardware, torch.device(device).type, request.budget)
     # a trainer reads the batches of a step together, and a loop's variable holds the one before
@@ -162,12 +166,14 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True)
 class _Room:
-    """Plans for what a trainer leaves of the budget; enforced is the whole budget, predicted is what will be measured."""
+    """Plans for the part of the budget that a trainer leaves; the whole budget is enforced, and predictions include the
+    trainer's part.
+    """
 
     budget: dict[str, int]
     machine: Hardware
     accumulate: int
-    batches: int  # bytes of those that are not the step's own
+    batches: int  # bytes of batches other than the step's own
 
     @property
     def home(self) -> str:
@@ -181,7 +187,7 @@ class _Room:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """What does not fit is said in terms of the whole budget."""
+        """Rephrase `Infeasible` in terms of the whole budget."""
         try:
             yield
         except Infeasible as error:
@@ -189,13 +195,13 @@ class _Room:
                 raise
             least = error.smallest + self.batches
             smallest = min(least + _MARGIN, least * 100 // 99 + 2)  # with the margin of that budget
-            fact = f"{error.fact}; the trainer keeps {format_bytes(smallest - error.smallest)} beside that"
+            fact = f"{error.fact}; the trainer needs {format_bytes(smallest - error.smallest)} more"
             raise Infeasible(fact, hint=f"use a budget of at least {smallest} bytes", smallest=smallest) from error
 
     def as_measured(self, made: Plan, traced: Trace) -> Plan:
         peak = made.predicted.peak[self.home] + self.batches
         update = sum(op.seconds for op in cost_trace(traced, self.machine).ops if op.site.phase is Phase.STEP)
-        again = max(0.0, made.predicted.seconds - update)  # a backward more, and no update
+        again = max(0.0, made.predicted.seconds - update)  # one more backward without an update
         seconds = made.predicted.seconds + (self.accumulate - 1) * again
         predicted = replace(made.predicted, peak={**made.predicted.peak, self.home: peak}, seconds=seconds)
         return replace(made, budget=self.budget, predicted=predicted)
@@ -203,7 +209,7 @@ class _Room:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random numbers and autocast's copies are afterwards what they were: the loop must not notice that it was traced."""
+    """Restore random numbers and clear autocast's cache, so that tracing leaves no mark on the loop."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
     python, numpy = random.getstate(), _numpy_state()
     with torch.random.fork_rng(devices=devices):
@@ -212,11 +218,11 @@ def _undisturbed() -> Iterator[None]:
         finally:
             random.setstate(python)
             numpy()
-            torch.clear_autocast_cache()  # it would hold copies of the stand-ins
+            torch.clear_autocast_cache()  # it would hold casts that are fake tensors
 
 
 def _numpy_state() -> Callable[[], object]:
-    """Puts numpy's global numbers back."""
+    """Returns the function that restores numpy's global random state."""
     import numpy
 
     state = numpy.random.get_state()
@@ -224,7 +230,7 @@ def _numpy_state() -> Callable[[], object]:
 
 
 def _speak_past_the_bar() -> Callable[[], object]:
-    """Where nobody handles our log, its lines go above a progress bar instead of through it. Returns the undo."""
+    """If holdall's log has no handler, print its lines above the progress bar instead of through it. Returns the undo."""
     if log.hasHandlers():
         return lambda: None
     try:

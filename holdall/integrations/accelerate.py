@@ -31,20 +31,25 @@ def fit(
     loss: Loss | None = None,
     **options: Any,
 ) -> Fitting:
-    """Train inside a budget from the first step on; `close()` or a `with` block takes it off again.
+    """Train inside a budget from the first step on; `close()` or a `with` block removes the plan.
 
-    `batch`: plan for this one, now; without it, for the first that is trained, when it comes. `options`: whatever else
-    `holdall.fit` takes; accumulation is the accelerator's.
+    `batch`: plan for this one, now; otherwise for the first batch in training. `options`: other arguments of `holdall.fit`;
+    accumulation is taken from the accelerator.
     """
     if accelerator.num_processes > 1:
-        raise Unsupported(f"there are {accelerator.num_processes} processes", hint="accelerate launch --num_processes 1")
+        raise Unsupported(
+            f"the accelerator uses {accelerator.num_processes} processes; a plan needs one",
+            hint="accelerate launch --num_processes 1",
+        )
     if "accumulate" in options:
-        raise InvalidInput("`accumulate` is the accelerator's", hint="use `Accelerator(gradient_accumulation_steps=...)`")
+        raise InvalidInput(
+            "`accumulate` is taken from the accelerator", hint="use `Accelerator(gradient_accumulation_steps=...)`"
+        )
     steps = accelerator.gradient_accumulation_steps
     request = FitRequest.of(budget=budget, planner=planner, loss=loss, accumulate=steps, **options)
     wrapped = isinstance(optimizer, _accelerate.optimizer.AcceleratedOptimizer)
     own = accelerator.unwrap_model(model, keep_torch_compile=True)
-    is_prepared = hasattr(own, "_original_forward")  # then its forward enters the accelerator's autocast by itself
+    is_prepared = hasattr(own, "_original_forward")  # its forward then enters the accelerator's autocast
     fitting = Fitting(
         own,
         optimizer.optimizer if wrapped else optimizer,

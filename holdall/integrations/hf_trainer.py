@@ -1,4 +1,4 @@
-"""`transformers.Trainer`, and every trainer that is a subclass of it, by one callback.
+"""`transformers.Trainer`, and its subclasses, by one callback.
 
 trainer = Trainer(..., callbacks=[holdall.integrations.HoldallCallback(budget="24GiB")])
 """
@@ -21,18 +21,20 @@ _transformers = need("transformers", what="HoldallCallback", package="transforme
 
 
 class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-    """Trains inside a budget: planned at the first step, taken off at the end, figures in the trainer's log.
+    """Trains inside a budget: plans at the first step, removes the plan at the end, adds figures to the trainer's log.
 
-    `batch`: plan for this one instead of the first that is trained; give the largest where lengths differ. `loss`: see
-    `holdall.fit`. `options`: whatever else `holdall.fit` takes; accumulation is read from the trainer. The trainer has no event
-    for a training that raises: close the callback then, or use it in a `with` block.
+    `batch`: plan for this one instead of the first in training; pass the largest if lengths differ. `loss`: see `holdall.fit`.
+    `options`: other arguments of `holdall.fit`; accumulation is read from the trainer. The trainer has no event for a training
+    that raises: call `close()` then, or use a `with` block.
     """
 
     def __init__(
         self, budget: Budget = "auto", *, planner: str = "auto", batch: Any = None, loss: Loss | None = None, **options: Any
     ) -> None:
         if "accumulate" in options:
-            raise InvalidInput("`accumulate` is the trainer's", hint="set `gradient_accumulation_steps`")
+            raise InvalidInput(
+                "`accumulate` is taken from the trainer", hint="set `gradient_accumulation_steps` in TrainingArguments"
+            )
         self._asked = {"budget": budget, "planner": planner, "loss": loss, **options}
         self._batch = batch
         self._fitting: Fitting | None = None
@@ -45,11 +47,11 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
     def report(self) -> Report:
         """Predicted against measured."""
         if self._fitting is None:
-            raise InvalidInput("there is nothing to report before training", hint="ask after `trainer.train()`")
+            raise InvalidInput("there is nothing to report before training", hint="call `report()` after `trainer.train()`")
         return self._fitting.report()
 
     def close(self) -> None:
-        """Take everything off the model. `on_train_end` does so too."""
+        """Remove the plan from the model. `on_train_end` does so too."""
         if self._fitting is not None:
             self._fitting.close()
 
@@ -62,7 +64,7 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
     # events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self.close()  # of a training that raised
+        self.close()  # after a training that raised
         _refuse(args)
         _come_first(self)
         optimizer = kwargs["optimizer"]
@@ -72,10 +74,10 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ARG002
         if self._fitting is None or logs is None or not ({"loss", "train_runtime"} & logs.keys()):
-            return  # an evaluation's
+            return  # the log of an evaluation
         metrics = self._fitting.metrics()
         logs.update(metrics)
-        if state.log_history:  # written before the callbacks are asked
+        if state.log_history:  # written before the callbacks run
             state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -83,12 +85,14 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
 
 
 def _refuse(args: Any) -> None:
-    """What would be done twice, or by several processes."""
+    """Refuse settings that a plan replaces, and several processes."""
     if args.gradient_checkpointing:
-        raise Unsupported("`gradient_checkpointing` is on", hint="set it to False: the plan says what is recomputed")
+        raise Unsupported(
+            "`gradient_checkpointing` is on", hint="set gradient_checkpointing=False: the plan decides what is recomputed"
+        )
     if args.torch_compile:
         raise Unsupported(
-            "`torch_compile` is on", hint="set it to False; `compile=True` here compiles the blocks that a plan runs op by op"
+            "`torch_compile` is on", hint="set torch_compile=False; HoldallCallback(compile=True) compiles blocks under a plan"
         )
     if args.world_size > 1 or args.n_gpu > 1:
         hint = "train on one device: CUDA_VISIBLE_DEVICES=0"
@@ -96,9 +100,9 @@ def _refuse(args: Any) -> None:
 
 
 def _come_first(callback: HoldallCallback) -> None:
-    """Trackers hear of a log in the order of the handler's list, and what we add must be there by then.
+    """Move our callback to the front, so that trackers see the figures that it adds to a log.
 
-    Events carry no handler, so it is looked up where it calls us; where it is not found, trackers miss our figures.
+    Events carry no handler, so it is looked up in the calling frame; if it is not found, trackers miss our figures.
     """
     frame = sys._getframe(2)
     callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)

@@ -24,7 +24,7 @@ from holdall.tracing.step import Loss
 
 
 def _find_lightning() -> Any:
-    """Either of its two names."""
+    """Import Lightning under either of its two names."""
     try:
         return need("lightning.pytorch", what="holdall.integrations.lightning", package="lightning", extra="lightning")
     except MissingExtra as missing:
@@ -40,16 +40,16 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
-    """Trains a `LightningModule` inside a budget: planned at the first step, taken off at the end or when training raises.
+    """Trains a `LightningModule` inside a budget: plans at the first step, removes the plan at the end or when training raises.
 
-    `batch`: plan for this one instead of the first that is trained; give the largest where lengths differ. `options`: whatever
-    else `holdall.fit` takes; accumulation is the trainer's. While it is on, gradients are let go right after the update instead
-    of during the next step, where they would lie beside the activations.
+    `batch`: plan for this one instead of the first in training; pass the largest if lengths differ. `options`: other arguments
+    of `holdall.fit`; accumulation is taken from the trainer. While it is on, gradients are freed right after the update instead
+    of during the next step, where they would add to the activations.
     """
 
     def __init__(self, budget: Budget = "auto", *, planner: str = "auto", batch: Any = None, **options: Any) -> None:
         if "accumulate" in options:
-            raise InvalidInput("`accumulate` is the trainer's", hint="set `accumulate_grad_batches`")
+            raise InvalidInput("`accumulate` is taken from the trainer", hint="set `Trainer(accumulate_grad_batches=...)`")
         self._batch = None if batch is None else (batch, 0)
         self._asked = {"budget": budget, "planner": planner, **options}
         self._fitting: Fitting | None = None
@@ -63,11 +63,11 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
     def report(self) -> Report:
         """Predicted against measured."""
         if self._fitting is None:
-            raise InvalidInput("there is nothing to report before training", hint="ask after `trainer.fit(...)`")
+            raise InvalidInput("there is nothing to report before training", hint="call `report()` after `trainer.fit(...)`")
         return self._fitting.report()
 
     def close(self) -> None:
-        """Take everything off the module."""
+        """Remove the plan from the module."""
         try:
             if self._fitting is not None:
                 self._fitting.close()
@@ -119,14 +119,14 @@ def fit(
     accumulate: int = 1,
     **options: Any,
 ) -> Fitting:
-    """Fabric: train inside a budget from the first step on; `close()` or a `with` block takes it off again.
+    """Fabric: train inside a budget from the first step on; `close()` or a `with` block removes the plan.
 
-    `batch`: plan for this one, now; without it, for the first that is trained, when it comes. `accumulate`: backwards per step.
+    `batch`: plan for this one, now; otherwise for the first batch in training. `accumulate`: backwards per step.
     """
     if fabric.world_size > 1:
         raise Unsupported(f"Fabric uses {fabric.world_size} devices", hint="use `Fabric(devices=1)`")
     request = FitRequest.of(budget=budget, planner=planner, loss=loss, accumulate=accumulate, **options)
-    own = getattr(model, "module", model)  # within Fabric's wrappers
+    own = getattr(model, "module", model)  # inside Fabric's wrappers
     fitting = Fitting(own, getattr(optimizer, "optimizer", optimizer), request, tracing=fabric.autocast)
     if batch is not None:
         try:
@@ -144,13 +144,13 @@ def _refuse(trainer: Any, module: Any) -> None:
     if len(trainer.optimizers) != 1:
         raise Unsupported(f"the module has {len(trainer.optimizers)} optimizers", hint="use one, with several parameter groups")
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-        raise Unsupported("LBFGS calls the step several times for one update", hint="use another optimizer")
+        raise Unsupported("LBFGS runs several forwards and backwards per update", hint="use another optimizer")
     if trainer.world_size > 1:
         raise Unsupported(f"the trainer uses {trainer.world_size} devices", hint="use `Trainer(devices=1)`")
 
 
 def _through_call(module: Any, name: str) -> Callable[[], object]:
-    """Lightning calls a step as a plain method; a harness hears of calls of the module only. Returns the undo."""
+    """Route Lightning's calls of a step through the module's `__call__`, which the harness hooks. Returns the undo."""
     step = getattr(module, name)
 
     @wraps(step)
@@ -171,8 +171,7 @@ def _through_call(module: Any, name: str) -> Callable[[], object]:
 
 
 def _close_before_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Lightning runs forward and backward inside of `optimizer.step(closure)`. Here they come first, then the step. Returns the
-    undo."""
+    """Run Lightning's closure (forward and backward) before `optimizer.step()` instead of inside it. Returns the undo."""
     original = optimizer.step
 
     @wraps(original)
@@ -192,7 +191,7 @@ def _close_before_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]
 
 @contextmanager
 def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An instance's own attribute for a while; None: without one, so that its class's is seen."""
+    """Set an instance attribute for a while; None: remove it, so that the class's is used."""
     before = owner.__dict__.get(name)
 
     def put(value: Any) -> None:
@@ -210,8 +209,8 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _unlogged(module: Any) -> Iterator[None]:
-    """A traced step logs nothing, counts in no metric and adds to no list of the module's: its values are stand-ins."""
-    number = torch.zeros(())  # stands for a metric's value; made beforehand, so that no op of a metric is traced
+    """Disable logging, metrics and lists of the module while a step is traced: its values are fake."""
+    number = torch.zeros(())  # a metric's value; made here, so that no op of a metric is traced
 
     def value(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG001
         return number
@@ -228,7 +227,7 @@ def _unlogged(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _own_values(module: Any) -> Iterator[None]:
-    """Numbers, lists, sets and dictionaries that a module has as plain attributes are afterwards what they were."""
+    """Restore the numbers, lists, sets and dictionaries among a module's plain attributes afterwards."""
     kinds = (int, float, list, set, dict)
     before: dict[str, tuple[Any, Any]]
     before = {k: (v, copy(v)) for k, v in module.__dict__.items() if isinstance(v, kinds) and not k.startswith("_")}
@@ -249,4 +248,4 @@ def _is_metric(module: torch.nn.Module) -> bool:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for what logs."""
+    """Replaces logging functions."""

@@ -1,1 +1,1 @@
-"""Measuring a machine, and naming machines that are not there."""
+"""Measures this machine, and describes others by name."""

@@ -1,4 +1,4 @@
-"""What `holdall doctor` looks at. A finding states a fact; one that is not ok also says what to do about it."""
+"""The checks of `holdall doctor`. A finding states a fact; one that is not ok also says what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdall.units import GiB, MiB, format_bytes, format_rate
 OLDEST_TORCH = (2, 11)
 EXTRAS = {"hf": ("transformers", "accelerate"), "solvers": ("scipy", "ortools"), "viz": ("matplotlib",)}
 _NEEDED_FOR = {"hf": "models by name", "solvers": "planners that solve an integer program", "viz": "`compare --plot`"}
-_SLOW_LINK = 8e9  # bytes/s: what eight lanes of PCIe 3 carry; a card in a full slot does better
+_SLOW_LINK = 8e9  # bytes/s: eight lanes of PCIe 3; a card in a full slot is faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def _host() -> Finding:
         what="host memory",
         found=found,
         ok=not short,
-        advice="stop other programs, or raise the container's memory limit, before anything is offloaded" if short else "",
+        advice="stop other programs, or raise the container's memory limit, before offloading" if short else "",
     )
 
 
@@ -89,7 +89,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _link() -> Finding:
-    """The rate of pinned copies to the GPU, on which every offload depends."""
+    """The rate of pinned copies to the GPU, on which offloading depends."""
     size = 256 * MiB
     try:
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -109,12 +109,12 @@ def _link() -> Finding:
         what="link to the GPU",
         found=f"{format_rate(best, 'B')} from pinned memory",
         ok=not slow,
-        advice="offloading will cost much: move the card to a slot with more lanes, or allow recompute only" if slow else "",
+        advice='offloading will be slow: move the card to a slot with more lanes, or use allow={"recompute"}' if slow else "",
     )
 
 
 def _environment() -> Iterator[Finding]:
-    """Settings of torch that change what a prediction means."""
+    """Settings of torch that affect predictions."""
     name = next((n for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(n)), "")
     value = os.environ.get(name, "")
     found = f"{name}={value}" if value else "default settings; a plan turns expandable segments on while it is applied"
@@ -123,19 +123,19 @@ def _environment() -> Iterator[Finding]:
         what = "PYTORCH_NO_CUDA_MEMORY_CACHING"
         yield Finding(what="caching", found=f"{what} is set", ok=False, advice=f"unset {what}: every step becomes slow")
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        advice = "unset it: with it no copy runs beside the computation"
+        advice = "unset it: it keeps copies from overlapping computation"
         yield Finding(what="launches", found="CUDA_LAUNCH_BLOCKING is set", ok=False, advice=advice)
 
 
 def _about_allocator(name: str, value: str) -> str:
-    """Plans for a GPU are made for expandable segments, and a setting of the user's own is left as it is."""
+    """Advice on the allocator's settings: plans for a GPU assume expandable segments, and user settings are not changed."""
     settings = dict(part.strip().partition(":")[::2] for part in value.split(","))
     expandable = settings.get("expandable_segments", "").lower()
     if expandable == "true" and len(settings) == 1:
         return f"not needed: a plan turns them on while it is applied; unset {name} unless plain runs need it"
     if expandable == "false":
-        return f"unset {name}: plans count on expandable segments, without them more is reserved than predicted"
-    return f"unset {name}, or keep only expandable_segments:True: what is reserved was modelled for that alone"
+        return f"unset {name}: plans assume expandable segments; without them more is reserved than predicted"
+    return f"unset {name}, or keep only expandable_segments:True: reserved memory is predicted for that setting alone"
 
 
 def _extra(name: str, packages: tuple[str, ...]) -> Finding:

@@ -1,7 +1,8 @@
-"""How fast the host of a GPU updates parameters, and what its updates and copies take from each other: they go over one memory.
+"""Measures how fast a GPU's host updates parameters, and how updates and copies slow each other: they share its memory.
 
-Caches would flatter both. The last one may hold hundreds of MiB, so walks and copies go over more than that, as in a run: with
-300 MiB of cache walks over 0.9 GB were a quarter faster than in a run, and copies over 64 MiB slowed them half as much.
+Caches would distort both. The last-level cache may hold hundreds of MiB, so updates and copies use more memory than that, as in
+a run: with 300 MiB of cache, updates over 0.9 GB were a quarter faster than in a run, and copies over 64 MiB slowed them half
+as much.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from holdall.tiers.cpu import Cpu
 from holdall.units import GiB, MiB
 from holdall.updates import host_adam
 
-_PATIENCE = 0.4  # seconds for one rate
-_UPDATED = 1 << 26  # parameters of a walk
-_WALKED = 4 * GiB  # that walks go over in turn
-_COPIED = 512 * MiB  # that copies go over, each way
+_PATIENCE = 0.4  # seconds per measurement
+_UPDATED = 1 << 26  # parameters per update
+_WALKED = 4 * GiB  # bytes that the updates rotate through
+_COPIED = 512 * MiB  # bytes that copies rotate through, each way
 _PIECE = 32 * MiB
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRates:
-    """What the host of a GPU does for its updates; fields of `Hardware`."""
+    """The host's rates for updates; fields of `Hardware`."""
 
     updates: float = 0.0
     updates_beside: float = 0.0
@@ -40,12 +41,12 @@ class HostRates:
 
 
 def host_rates(device: torch.device) -> HostRates:
-    """Measured anew at every call, since a host that others work on too is not always as fast."""
+    """Measured anew at every call, since the rates of a shared host vary."""
     if device.type != "cuda":
         return HostRates()
     with torch.no_grad():
         sets = _make_sets()
-        numbers = set(host_threads(device))  # a run finds out which is faster, too
+        numbers = set(host_threads(device))  # a run also chooses the faster one
         alone = max(_updates(sets, n) for n in numbers)
         with closing(Cpu(device=device)) as store, _Traffic(store, into=True) as read, _Traffic(store, into=False):
             free = read.rate(partial(time.sleep, _PATIENCE))
@@ -54,7 +55,7 @@ def host_rates(device: torch.device) -> HostRates:
 
 
 class _Set(NamedTuple):
-    """What one walk of Adam goes over: low-precision gradient in, low-precision weight out, as plans have it."""
+    """The tensors of one Adam update: low-precision gradient in, low-precision weight out, as in plans."""
 
     value: torch.Tensor
     first: torch.Tensor
@@ -88,12 +89,12 @@ def _make_sets() -> list[_Set]:
         value, first, second = (torch.zeros(count) for _ in range(3))
         sets.append(_Set(value, first, second, torch.full((count,), 0.01, dtype=torch.bfloat16), torch.zeros(())))
     for each in sets:
-        each.update(torch.get_num_threads())  # the first walk over fresh memory is slow
+        each.update(torch.get_num_threads())  # the first pass over new memory is slow
     return sets
 
 
 def _updates(sets: Sequence[_Set], threads: int) -> float:
-    """Parameters per second. Of all walks, not of the best one: a run waits for the slow ones too."""
+    """Parameters per second, averaged over all updates: a run waits for the slow ones too."""
     begun, walks = time.perf_counter(), 0
     while (spent := time.perf_counter() - begun) < _PATIENCE:
         sets[walks % len(sets)].update(threads)
@@ -102,7 +103,7 @@ def _updates(sets: Sequence[_Set], threads: int) -> float:
 
 
 class _Traffic:
-    """Copies go one way all the time, in a thread of their own."""
+    """Continuous copies in one direction, in a separate thread."""
 
     def __init__(self, store: Cpu, *, into: bool) -> None:
         here = torch.zeros(_PIECE, dtype=torch.uint8, device=store.device)
@@ -122,13 +123,13 @@ class _Traffic:
         self._thread.join()
 
     def rate(self, call: Callable[[], object]) -> float:
-        """Bytes per second meanwhile."""
+        """Bytes per second while `call` runs."""
         begun, before = time.perf_counter(), self._nbytes
         call()
         return (self._nbytes - before) / (time.perf_counter() - begun)
 
     def during(self, call: Callable[[], float]) -> tuple[float, float]:
-        """(what the call returns, bytes per second meanwhile)"""
+        """(result of the call, bytes per second meanwhile)."""
         found: list[float] = []
         rate = self.rate(lambda: found.append(call()))
         return found[0], rate
@@ -141,7 +142,7 @@ class _Traffic:
                     break
                 target.copy_(source, non_blocking=True)
                 under_way.append(self._stream.record_event())
-                if len(under_way) > 2:  # so that the link never waits for this thread
+                if len(under_way) > 2:  # keep the link busy
                     under_way.pop(0).synchronize()
                     self._nbytes += _PIECE
         self._stream.synchronize()

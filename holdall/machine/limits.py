@@ -1,4 +1,4 @@
-"""What this machine allows: pinned and shared memory, disk, copies, a compiler. The rest of what `holdall doctor` looks at."""
+"""Limits of this machine: pinned and shared memory, disk, copies, a compiler. The rest of `holdall doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdall.machine.probe import host_memory
 from holdall.units import GiB, MiB, format_bytes, format_rate
 from holdall.updates.host_adam import COMPILERS
 
-_LITTLE_DISK = 20 * GiB  # a checkpoint of a billion parameters with AdamW's states takes 11 GiB, and two lie there at a time
+_LITTLE_DISK = 20 * GiB  # a checkpoint of 1e9 parameters with AdamW's states takes 11 GiB, and two exist at a time
 _LITTLE_SHARED = GiB
 _OPTIONAL = {
     "torchao": "float8 and low-bit states",
@@ -28,7 +28,7 @@ _OPTIONAL = {
 
 
 def limits(folder: Path = Path()) -> Iterator[Finding]:
-    """What is allowed here; `folder`: where checkpoints would go."""
+    """The limits; `folder`: where checkpoints would be written."""
     yield _pinning()
     yield from _shared()
     yield _disk(folder)
@@ -39,7 +39,7 @@ def limits(folder: Path = Path()) -> Iterator[Finding]:
 
 
 def _pinning() -> Finding:
-    """CUDA refuses to pin beyond these limits on some systems, and offloading then falls back to slow copies."""
+    """Some systems refuse to pin memory beyond these limits, and offloading falls back to slow copies."""
     limit, memory = _locked_limit(), host_memory()
     wsl = "microsoft" in platform.release().lower()
     found = "no limit on locked memory" if limit is None else f"{format_bytes(limit)} of locked memory allowed (ulimit -l)"
@@ -50,7 +50,7 @@ def _pinning() -> Finding:
 
 
 def _locked_limit() -> int | None:
-    """Bytes that a process may lock; None: no limit, or a system that has none."""
+    """Bytes that a process may lock; None: no limit, or unknown on this system."""
     try:
         import resource
     except ImportError:
@@ -60,7 +60,7 @@ def _locked_limit() -> int | None:
 
 
 def _shared() -> Iterator[Finding]:
-    """Where the workers of a data loader hand batches over."""
+    """Shared memory, through which data loader workers pass batches."""
     path = Path("/dev/shm")
     if path.is_dir():
         total = shutil.disk_usage(path).total
@@ -72,12 +72,12 @@ def _shared() -> Iterator[Finding]:
 def _disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     short = free < _LITTLE_DISK
-    advice = "little for checkpoints, about 11 GiB per billion parameters with AdamW: free some, or train with --out elsewhere"
+    advice = "low for checkpoints, which take about 11 GiB per billion parameters with AdamW: free some, or use another --out"
     return Finding(what="disk", found=f"{format_bytes(free)} free here", ok=not short, advice=advice if short else "")
 
 
 def _copies() -> Finding:
-    """The rate of the host's own memory, where there is no link to measure."""
+    """The copy rate of host memory, if there is no link to measure."""
     source = torch.ones(32 * MiB, dtype=torch.uint8)
     target = torch.zeros_like(source)
     best = 0.0
@@ -95,7 +95,7 @@ def _compiler() -> Finding:
 
 
 def _optional() -> Finding:
-    """Packages that nothing here needs, and some features use."""
+    """Optional packages that some features use."""
     have, lack = [], []
     for name, use in _OPTIONAL.items():
         try:

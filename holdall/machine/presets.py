@@ -1,7 +1,7 @@
-"""GPUs by name, from their datasheets, so that a plan can be made for a machine that is not here.
+"""GPUs by name, from their datasheets, so that a plan can be made for another machine.
 
-What a datasheet promises is not what a program gets: `efficiency` and the link factors below stand for the difference, and a
-measured `Hardware` is better whenever the machine is at hand.
+Programs reach less than a datasheet promises: `efficiency` and the link factors below account for that; a measured `Hardware`
+is better if the machine is available.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from holdall.errors import InvalidInput, unknown_name
 from holdall.types import Hardware, Tier
 from holdall.units import GiB
 
-LINK_FACTOR = 0.87  # share of the wire's rate that pinned copies reach: 55 of 63 GB/s measured on PCIe 5 x16
-DUPLEX = 0.86  # share left to each direction when both run: 47.3 of 55.3 GB/s measured on PCIe 5 x16
-LATENCY = 10e-6  # seconds before the first byte of a copy, the order of one launch and one interrupt
-EFFICIENCY = 0.6  # share of the dense peak that large matmuls reach where nothing was measured
+LINK_FACTOR = 0.87  # share of the link's rate that pinned copies reach: 55 of 63 GB/s measured on PCIe 5 x16
+DUPLEX = 0.86  # share left to each direction when both are busy: 47.3 of 55.3 GB/s measured on PCIe 5 x16
+LATENCY = 10e-6  # seconds before the first byte of a copy: about one launch and one interrupt
+EFFICIENCY = 0.6  # share of the dense peak that large matmuls reach, if not measured
 
-_LANE = {  # bytes/s each way: transfers per second, less the line code's 2 of 130 bits, in bytes
+_LANE = {  # bytes/s each way: transfers per second, less 2 of 130 bits of line code
     3: 8e9 * 128 / 130 / 8,
     4: 16e9 * 128 / 130 / 8,
     5: 32e9 * 128 / 130 / 8,
@@ -34,15 +34,15 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def gpu(name: str, *, host_bytes: int = 64 * GiB) -> Hardware:
-    """One GPU as its datasheet describes it, beside a host with `host_bytes` of memory."""
+    """One GPU by its datasheet, with a host of `host_bytes` of memory."""
     if name not in _datasheets():
         raise unknown_name("GPU", name, gpu_names())
     if host_bytes <= 0:
-        raise InvalidInput(f"`host_bytes` is {host_bytes}, but a host has memory", hint="give its size in bytes")
+        raise InvalidInput(f"`host_bytes` is {host_bytes}, but a host has memory", hint="pass its size in bytes")
     sheet = _datasheets()[name]
     flops = {dtype: float(peak) for dtype, peak in sheet["flops"].items()}
-    tfloat32 = flops.pop("tfloat32", None)  # not a dtype; PyTorch leaves it off unless asked, so float32 stays the full one
-    flops.setdefault("bfloat16", flops["float32"])  # before Ampere there are no units for it: it is computed as float32
+    tfloat32 = flops.pop("tfloat32", None)  # not a dtype; PyTorch has it off by default, so float32 is the full one
+    flops.setdefault("bfloat16", flops["float32"])  # before Ampere it is computed as float32
     rate = LINK_FACTOR * link_rate(sheet["link"])
     return Hardware(
         name=name,
@@ -61,9 +61,9 @@ def gpu(name: str, *, host_bytes: int = 64 * GiB) -> Hardware:
 
 
 def link_rate(link: Mapping[str, Any]) -> float:
-    """Bytes per second each way that the wire between host and GPU carries, before any loss.
+    """Bytes per second each way of the link between host and GPU, before losses.
 
-    NVLink-C2C states its rate outright; the factors above were measured on PCIe and are only assumed for it.
+    NVLink-C2C states its rate directly; the factors above were measured on PCIe and are only assumed for it.
     """
     if link["kind"] == "nvlink-c2c":
         return float(link["bytes_per_second"])

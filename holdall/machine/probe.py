@@ -1,9 +1,9 @@
-"""Measure this machine: how fast it computes, how fast bytes move in it, how much it holds.
+"""Measures this machine: rates of computation and copies, and memory sizes.
 
-A datasheet knows peaks; a plan needs what this machine reaches, with this PyTorch and its threads, at the sizes of models.
-Each figure comes from timing the op itself; the rates of the farther memory are those of the store that will do the copying.
-The probe takes a few seconds, allocates little, leaves the global random state alone, and remembers its answer, also on disk:
-`probed` asks there first.
+A datasheet gives peaks; a plan needs what this machine reaches, with this PyTorch and its threads, at the sizes of models. Each
+figure comes from timing the op itself; the rates of the farther memory are those of the store that will do the copying. The
+probe takes a few seconds, allocates little, does not touch the global random state, and caches its answer, also on disk:
+`probed` looks there first.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _MEMORY = {  # bytes of one operand
 }
 _NEAREST = {"cpu": "far", "cuda": "cpu"}  # the tier that every machine has beside its own memory
 _COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
-Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, the call that does them)
-_UPDATE_BYTES = 28  # that Adam reads and writes per parameter
-_FRESH = 7 * 86400  # seconds for which a measurement is taken to be true
+Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, a call that performs them)
+_UPDATE_BYTES = 28  # bytes that Adam reads and writes per parameter
+_FRESH = 7 * 86400  # seconds for which a measurement is valid
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,7 +53,7 @@ def probe(device: str = "auto", *, quick: bool = False, progress: Progress = sil
 
 
 def probed(device: str = "auto", *, progress: Progress = silent) -> Hardware:
-    """This machine as it was measured in the last days, by whichever process; else as it is measured now, quickly."""
+    """This machine as measured in the last week by any process; otherwise measured now, quickly."""
     kept = open_cache().get("probe", _place(_resolve(device)))
     try:
         if kept is not None and 0 <= time.time() - kept["when"] < _FRESH:
@@ -65,7 +65,7 @@ def probed(device: str = "auto", *, progress: Progress = silent) -> Hardware:
 
 
 def _place(device: str) -> str:
-    """Where the answer for a device is kept: by the device and by what of the host has a part in it."""
+    """The cache key of a device: the device, and the properties of the host that matter."""
     where = torch.device(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     host = _processor(), cores, torch.get_num_threads(), host_memory()
@@ -80,13 +80,13 @@ def _processor() -> str:
 
 
 def host_memory(*, root: Path = Path("/")) -> int:
-    """Bytes of RAM this process may use: the machine's, or less where a control group says so."""
+    """Bytes of RAM this process may use: the machine's, or a control group's limit."""
     return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What an answer depends on; it is remembered by this."""
+    """The key of a cached answer."""
 
     device: str
     quick: bool
@@ -99,15 +99,15 @@ class _Clock:
     """Times calls on one device."""
 
     device: torch.device
-    budget: float  # seconds to spend on one figure
+    budget: float  # seconds per figure
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """The time of one call in the best of several batches: what disturbs a machine only ever adds to it."""
-        self._batch(call, 1)  # libraries start, kernels are chosen
+        """Seconds of one call, the best of several batches: disturbances only add time."""
+        self._batch(call, 1)  # warm-up: libraries load, kernels are chosen
         best = self._batch(call, 1)
         begun = time.perf_counter()
         while (left := begun + self.budget - time.perf_counter()) > best:
@@ -166,7 +166,7 @@ def _measure(request: _Request) -> Hardware:
         overhead=overhead,
         duplex=duplex,
         overlap=kind == "cuda",
-        efficiency=1.0,  # the figures above were reached, not promised
+        efficiency=1.0,  # the figures above are measured
         table=tuple(table),
         updates=host.updates or bandwidth / _UPDATE_BYTES,
         updates_beside=host.updates_beside,
@@ -181,7 +181,7 @@ def _measure(request: _Request) -> Hardware:
 
 
 def _resident(device: torch.device) -> int:
-    """Bytes that products leave allocated for good: one workspace for the thread of the forward, one for the backward's."""
+    """Bytes that products leave allocated for good: a workspace for the forward's thread, one for the backward's."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:
         return 0
@@ -205,7 +205,10 @@ def _resolve(device: str) -> str:
     if kind == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
-        raise Unsupported("`device` is cuda, but PyTorch sees no CUDA device", hint="use device='cpu', or a described machine")
+        raise Unsupported(
+            "`device` is cuda, but PyTorch sees no CUDA device",
+            hint="use device='cpu', or name a GPU to plan for, such as hardware='rtx-4090'",
+        )
     index = torch.device(device).index
     return f"cuda:{torch.cuda.current_device() if index is None else index}"
 
@@ -214,7 +217,7 @@ def _resolve(device: str) -> str:
 
 
 def _workloads(device: torch.device) -> list[tuple[str, str, Iterator[Workload]]]:
-    """(family, dtype, calls of growing work), made as they are asked for."""
+    """(family, dtype, calls of growing work), made lazily."""
     dtypes = [d for d in _DTYPES if device.type == "cpu" or d != torch.bfloat16 or torch.cuda.is_bf16_supported()]
     found = [("matmul", _name_of(d), _products(device, d)) for d in dtypes]
     attended = dtypes[:1] if device.type == "cpu" else dtypes
@@ -245,7 +248,7 @@ def _convolutions(device: torch.device) -> Iterator[Workload]:
 
 
 def _additions(device: torch.device) -> Iterator[Workload]:
-    """Each with a new result, as training has it: the cost of fresh pages belongs to it."""
+    """Additions with a new result each, as in training: the cost of new pages is included."""
     for nbytes in _MEMORY[device.type]:
         if 3 * nbytes < _room(device):
             x = torch.full((nbytes // 4,), 0.5, device=device, dtype=torch.float32)
@@ -253,7 +256,7 @@ def _additions(device: torch.device) -> Iterator[Workload]:
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Not constant, because a GPU computes faster on constants; not from the user's generator."""
+    """Random values, because a GPU is faster on constants; not from the user's generator."""
     generator = torch.Generator(device=device).manual_seed(0)
     return torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
@@ -262,15 +265,15 @@ def _climb(family: str, dtype: str, tries: Iterator[Workload], clock: _Clock, ov
     """Points of growing work, until the next would take too long."""
     for work, call in tries:
         seconds = clock.seconds(call)
-        hidden = clock.device.type == "cuda"  # behind the call before
-        rate = work / (seconds - (0.0 if hidden else min(overhead, seconds / 2)))  # a call's start is charged apart
+        hidden = clock.device.type == "cuda"  # the launch hides behind the previous call
+        rate = work / (seconds - (0.0 if hidden else min(overhead, seconds / 2)))  # launches are charged separately
         yield Rate(family=family, dtype=dtype, work=work, rate=rate)
         if seconds > clock.budget / 4:
             return
 
 
 class _Count(TorchDispatchMode):
-    """Ops that make or change something; views are left out, as traces leave them out."""
+    """Counts ops that make or change something, without views, as in traces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +285,7 @@ class _Count(TorchDispatchMode):
 
 
 def _overhead(clock: _Clock) -> float:
-    """Seconds to start one op: a training step on almost no data, over its number of ops; autograd and views are in it."""
+    """Seconds to launch one op: a training step on almost no data, over its number of ops; includes autograd and views."""
     x, w = (torch.full((8, 8), 0.1, device=clock.device, dtype=torch.float32) for _ in range(2))
     w.requires_grad_()
 
@@ -290,7 +293,7 @@ def _overhead(clock: _Clock) -> float:
         with torch.enable_grad():
             y = x
             for _ in range(16):
-                y = y + torch.relu(F.linear(y, w)) * 0.5  # ops that stay on one thread at this size
+                y = y + torch.relu(F.linear(y, w)) * 0.5  # ops that use one thread at this size
             torch.autograd.grad(y.sum(), w)
 
     with _Count() as count:
@@ -315,7 +318,7 @@ def measure_tier(name: str, device: str) -> tuple[Tier, float]:
 
 
 def _measure_store(store: Store, clock: _Clock) -> tuple[Tier, float]:
-    """The store's rates each way, and what is left of them when both ways are busy."""
+    """The store's rates each way, and the share left of them when both ways are busy."""
     nbytes = min(_COPY[clock.device.type], _room(clock.device))
     source = torch.zeros(nbytes, dtype=torch.uint8, device=clock.device).untyped_storage()
     little = torch.zeros(1 * KiB, dtype=torch.uint8, device=clock.device).untyped_storage()
@@ -342,7 +345,7 @@ def _measure_store(store: Store, clock: _Clock) -> tuple[Tier, float]:
     read = nbytes / (clock.seconds(get) - latency)
     tier = Tier(name=store.name, capacity=host_memory(), read=read, write=write, latency=latency)
     if clock.device.type != "cuda":
-        return tier, 1.0  # one processor copies both ways, in turn
+        return tier, 1.0  # one processor copies both ways in turn
     return tier, min(1.0, nbytes / clock.seconds(both) / min(read, write))
 
 
@@ -360,7 +363,7 @@ def _capacity(device: torch.device) -> int:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes that a measurement may take: an eighth of what is free."""
+    """Bytes that a measurement may use: an eighth of the free memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 8
     return min(host_memory(), int(psutil.virtual_memory().available)) // 8
@@ -375,12 +378,12 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Limits of this process's control groups and of all above them, of both versions of the interface."""
+    """Limits of this process's control groups and their parents, in both versions of the interface."""
     mounted = root / "sys" / "fs" / "cgroup"
     try:
         lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
-        lines = ["0::/", "1:memory:/"]  # the files at the top still count
+        lines = ["0::/", "1:memory:/"]  # the files at the top still apply
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -389,9 +392,9 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
             places = [(mounted / "memory", "memory.limit_in_bytes")]
         else:
             continue
-        # Inside a container the path may be the host's, which is not visible; the folders above it then are.
+        # Inside a container the path may be the host's, which is not visible; its parents are.
         group = PurePosixPath(os.path.normpath(path.lstrip("/") or "."))
         for folder in (group, *group.parents):
             for mount, file in places:
-                with suppress(OSError, ValueError):  # not there, or "max"
+                with suppress(OSError, ValueError):  # missing, or "max"
                     yield int((mount / folder / file).read_text(encoding="utf-8"))

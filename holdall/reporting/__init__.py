@@ -1,4 +1,4 @@
-"""What happened against what was said: as text, as JSON, as one HTML page, as a Chrome trace."""
+"""Predicted against measured: as text, as JSON, as one HTML page, as a Chrome trace."""
 
 from holdall.reporting.chrome import chrome_trace
 from holdall.reporting.html import render_html

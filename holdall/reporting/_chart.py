@@ -1,6 +1,6 @@
-"""The timeline of the page: memory by kind over one step, and under it what each stream was doing at the same time.
+"""The timeline of the page: memory by kind over one step, and below it the activity of each stream.
 
-It exists because a peak is understood by what surrounds it. The drawing is SVG that stretches with the window; its labels are
+The drawing is SVG that stretches with the window; its labels are
 HTML laid over it by percentages, so that they keep their size on a narrow screen.
 
     peak label
@@ -8,7 +8,7 @@ HTML laid over it by percentages, so that they keep their size on a narrow scree
     compute / copy out / copy in / waiting      for all of it
 
 A measured step that took much longer or shorter than predicted is drawn over the length of the predicted one, and the legend
-says so: what is compared here are the heights.
+says so: the chart compares heights.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from holdall.units import GiB, KiB, MiB, format_bytes, format_seconds
 if TYPE_CHECKING:
     from holdall.reporting.report import Report
 
-LIMIT = 1500  # points of one line and rectangles of one lane: beyond it a page grows heavy and shows no more
-LANES = ("compute", "recompute", "copy out", "copy in", "waiting")  # these first, in this order; others follow as they appear
+LIMIT = 1500  # points per line and rectangles per lane: more make the page heavy without showing more
+LANES = ("compute", "recompute", "copy out", "copy in", "waiting")  # first, in this order; others follow as they appear
 
-_WIDE, _HIGH = 1000, 300  # units of the drawing; it is stretched to the window
-_APART = 0.2  # beyond this difference in length two steps on one axis can no longer be compared by eye
-_REST = "rest"  # bytes of a total that no kind accounts for
+_WIDE, _HIGH = 1000, 300  # units of the drawing, which is stretched to the window
+_APART = 0.2  # beyond this relative difference in length, two steps on one axis cannot be compared
+_REST = "rest"  # bytes of a total without a kind
 
-Series = dict[str, list[int]]  # class of the colour -> bytes at each moment, bottom of the stack first
+Series = dict[str, list[int]]  # colour class -> bytes at each moment, bottom of the stack first
 
 
 @dataclass(frozen=True)
 class _Chart:
-    """What is drawn over one axis of time."""
+    """Everything drawn over one time axis."""
 
     moments: list[Moment]  # drawn as a stack, by kind
-    until: float  # where the outcome of the stack ends
-    line: list[Moment]  # drawn over it: the measured total; empty: not measured, or already the stack
+    until: float  # end of the stack's outcome
+    line: list[Moment]  # drawn on top: the measured total; empty: not measured, or already the stack
     line_until: float
-    line_seconds: float  # how long the line really took, where it is stretched or squeezed to the stack's length; else 0
+    line_seconds: float  # real duration of the line if it is stretched to the stack's length; otherwise 0
     lanes: dict[str, list[Span]]
     series: Series
 
@@ -63,7 +63,7 @@ class _Chart:
 
 
 def draw_timeline(report: Report) -> str:
-    """The section with the chart and the data of its tooltip; without a timeline or lanes it says that there is none."""
+    """The section with the chart and its tooltip data; says so if no timeline was recorded."""
     outcomes = [o for o in (report.predicted, report.measured) if o]
     shown = next((o for o in outcomes if o.timeline), None)
     chart = _chart(
@@ -106,7 +106,7 @@ def _until(outcome: Outcome | None, moments: Sequence[Moment]) -> float:
 
 
 def thin_moments(moments: Sequence[Moment], limit: int = LIMIT) -> list[Moment]:
-    """At most `limit` moments in order of time; of each stretch the highest and the lowest stay, so the peak always does."""
+    """At most `limit` moments in order of time; the maximum and minimum of each interval stay, so the peak does."""
     usable = sorted((m for m in moments if math.isfinite(m.at)), key=lambda m: m.at)
     if len(usable) <= limit:
         return usable
@@ -120,7 +120,7 @@ def thin_moments(moments: Sequence[Moment], limit: int = LIMIT) -> list[Moment]:
 
 
 def thin_spans(spans: Sequence[Span], limit: int = LIMIT) -> list[Span]:
-    """At most `limit` spans of one lane; where there are more, neighbours are joined."""
+    """At most `limit` spans of one lane; neighbours are merged if there are more."""
     stretch = math.ceil(len(spans) / limit)
     if stretch <= 1:
         return list(spans)
@@ -140,7 +140,7 @@ def _lanes(outcome: Outcome) -> dict[str, list[Span]]:
 
 
 def _series(moments: Sequence[Moment]) -> Series:
-    """Bytes by kind at each moment, bottom of the stack first; kinds that never occur are left out."""
+    """Bytes by kind at each moment, bottom of the stack first; absent kinds are left out."""
     series = {f"k-{kind.value}": [m.kinds.get(kind, 0) for m in moments] for kind in KIND_LABELS}
     series[f"k-{_REST}"] = [max(0, m.total - sum(m.kinds.values())) for m in moments]
     return {style: values for style, values in series.items() if any(values)}
@@ -161,9 +161,9 @@ def _legend(chart: _Chart) -> str:
 
 
 def _memory(report: Report, chart: _Chart) -> str:
-    """The stack with what is laid over it: gridlines below, then the budget, then the peak with its label above the field."""
+    """The stack and its overlay: gridlines, the budget, the peak and its label."""
     budget = report.plan.budget.get(report.home)
-    near = budget is not None and budget <= 1.5 * chart.highest  # a budget far above would flatten everything below it
+    near = budget is not None and budget <= 1.5 * chart.highest  # a far larger budget would flatten the chart
     top = 1.1 * max(chart.highest, budget if near and budget else 0)
     unit, name = next(((u, n) for u, n in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")) if top >= u), (1, "B"))
     heights = [(tick, percent(tick * unit / top)) for tick in _ticks(top / unit, 6)]
@@ -171,9 +171,9 @@ def _memory(report: Report, chart: _Chart) -> str:
     marks = "".join(f'<span style="bottom:{height}">{tick:g}</span>' for tick, height in heights)
     peak = max(chart.moments, key=lambda m: m.total)
     across = peak.at / chart.end
-    side, margin = ("left", across) if across < 0.5 else ("right", 1 - across)  # the label runs towards the wider side
+    side, margin = ("left", across) if across < 0.5 else ("right", 1 - across)  # the label extends to the wider side
     limit = ""
-    if budget is not None:  # named on the side where the peak is not
+    if budget is not None:  # labelled on the side opposite the peak
         place = (
             f'class="budget off-{side}" style="bottom:{percent(budget / top)}"' if near else f'class="budget far off-{side}"'
         )
@@ -189,7 +189,7 @@ def _memory(report: Report, chart: _Chart) -> str:
 
 
 def _paths(chart: _Chart, top: float) -> str:
-    """Each area reaches down to zero and is painted over by those below it in the stack: half the points of true bands."""
+    """Each area reaches down to zero and is covered by those below it in the stack: half the points of true bands."""
     times, start = [m.at for m in chart.moments], _WIDE * chart.moments[0].at / chart.end
     tops = accumulate(chart.series.values(), lambda below, on: [a + b for a, b in zip(below, on, strict=True)])
     paths = []
@@ -201,21 +201,21 @@ def _paths(chart: _Chart, top: float) -> str:
 
 
 def _edge(points: Iterable[tuple[float, float]], until: float, end: float, top: float) -> str:
-    """A stepped line: memory stays as it is from one moment to the next. `until` is where the last value ends."""
+    """A stepped line: memory is constant between moments. `until`: end of the last value."""
     path: list[str] = []
     here = ""
     for at, value in points:
         x, y = f"{_WIDE * at / end:.1f}", f"{_HIGH * (1 - value / top):.1f}"
-        if y != here:  # a value that stays draws nothing: the next horizontal runs on
+        if y != here:  # a constant value needs no point
             path.append(f"H{x}V{y}" if path else f"M{x} {y}")
             here = y
     return f"{''.join(path)}H{_WIDE * until / end:.1f}"
 
 
 def _phases(chart: _Chart) -> str:
-    """A band that says where backward and the optimizer's step begin, if the ops say so by their names ("backward of ...")."""
+    """A band that marks the beginning of backward and of the optimizer's step, if op names show them ("backward of ...")."""
     starts: dict[str, float] = {}
-    for before, moment in pairwise([chart.moments[0], *chart.moments]):  # an op began when the one before it was done
+    for before, moment in pairwise([chart.moments[0], *chart.moments]):  # an op begins when the previous one ends
         for phase in Phase:
             if phase.value not in starts and moment.where.startswith(phase.value):
                 starts[phase.value] = before.at
@@ -239,7 +239,7 @@ def _time_axis(end: float) -> str:
 
 
 def _ticks(top: float, count: int) -> list[float]:
-    """Round numbers from zero up to `top`, about `count` of them."""
+    """About `count` round numbers from zero to `top`."""
     rough = top / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((m * power for m in (1, 2, 2.5, 5) if m * power >= rough), 10 * power)
@@ -247,7 +247,7 @@ def _ticks(top: float, count: int) -> list[float]:
 
 
 def _lane(name: str, spans: Sequence[Span], end: float) -> str:
-    """Rectangles in two alternating shades, so that neighbours without a gap can be told apart."""
+    """Rectangles in two alternating shades, to separate adjacent ones."""
     busy = _busy(spans)
     shades = ["", ""]
     for i, span in enumerate(thin_spans(spans)):
@@ -263,7 +263,7 @@ def _lane(name: str, spans: Sequence[Span], end: float) -> str:
 
 
 def _busy(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one span runs: copies of one lane may be on their way together. `spans` begin in order."""
+    """Seconds with at least one running span: copies of one lane may overlap. `spans` are sorted by start."""
     total = until = 0.0
     for span in spans:
         total += max(0.0, span.end - max(span.start, until))
@@ -272,7 +272,7 @@ def _busy(spans: Sequence[Span]) -> float:
 
 
 def _tooltip_data(chart: _Chart) -> str:
-    """What the script reads, as JSON. A name could close the script element: as escapes its angle brackets are only text."""
+    """The script's data as JSON, with angle brackets escaped, so that a name cannot close the script element."""
     data = {
         "end": chart.end,
         "until": chart.until,

@@ -1,7 +1,6 @@
-"""What is the same in every report: the template, the style, the script, and the small marks that all sections share.
+"""The common parts of every report: template, style, script, and small helpers for markup.
 
-It stands apart so that the look of the page can be changed without reading how its figures are found. The script only adds the
-cursor and its tooltip, and writes names as text, never as markup.
+The script only adds the cursor and its tooltip, and inserts names as text, never as markup.
 """
 
 from __future__ import annotations
@@ -13,27 +12,27 @@ from holdall.types import Kind, Outcome
 
 
 def legend_item(style: str, label: str) -> str:
-    """`label` is markup: what comes from a model is escaped by the caller."""
+    """A legend entry. `label` is markup: the caller escapes names from a model."""
     return f'<li><span class="swatch {style}"></span>{label}</li>'
 
 
 def voice(outcome: Outcome) -> str:
-    """How a figure came to be known, in one word."""
+    """ "measured" or "predicted", for a figure of this outcome."""
     return "measured" if outcome.source == "measured" else "predicted"
 
 
 def marked(text: str) -> str:
-    """Text as markup: what stands in backticks becomes code, everything is escaped."""
+    """Text as markup: backticks become code, everything is escaped."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def shortened(name: str, limit: int = 46) -> str:
-    """A long name without its middle: neighbours differ at their ends."""
+    """A long name without its middle, since adjacent names differ at their ends."""
     return name if len(name) <= limit else f"{name[: limit // 3]}…{name[-(limit - limit // 3 - 1) :]}"
 
 
 def percent(share: float) -> str:
-    """For a style; a share outside 0 to 1 stays at the edge."""
+    """A share as a CSS percentage, clamped to 0 to 100 %."""
     return f"{100 * min(max(share, 0.0), 1.0):.2f}%"
 
 

@@ -14,7 +14,7 @@ Event = dict[str, Any]
 
 
 def chrome_trace(outcome: Outcome, name: str, *, pid: int = 1) -> dict[str, Any]:
-    """The outcome as one process called `name`; give each a `pid` of its own to show several in one file."""
+    """The outcome as one process called `name`; use a different `pid` for each outcome in one file."""
     events = [_metadata("process_name", pid, 0, name=name), _metadata("process_sort_index", pid, 0, sort_index=pid)]
     for tid, (lane, spans) in enumerate(_tracks(outcome.lanes), start=1):
         events += [_metadata("thread_name", pid, tid, name=lane), _metadata("thread_sort_index", pid, tid, sort_index=tid)]
@@ -25,7 +25,7 @@ def chrome_trace(outcome: Outcome, name: str, *, pid: int = 1) -> dict[str, Any]
 
 
 def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
-    """Lanes in order of appearance. Slices of one track must not overlap, so a second one takes those that would."""
+    """Lanes in order of appearance. Slices of one track must not overlap, so overlapping ones get a second track."""
     lanes: dict[str, list[list[Span]]] = {}
     for span in sorted(spans, key=lambda s: s.start):
         tracks = lanes.setdefault(span.lane, [])
@@ -44,8 +44,8 @@ def _slice(span: Span, pid: int, tid: int) -> Event:
 
 
 def _counters(outcome: Outcome, pid: int) -> list[Event]:
-    """Two counters, since a viewer stacks the series of one: the total must not be piled on its own parts."""
-    # A series that was once shown keeps its last value, so every event names every kind.
+    """Two counters, since a viewer stacks the series of one: the total must not be stacked on its parts."""
+    # A series keeps its last value, so every event names every kind.
     seen = list(dict.fromkeys(k for m in outcome.timeline for k in m.kinds))
     events = []
     for moment in outcome.timeline:

@@ -1,7 +1,7 @@
-"""A report as one page that needs nothing else: no server, no network, no script but its own.
+"""A report as one self-contained HTML page: no server, no network, no script but its own.
 
-A page can be sent to somebody who has neither the model nor `holdall`. Here its sections are written, from the verdict to the
-environment, and put together; `_chart` draws the timeline among them, `_page` holds what is the same in every report.
+It can be sent to people who have neither the model nor `holdall`. This module writes the sections, from the verdict to the
+environment; `_chart` draws the timeline, `_page` has the common parts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HOLDERS", "LIMIT", "render_html", "thin_moments", "thin_spans"]
 
-HOLDERS = 15  # rows of the table of what sits at the peak
+HOLDERS = 15  # rows of the table of tensors at the peak
 
 
 def render_html(report: Report) -> str:
-    """The whole page. Sections whose data is missing are left out, or say so where a reader would look for them."""
+    """The whole page. Sections without data are left out, or say so."""
     title = escape(report.model or "training step")
     body = "\n".join(
         section
@@ -65,12 +65,12 @@ def _cards(report: Report) -> str:
             f"<p>{_link(report, link)} <b>{format_bytes(size)}</b></p>" for link, size in report.latest.traffic.items()
         )
         cards.append(f'<div class="card"><h3>moved per step</h3>{moved}</div>')
-    columns = math.ceil(len(cards) / math.ceil(len(cards) / 5))  # as few rows as five to a row allow, and those even
+    columns = math.ceil(len(cards) / math.ceil(len(cards) / 5))  # as few rows as five per row allow, evenly filled
     return f'<section class="cards" style="--columns:{columns}" aria-label="predicted and measured">{"".join(cards)}</section>'
 
 
 def _link(report: Report, link: str) -> str:
-    """`gpu->cpu` as people say it."""
+    """A readable name for a link such as `gpu->cpu`."""
     return escape(" to ".join(report.tier_label(tier) for tier in link.split("->")))
 
 
@@ -174,7 +174,7 @@ def _environment(report: Report) -> str:
 
 
 def _width(fact: str) -> str:
-    """How many columns a fact is given: a long one in a narrow column would be a tower."""
+    """The number of columns for a fact: long ones get more."""
     return "all" if len(fact) > 60 else "two" if len(fact) > 20 else "one"
 
 
@@ -185,6 +185,6 @@ def _plain(value: Any) -> str:
 
 
 def _table(heads: Iterable[str], rows: str, *, scroll: bool = False) -> str:
-    """A head that begins with # stands over numbers."""
+    """A table; a head that begins with # is right-aligned, for numbers."""
     cells = "".join(f'<th class="num">{h[1:]}</th>' if h.startswith("#") else f"<th>{h}</th>" for h in heads)
     return f'<div class="table{" tall" * scroll}"><table><thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table></div>'

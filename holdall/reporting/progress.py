@@ -1,4 +1,4 @@
-"""One line on a terminal for work that takes longer than a second; nothing anywhere else."""
+"""One line on a terminal for work that takes longer than a second; no output elsewhere."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from holdall.types import Progress
 from holdall.types.plan import silent
 
 _PATIENCE = 1.0  # seconds before anything is shown
-_BEAT = 0.2  # between two looks at the clock
+_BEAT = 0.2  # seconds between two updates
 _WIDTH = 78
 
 
 @contextmanager
 def terminal_line(stream: TextIO | None = None) -> Iterator[Progress]:
-    """A `progress=` callable that writes what is being done over and over one line, which is gone at the end.
+    """A `progress=` callable that rewrites one terminal line, which is erased at the end.
 
-    `stream`: stderr, unless told. Where it is no terminal, nothing is written.
+    `stream`: default stderr. If it is not a terminal, nothing is written.
     """
     out = stream if stream is not None else sys.stderr
     if not _is_terminal(out):
@@ -38,7 +38,7 @@ def terminal_line(stream: TextIO | None = None) -> Iterator[Progress]:
 def _is_terminal(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stream.isatty()
-    except ValueError:  # it is closed
+    except ValueError:  # the stream is closed
         return False
 
 

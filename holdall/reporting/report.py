@@ -1,7 +1,7 @@
-"""The last of the four nouns: a plan, what it promised, and what was seen.
+"""The last of the four nouns: a plan, its prediction, and the measurement.
 
-Predicted and measured are the same type, so a report is a subtraction. Each way of showing it has its own file (`text`, `html`,
-`chrome`); they read the comparison from `Report.rows`, so that no two of them can disagree about a number.
+Predicted and measured have the same type. Each output format has its own file (`text`, `html`, `chrome`); they all read the
+comparison from `Report.rows`, so they cannot disagree about a number.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ FORMAT = "holdall-report-1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
-    """What the plan does with one block, and what that buys and costs."""
+    """The plan's decision for one block, with bytes and seconds."""
 
     module: str
     decision: str  # "keep", "recompute", "offload", or several joined by " + "
-    nbytes_held: int  # what it keeps on the device for backward under the plan
+    nbytes_held: int  # bytes kept on the device for backward under the plan
     nbytes_plain: int  # the same in plain training
     seconds: float  # predicted, forward and backward
-    extra_seconds: float = 0.0  # of those, what the plan added
+    extra_seconds: float = 0.0  # part of `seconds` that the plan added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the comparison. A side is None where that figure is not known."""
+    """One line of the comparison. A side is None if that figure is unknown."""
 
     label: str
     show: Callable[[float], str]
     predicted: float | None
     measured: float | None
-    judged: bool = True  # false: too small or too noisy for a percentage to mean anything
-    limit: int | None = None  # the budget it must stay under; None: it has none
+    judged: bool = True  # False: too small or too noisy for a percentage
+    limit: int | None = None  # the budget for it; None: it has none
 
     @property
     def said(self) -> str:
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction was off, as a share of what was measured; None: not to be said."""
+        """The error of the prediction as a share of the measured value; None: not meaningful."""
         if not self.judged or self.predicted is None or not self.measured:
             return None
         return (self.predicted - self.measured) / self.measured
@@ -68,10 +68,10 @@ class Report:
     plan: Plan
     predicted: Outcome
     measured: Outcome | None  # None: the plan has not been run
-    steps: int  # how many were measured
+    steps: int  # number of measured steps
     blocks: tuple[BlockRow, ...] = ()
-    notes: tuple[str, ...] = ()  # what the reader should know before believing the figures
-    parity: str = ""  # the comparison with the unplanned model, in a sentence; empty: not compared
+    notes: tuple[str, ...] = ()  # warnings for the reader
+    parity: str = ""  # a sentence comparing it with the unplanned model; empty: not compared
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -81,12 +81,12 @@ class Report:
 
     @property
     def model(self) -> str:
-        """The model's name as far as anyone recorded it; empty: nobody did."""
+        """The model's name if recorded; otherwise empty."""
         return str(self.environment.get("model") or self.plan.about.get("model") or "")
 
     @property
     def latest(self) -> Outcome:
-        """What is best known about the step: measured where it ran, else predicted."""
+        """The best known outcome of the step: measured if it ran, otherwise predicted."""
         return self.measured or self.predicted
 
     def tier_label(self, tier: str) -> str:
@@ -121,7 +121,7 @@ class Report:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every tier stayed under its budget; None: no budget was set, or nothing was measured."""
+        """Did every tier stay within its budget? None: no budget was set, or nothing was measured."""
         return None if self.measured is None else self._is_within
 
     @property
@@ -144,7 +144,7 @@ class Report:
         return f"fits: {share}" if self.measured else f"nothing was measured; should fit: {share}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data. What JSON does not know in `environment` (a device, a path) becomes its text."""
+        """Plain data. Values in `environment` without a JSON form (a device, a path) become text."""
         return {
             "format": FORMAT,
             "plan": self.plan.to_json(),
@@ -158,7 +158,7 @@ class Report:
         }
 
     def to_chrome(self) -> dict[str, Any]:
-        """Prediction and measurement as two processes of one Chrome trace, so that they lie above each other."""
+        """Prediction and measurement as two processes of one Chrome trace, one above the other."""
         trace = chrome_trace(self.predicted, "predicted")
         if self.measured:
             trace["traceEvents"] += chrome_trace(self.measured, "measured", pid=2)["traceEvents"]
@@ -168,7 +168,9 @@ class Report:
         return report_text(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the report, whole or not at all. The ending chooses: .html, .trace.json (Chrome), .json; any other is text."""
+        """Write the report, completely or not at all, in the format of the suffix: .html, .trace.json (Chrome), .json;
+        otherwise text.
+        """
         name = Path(path).name.lower()
         if name.endswith(".trace.json"):
             text = json.dumps(self.to_chrome(), separators=(",", ":"))

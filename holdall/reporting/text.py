@@ -1,4 +1,4 @@
-"""Reports and plans as text tables. Every function returns a string; colour codes are in it only if `color` asks for them."""
+"""Reports and plans as text tables. Every function returns a string, with colour codes only if `color` is set."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KIND_LABELS = {
     Kind.ACTIVATION: "activations",
     Kind.TEMP: "temporary",
 }
-"""What people call each kind, in the order in which charts stack them: what stays at the bottom, what comes and goes above."""
+"""Readable names of the kinds, in the stacking order of charts: permanent ones at the bottom, temporary ones above."""
 
 _TIERS = {"gpu": "GPU", "cpu": "host", "nvme": "NVMe"}
 _COLORS = {Kind.PARAM: "blue", Kind.STATE: "magenta", Kind.GRAD: "cyan", Kind.ACTIVATION: "yellow", Kind.TEMP: "red"}
 _DECISION_COLORS = {"recompute": "cyan", "offload": "magenta"}
-_WIDTH = 10_000  # lines are not wrapped here: who prints them knows the width, and a file has none
+_WIDTH = 10_000  # no wrapping here: the printer knows the width, and a file has none
 _BAR = 32
 
 
@@ -51,7 +51,7 @@ def report_text(report: Report, *, color: bool = False) -> str:
 
 
 def plan_text(plan: Plan, *, color: bool = False) -> str:
-    """What a plan does, what to expect of it, why, and what sits in memory at its peak."""
+    """A plan's actions, prediction and reasons, and the memory at its peak."""
     said = plan.predicted
     home = next(iter(said.peak), "")
     peaks, budgets = ([f"{format_bytes(n)} {tier_label(t, home)}" for t, n in of.items()] for of in (said.peak, plan.budget))
@@ -74,7 +74,7 @@ def plan_text(plan: Plan, *, color: bool = False) -> str:
 
 
 def blocks_text(blocks: Sequence[BlockRow], *, color: bool = False) -> str:
-    """The decision for every block; neighbours that differ only in their number and share a decision are one line."""
+    """The decision for every block; adjacent blocks that differ only in their number share a line."""
     table = _grid("block", "", "decision", "held", "plain", "time", "added", left=3)
     for run in _runs(blocks):
         table.add_row(
@@ -93,12 +93,12 @@ def bars(kinds: Mapping[Kind, int], *, color: bool = False) -> str:
 
 
 def tier_label(tier: str, home: str) -> str:
-    """A tier as people call it; `cpu` is the host only where something else computes."""
+    """A readable name of a tier; `cpu` is the host only if another device computes."""
     return "CPU" if tier == home == "cpu" else _TIERS.get(tier, tier)
 
 
 def format_error(error: float | None) -> str:
-    """A signed percentage; empty where there is none to say."""
+    """A signed percentage; empty if there is none."""
     if error is None:
         return ""
     text = f"{error:+.1%}"
@@ -109,7 +109,7 @@ def _comparison(report: Report) -> tuple[Table, list[Table]]:
     cells = [("", "predicted", "measured", "error")]
     cells += [(row.label, row.said, row.seen, format_error(row.error)) for row in report.rows()]
     sentences = [("loss, grads", "--", report.parity)] if report.parity else []
-    # The sentence runs on past its column, so both tables are given the widths that one table would have found.
+    # The sentence extends past its column, so both tables get the widths of a single table.
     widths = [max(len(line[i]) for line in [*cells, *sentences]) for i in range(2)]
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(min_width=widths[0])
@@ -144,12 +144,12 @@ def _bars(kinds: Mapping[Kind, int]) -> Table:
 
 
 def _runs(blocks: Iterable[BlockRow]) -> list[list[BlockRow]]:
-    """Consecutive blocks with the same decision whose names are the same but for numbers."""
+    """Consecutive blocks with the same decision whose names differ only in numbers."""
     return [list(run) for _, run in groupby(blocks, key=lambda b: (re.sub(r"\d+", "#", b.module), b.decision))]
 
 
 def _span_of(modules: Sequence[str]) -> str:
-    """`layers.3` to `layers.9` as `layers.3 .. 9`: the first name, and what is left of the last one after the shared part."""
+    """`layers.3` to `layers.9` as `layers.3 .. 9`: the first name, and the rest of the last one after the common part."""
     first, last = modules[0], modules[-1]
     if first == last:
         return first
@@ -180,7 +180,7 @@ def _right(text: str) -> Text:
 
 
 def _grid(*headers: str, left: int = 0) -> Table:
-    """A table without lines; of its headers, the first `left` are left-aligned."""
+    """A table without lines; the first `left` columns are left-aligned."""
     table = Table(box=None, show_header=bool(headers), pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     for i, header in enumerate(headers):
         table.add_column(header, justify="left" if i < left else "right")
@@ -193,7 +193,7 @@ def _printable(text: str) -> str:
 
 
 def _render(item: RenderableType, *, color: bool) -> str:
-    """What rich makes of it, as a string; told every fact about the terminal, so that the environment changes nothing."""
+    """rich's output as a string, independent of the terminal and the environment."""
     page = io.StringIO()
     console = Console(
         file=page,

@@ -1,1 +1,1 @@
-"""The machinery that actions use; knows no action by name."""
+"""The run-time machinery that actions use. It knows no action by name."""

@@ -1,4 +1,4 @@
-"""What is counted against the budget of the device that a model computes on, and by whom."""
+"""Builds the meter and the gauge for the device that a model computes on."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from holdall.types import Plan
 
 
 def make_meter(device: torch.device, plan: Plan, there: Callable[[], Iterable[torch.Tensor]]) -> Meter:
-    """Who measures the peaks of steps. `there`: what lies on the device when counting starts."""
+    """The meter for the peaks of steps. `there`: lists the tensors on the device when counting starts."""
     if device.type == "cpu":
         return CpuMeter(there)
     return CudaMeter(device, context=int(plan.about.get("context", 0)))
 
 
 def make_gauge(device: torch.device, meter: Meter, budget: int, busy: Callable[[], bool]) -> Gauge:
-    """Who says what there is to lend in evaluations. `busy`: a step is being measured."""
+    """Measures how much memory evaluations may use for cached weights. `busy`: a step is being measured."""
     outside = device_context(device) if device.type == "cuda" else 0
     return Gauge(budget, ledger=meter.ledger, device=device, outside=outside, busy=busy)
 
 
 def find_there(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, engine: Engine | None) -> list[torch.Tensor]:
-    """What lies on the device between steps."""
+    """The tensors on the device between steps."""
     if engine is not None:
         return [*engine.tensors(), *model.buffers()]
     found: list[torch.Tensor] = [*model.parameters(), *model.buffers()]

@@ -1,4 +1,4 @@
-"""Whatever way a harness is left, the device's limit and torch's own functions are what they were."""
+"""Restores the allocator's limit and torch's own functions, however a harness ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from holdall.runtime.switching.backward_hook import unwatch_backward
 
 
 def leave_with(owner: object, meter: Meter, stop_recording: Callable[[], None]) -> Callable[[], object]:
-    """If the owner is collected without having been closed, its meter stops. Returns what calls this off.
+    """Stop the meter if the owner is garbage-collected without being closed. Returns the function that cancels this.
 
-    On a CPU the meter knows its owner, whom it would keep alive: there it is the ledger alone that is stopped.
+    On a CPU the meter refers to its owner and would keep it alive, so only the ledger is stopped there.
     """
     ledger = meter.ledger
     finalizer = weakref.finalize(owner, _leave, meter.stop if ledger is None else lambda: _stop_ledger(ledger), stop_recording)
-    finalizer.atexit = False  # the process goes, and its limits with it
+    finalizer.atexit = False  # at exit the process takes its limits with it
     return finalizer.detach
 
 
@@ -32,7 +32,7 @@ def _leave(stop: Callable[[], None], stop_recording: Callable[[], None]) -> None
 
 
 def _stop_ledger(ledger: Ledger) -> None:
-    """It counts and stops nothing more; it leaves torch's stack of modes too, if nothing lies above it."""
+    """Stop counting and enforcing; leave torch's stack of modes if nothing lies above."""
     ledger.budget = None
     if _get_current_dispatch_mode() is ledger:
         ledger.__exit__(None, None, None)

@@ -1,7 +1,7 @@
-"""The model with a plan installed. Leaving the harness restores it.
+"""The model with a plan installed. Closing the harness restores the model.
 
-The harness replaces the forward of the modules that the plan names, counts bytes, times steps and watches whether the loop
-still does what was traced. It knows no action by name: actions fill in policies when they install themselves.
+The harness replaces the forward of the modules that the plan names, counts bytes, times steps, and checks that the loop still
+does what was traced. It knows no action by name: actions fill in policies when they are installed.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ log = logging.getLogger("holdall")
 
 
 def _refuse_closed(harness: weakref.ref[Harness]) -> None:
-    """What a backward needs may be in another tier, or have been working copies: neither is there any more."""
+    """Refuse a backward after `close()`: its offloaded tensors and working weights have been freed."""
     owner = harness()
     if owner is None or owner._closed:
         raise Unsupported(
-            "the harness was closed between this forward and its backward, so what the forward kept is gone",
-            hint="close the harness after the backward; or run the forward again",
+            "the harness was closed between this forward and its backward, so the saved tensors are gone",
+            hint="call `harness.close()` after the backward; or run the forward again",
         )
 
 
 class Harness:
-    """A context manager around the user's own loop; also usable as it is, with `close()` at the end."""
+    """A context manager around the user's training loop; also usable without `with`, by calling `close()` at the end."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Harness:
         backend: str | None = None,
         progress: Progress = silent,
     ) -> None:
-        self.plan = self.regular = plan  # the one that is on; the one for steps of the sample's size
+        self.plan = self.regular = plan  # the active plan; the plan for steps of the sample's size
         self.model = model
         self.optimizer = optimizer
         self.stores = Stores(stores, plan.budget)
@@ -102,8 +102,8 @@ class Harness:
         self._last: list[Callable[[], object]] = []
         self.contexts: list[AbstractContextManager[object]] = []
         self._is_stepping = False
-        self._outside = 0  # host memory that model states took beside the store
-        self.were_ahead: list[bool] = []  # step by step: updates begun before the loop could clip were those it asked for
+        self._outside = 0  # host memory of model states outside the store
+        self.were_ahead: list[bool] = []  # per step: the speculative updates were right
         self.device = device_of(model, plan)  # where the model computes
         self._home = next(iter(plan.budget), "cpu")
         self._meter = make_meter(self.device, plan, self._there)
@@ -119,49 +119,49 @@ class Harness:
         chooses = self._repeat is not None or self._sizes or recast is not None
         self._choosing = Choosing(self, buckets, self._repeat) if chooses else None
         self._stop_recording = recorder.start(self.device)
-        self._stay: Callable[[], object] = lambda: None  # calls off what happens if nobody closes the harness
+        self._stay: Callable[[], object] = lambda: None  # cancels the cleanup for a harness that is never closed
         self._rivals = PlanTrials(fallbacks, correct)
         self._parts = Parts(self)
         try:
             self._install()
-        except BaseException:  # nothing half done
+        except BaseException:  # leave nothing half installed
             self._meter.stop()
             self._stop_recording()
             self._stay()
             self._peel()
             self.stores.close()
             raise
-        self._progress = silent  # later plans are for the notes to tell of
+        self._progress = silent  # later plans are reported as notes
         PLANNED.add(model)
         log.info("holdall: %s", plan.summary())
 
-    # what actions use
+    # used by actions
 
     def policy(self, block: str) -> Policy:
-        """The policy of a block call, to be filled in; an unknown block is refused."""
+        """The policy of a block call, for an action to fill in; an unknown block is refused."""
         path, _, nth = block.partition("#")
         if nth and not nth.isdigit():
-            raise Unsupported(f"`{block}` does not name a block call", hint="plan again for this model")
+            raise Unsupported(f"`{block}` is not a block of this model", hint="trace and plan this model again, or call `fit`")
         try:
             self.model.get_submodule(path)
         except AttributeError:
-            raise Unsupported(f"the model has no module `{path}`", hint="plan again for this model") from None
+            raise Unsupported(f"the model has no module `{path}`", hint="plan this model again, or call `fit`") from None
         return self._policies.setdefault(block, Policy())
 
     def place(self, placing: Placing) -> None:
-        """Where model states live; once."""
+        """Set where model states live; once."""
         self._placing = placing
 
     def note(self) -> Callable[[str], None]:
-        """For whoever has something to tell the user, once."""
+        """The function that shows the user a note, each once."""
         return Notes(self.notes)
 
     def around(self, context: AbstractContextManager[object]) -> None:
-        """The loop runs inside of this context, which lies inside of the meter's."""
+        """Run the loop inside this context, which is entered inside the meter's."""
         self.contexts.append(context)
 
     def on_close(self, undo: Callable[[], object]) -> None:
-        """To be called when the harness leaves the model."""
+        """Call this when the harness is removed from the model."""
         self._undo.append(undo)
 
     def at_close(self, undo: Callable[[], object]) -> None:
@@ -175,11 +175,11 @@ class Harness:
 
     @property
     def ledger(self) -> Ledger | None:
-        """Who counts every storage, where that is done: on a CPU."""
+        """The ledger that counts every storage; None unless the device is a CPU."""
         return self._meter.ledger
 
     def quiet(self) -> AbstractContextManager[object]:
-        """Inside of it, what is done on the host's memory is not counted as the device's."""
+        """A context whose host memory is not counted as device memory."""
         return self._meter.ledger.paused() if self._meter.ledger is not None else nullcontext()
 
     # installing
@@ -200,7 +200,7 @@ class Harness:
         self._put_on()
 
     def _put_on(self) -> None:
-        """What the actions have said, on the modules."""
+        """Install the actions' policies on the modules."""
         if self.plan.about.get("precision"):
             dtype = getattr(torch, self.plan.about["precision"])
             self._undo.append(cast_inputs(self.model, dtype, self.plan.about.get("casts", ())))
@@ -275,7 +275,7 @@ class Harness:
         if self._make_stores is None:
             raise Unsupported("this harness cannot change its plan", hint="use `holdall.apply`")
         if self._sizes:
-            raise Unsupported("this harness chooses its plans by the size of the batch", hint="leave `lengths` out")
+            raise Unsupported("this harness chooses its plans by the size of the batch", hint="call `fit` without `lengths=`")
         self._next = plan
 
     def _change(self, plan: Plan) -> None:
@@ -297,7 +297,7 @@ class Harness:
         log.info("holdall: %s", plan.summary())
 
     def adopt(self, plan: Plan) -> None:
-        """Go on at once under a plan with the same placement: nothing moves, nothing is counted anew."""
+        """Switch at once to a plan with the same placement: no model state moves and counters go on."""
         if self.contexts and self.engine is not None:
             self.engine.settle()
         self._peel()
@@ -309,14 +309,14 @@ class Harness:
             self.stores.fill((tier for a in plan.actions for tier in a.tiers), partial(self._make_stores, plan))
         if self._placing != placing:
             raise Unsupported(
-                "the plan for this step places model states in another way than the one before",
-                hint="give `lengths=` up front, so that all plans are made for one placement",
+                "the plan for this batch size places model states differently from the active one",
+                hint="name the sizes up front, as in fit(..., lengths=[512, 2048])",
             )
         self._put_on()
 
     @contextmanager
     def bare(self) -> Iterator[None]:
-        """The model without its plan, for whoever traces it; model states stay where they are."""
+        """Take the plan off the model while it is traced; model states stay where they are."""
         if self.engine is not None:
             self.engine.rest()
             self.engine.stop_watching()
@@ -329,21 +329,21 @@ class Harness:
                 self.engine.watch()
 
     def abandon(self) -> None:
-        """A step broke off: forget what it left open."""
+        """Discard the state of an aborted step."""
         self._blocks.restart()
         self._watch.again()
         if self.engine is not None:
             self.engine.streaming.release_all()
         if self._meter.ledger is not None:
-            self._meter.ledger.restart()  # the op that passed the budget would not have got its memory
+            self._meter.ledger.restart()  # the allocation that exceeded the budget never happened
 
     def follow_autocast(self) -> None:
-        """A forward that is trained begins: where it comes under another autocast than was traced, plans are made anew."""
+        """Before a training forward: plan again if its autocast differs from the traced one."""
         if not self._is_stepping:
             self._casting.look(self.plan, self._plan_anew)
 
     def _plan_anew(self, make: Callable[[], Prepared]) -> None:
-        """Other plans from here on, made for the model as it is without a harness; if there are none, it stays without."""
+        """Make new plans for the model without a harness, and install them; if none fits, the model stays without."""
         self._take_off()
         numbers = RandomNumbers(self.device)
         try:
@@ -365,7 +365,7 @@ class Harness:
     # leaving
 
     def close(self) -> None:
-        """Take everything off the model again."""
+        """Remove the plan from the model and restore it."""
         if self._closed:
             return
         self._closed = True
@@ -383,7 +383,7 @@ class Harness:
                     self._last.pop()()
 
     def _peel(self) -> None:
-        """Every undo, also if one of them fails."""
+        """Run every undo function, even if one fails."""
         with ExitStack() as stack:
             for undo in self._undo:
                 stack.callback(undo)
@@ -398,7 +398,7 @@ class Harness:
                 self._outside = engine.outside
                 engine.settle()
         finally:
-            self._meter.stop()  # what follows is not the loop's
+            self._meter.stop()  # the rest is not part of the loop
             self._stay()
             try:
                 if engine is not None:
@@ -419,15 +419,16 @@ class Harness:
     # steps
 
     def begin_step(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A hook before the model's forward. Whoever makes the harness inside of one calls it for that forward."""
+        """Pre-forward hook of the model. A caller that creates the harness inside such a hook must call this for
+        that forward."""
         refuse_compiled("", module)
         self._parts.enter_model()
         self._change_if_asked()
         if self._choosing is not None and torch.is_grad_enabled():
-            self._choosing.choose(args, kwargs)  # as a rule it was before the hooks
+            self._choosing.choose(args, kwargs)  # usually done before the hooks
         if self.engine is not None:
             args, kwargs = self.engine.begin(args, kwargs)
-        if torch.is_grad_enabled():  # else: evaluation
+        if torch.is_grad_enabled():  # without gradients it is an evaluation
             self._begin(args, kwargs)
         return None if self.engine is None else (args, kwargs)
 
@@ -455,7 +456,7 @@ class Harness:
             self.engine.end_forward(failed=output is None)
 
     def begin_part(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A part of the model is called by itself: a step begins, or goes on."""
+        """A submodule is called on its own: a step begins or continues."""
         self._change_if_asked()
         begun = self.engine.begin(args, kwargs) if self.engine is not None else (args, kwargs)
         if torch.is_grad_enabled():
@@ -482,7 +483,7 @@ class Harness:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Of every step under the present plan."""
+        """Seconds of every step under the active plan."""
         return self._results.seconds(self.plan)
 
     @property
@@ -491,11 +492,11 @@ class Harness:
 
     @property
     def all_peaks(self) -> list[int]:
-        """Of every step, whichever plan it was made under."""
+        """Peak bytes of every step, under any plan."""
         return list(self._meter.peaks())
 
     def measured(self) -> Outcome | None:
-        """What was seen; None before the first whole step. Seconds are the median of the steps after the first."""
+        """The measured outcome; None before the first whole step. Seconds are the median of the steps after the first."""
         outside = self.engine.outside if self.engine is not None else self._outside
         process = int(self.plan.about.get("process") or 0)
         elsewhere = {name: store.peak for name, store in self.stores.items()}
@@ -505,7 +506,7 @@ class Harness:
 
     @property
     def expected(self) -> Outcome:
-        """What was said of the steps that there were: clipped ones, or those whose updates were begun ahead."""
+        """The prediction for the kind of steps measured: clipped, or with speculative updates that were right."""
         return expect(self.plan, ahead=self.is_mostly_ahead)
 
     @property
@@ -515,5 +516,5 @@ class Harness:
     def report(self) -> Any:
         """Predicted against measured."""
         if self._make_report is None:
-            raise Unsupported("this harness was made without a report", hint="use `holdall.apply`")
+            raise Unsupported("this harness was made without a report", hint="make it with `holdall.apply` or `holdall.fit`")
         return self._make_report(self)

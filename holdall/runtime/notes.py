@@ -1,4 +1,4 @@
-"""What the user should know of a run."""
+"""Notes to the user about a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ log = logging.getLogger("holdall")
 
 
 class Notes:
-    """What the user should know: said once, kept for the report. Knows no harness, so that no cycle holds the model."""
+    """Shows each note once and keeps it for the report. Does not refer to the harness, so no cycle keeps the model alive."""
 
     def __init__(self, kept: list[str]) -> None:
         self._kept = kept
 
     def __call__(self, message: str, *, kind: str = "") -> None:
-        """`kind`: how messages begin of which one is enough."""
+        """Show a note. `kind`: show only one message that begins like this."""
         if message not in self._kept and not (kind and any(kept.startswith(kind) for kept in self._kept)):
             self._kept.append(message)
             log.warning("holdall: %s", message)

@@ -1,4 +1,4 @@
-"""A method of one module alone, for a while."""
+"""Replaces a method on one module for a while."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-_put: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[str, Any]]] = weakref.WeakKeyDictionary()  # with what was before
+_put: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[str, Any]]] = weakref.WeakKeyDictionary()  # previous ones
 
 
 def put_method(module: torch.nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Another method for one module alone; returns what takes it away."""
+    """Replace a method of one module; returns the function that undoes it."""
     before = module.__dict__.get(name)
     module.__dict__[name] = method
     entry = (name, before)
@@ -29,7 +29,7 @@ def put_method(module: torch.nn.Module, name: str, method: Callable[..., Any]) -
 
 
 def without_methods(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a module holds, with the methods that it had before any was put there."""
+    """A module's state with its original methods."""
     plain = dict(state)
     for name, before in reversed(_put.get(module, ())):
         plain.pop(name, None)

@@ -14,7 +14,7 @@ from holdall.simulator.replay import replay
 from holdall.types import Action, Outcome, Problem, Schedule
 from holdall.units import MiB
 
-# Of the limit, for pages of other streams and kernels that come late: with it a plan of 6 GiB has its halts of an H200.
+# Share of the limit left for pages of other streams and late kernels; with it, a 6 GiB plan predicts the halts of an H200.
 _ASIDE, _AT_MOST = 0.01, 64 * MiB
 
 __all__ = ["Illegal", "Lowering", "check", "close", "lower", "replay", "simulate"]
@@ -29,12 +29,13 @@ def simulate(
     allocator: str | None = None,
     lowering: Lowering | None = None,
 ) -> Outcome:
-    """What a step costs under these actions. `checked`: also walk it with the naive checker. `lowering`: of a search for this
-    problem, which knows schedules from before."""
+    """The outcome of a step under these actions. `checked`: also verify it with the naive checker. `lowering`: a search's cache
+    of schedules for this problem.
+    """
     schedule = (lowering or Lowering(problem)).lower(actions)
     steps = close(schedule)
     limit = problem.limit(problem.home)
-    try:  # with the budget as its limit, an allocator gives cached memory back before it fails, as the real one does
+    try:  # an allocator limited to the budget releases cached memory before it fails, as the real one does
         made = make_allocator(allocator, limit=limit) if allocator else None
         outcome = replay(steps, schedule, problem.hardware, allocator=made, full=full)
         if isinstance(made, Expandable):
@@ -50,7 +51,7 @@ def simulate(
 
 
 def _there(schedule: Schedule) -> int:
-    """How many tensors lie on the device when a step begins."""
+    """Number of tensors on the device when a step begins."""
     info = {**schedule.trace.tensors, **schedule.added}
     return sum(t.born < 0 and schedule.start.get(x, schedule.home) == schedule.home for x, t in info.items())
 

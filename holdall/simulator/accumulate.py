@@ -1,8 +1,8 @@
-"""Gradient accumulation: the last backward of a step, beside the gradients of those before it.
+"""Gradient accumulation: simulates the last backward of a step, with the gradients of the earlier ones.
 
-A trace has one backward per step, whose gradients become the parameters' own. Where there are several, the first one's stay,
-each later one is added to them when it is complete and then let go. The last backward is thus the one that takes most, and
-the step that is counted.
+A trace has one backward per step, whose gradients become the parameters' own. With several, the first one's gradients stay, and
+each later gradient is added to them when it is complete and then freed. So the last backward needs most memory, and is the step
+that is counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdall.types.trace import TensorId
 
 
 def accumulated(schedule: Schedule, problem: Problem) -> Schedule:
-    """The same schedule with the sums of earlier gradients there from the start, and updates that read them."""
+    """The schedule with earlier gradients present from the start, and with updates that read their sums."""
     trace = problem.trace
     grads = [x for x, t in trace.tensors.items() if t.kind is Kind.GRAD and t.born >= 0]
     if problem.accumulate < 2 or not grads:

@@ -1,17 +1,17 @@
-"""Allocators as programs over numbers: what a device's allocator would take and hold, given the order of allocations and frees.
+"""Models of allocators: the bytes that a device's allocator reserves for a sequence of allocations and frees.
 
-Live bytes are a lower bound; what a device really gives up also holds rounding, slack and holes. `Ideal` counts live bytes.
-`Expandable` is what the runtime switches on: its segments are made of pages that come and go.
-`Caching` follows the native CUDA caching allocator of PyTorch rule by rule:
+Live bytes are a lower bound; a real allocator also reserves rounding, slack and holes. `Ideal` counts live bytes. `Expandable`,
+which the runtime switches on, has segments made of pages that are mapped and unmapped. `Caching` follows PyTorch's native CUDA
+caching allocator rule by rule:
 
     request  -> rounded to 512 B -> small pool (<= 1 MiB) or large pool
     search   -> best fit among free blocks of the same stream; lowest address among equals
     miss     -> a new segment from the device: 2 MiB | 20 MiB (under 10 MiB) | rounded up to 2 MiB
-    hit      -> the low part serves, the rest returns to the pool if it is worth keeping, else it is slack
-    free     -> merged with free neighbours of its segment; a segment goes back only when the device runs out
+    hit      -> the low part serves; the rest returns to the pool if it is worth keeping, otherwise it is slack
+    free     -> merged with free neighbours of its segment; a segment is released only when the device runs out
 
-Two things of the real one are left out: blocks parked by `record_stream` (holdall owns its buffers instead), and the addresses
-that the driver picks. Here they only grow, so ties between equal blocks of different segments may fall otherwise on a device.
+Two things are left out: blocks held back by `record_stream` (holdall owns its buffers instead), and the addresses that the
+driver picks. Here addresses only grow, so ties between equal blocks of different segments may be resolved differently.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from holdall.types.layout import BLOCK, round_up
 from holdall.types.trace import Bytes
 from holdall.units import MiB, format_bytes
 
-SMALL_REQUEST = 1 * MiB  # up to here a request is served from the small pool
+SMALL_REQUEST = 1 * MiB  # largest request served from the small pool
 SMALL_SEGMENT = 2 * MiB
 LARGE_SEGMENT = 20 * MiB  # for requests of the large pool under MIN_OWN_SEGMENT
-MIN_OWN_SEGMENT = 10 * MiB  # from here a request gets a segment of its own size
+MIN_OWN_SEGMENT = 10 * MiB  # smallest request that gets a segment of its own size
 ROUND_SEGMENT = 2 * MiB
 
 
 class Allocator(Protocol):
-    """Fed in program order; keys are the caller's and are free for reuse after `free`."""
+    """Fed in program order. Keys are the caller's and can be reused after `free`."""
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None: ...
 
@@ -41,11 +41,11 @@ class Allocator(Protocol):
 
     @property
     def allocated(self) -> Bytes:
-        """Bytes handed out, rounding and slack included."""
+        """Bytes allocated, including rounding and slack."""
 
     @property
     def reserved(self) -> Bytes:
-        """Bytes taken from the device."""
+        """Bytes reserved from the device."""
 
     @property
     def peak_allocated(self) -> Bytes: ...
@@ -55,7 +55,7 @@ class Allocator(Protocol):
 
 
 class Ideal:
-    """No holes: reserved is what is live, each request rounded up to `align`."""
+    """No holes: reserved bytes are the live bytes, each request rounded up to `align`."""
 
     def __init__(self, align: int = 1, *, limit: Bytes | None = None) -> None:
         self.align = align
@@ -65,7 +65,7 @@ class Ideal:
         self._live: dict[int, Bytes] = {}
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:  # noqa: ARG002 - streams share everything here
-        assert key not in self._live, f"{key} is allocated already"
+        assert key not in self._live, f"{key} is already allocated"
         size = round_up(nbytes, self.align)
         if self.limit is not None and self.allocated + size > self.limit:
             raise _over(size, self.allocated, self.allocated, self.limit)
@@ -86,15 +86,15 @@ class Ideal:
 
 
 class Expandable(Ideal):
-    """Segments that grow and shrink by pages: holes are given back, but for the pages that live tensors share with them."""
+    """Segments that grow and shrink by pages: holes are released, except for pages shared with live tensors."""
 
-    SHARED = 0.03  # of what is live, in pages that are only partly in use: 2 to 3 % at 8, 12 and 24 GiB on an H200
-    PAGES = 128 * MiB  # six pages on top of that (64 MiB were 28 too few at 6 GiB there), or where little is live,
+    SHARED = 0.03  # share of live bytes lost in partly used pages: 2 to 3 % at 8, 12 and 24 GiB on an H200
+    PAGES = 128 * MiB  # plus six pages (64 MiB were 28 MiB too few at 6 GiB there); or, if little is live,
     SMALL = 1 / 6  # this share of it
 
     def __init__(self, *, limit: Bytes | None = None) -> None:
         super().__init__(BLOCK, limit=None if limit is None else self.usable(limit))
-        self.order: list[tuple[int, Bytes]] = []  # what was allocated, with its size, and freed: -1; for `pages.py`
+        self.order: list[tuple[int, Bytes]] = []  # (key, size) of each allocation, size -1 for a free; for `pages.py`
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:
         self.order.append((key, nbytes))
@@ -106,14 +106,14 @@ class Expandable(Ideal):
 
     @classmethod
     def usable(cls, limit: Bytes) -> Bytes:
-        """How much may be live under a limit on what is reserved."""
+        """The most bytes that can be live under a limit on reserved bytes."""
         little = int(limit / (1 + cls.SHARED + cls.SMALL))
         live = little if little * cls.SMALL <= cls.PAGES else int((limit - cls.PAGES) / (1 + cls.SHARED))
-        return live + 1 if cls.taken(live + 1) <= limit else live  # what is taken is rounded down too
+        return live + 1 if cls.taken(live + 1) <= limit else live  # `taken` rounds down too
 
     @classmethod
     def taken(cls, live: Bytes) -> Bytes:
-        """What is reserved for so much that is live."""
+        """Bytes reserved for this many live bytes."""
         return int(live * (1 + cls.SHARED) + min(cls.PAGES, live * cls.SMALL))
 
     @property
@@ -126,7 +126,7 @@ class Expandable(Ideal):
 
 
 class Block:
-    """A run of bytes of one segment; its neighbours there are `before` and `after`."""
+    """A range of bytes in one segment; its neighbours there are `before` and `after`."""
 
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
@@ -157,7 +157,7 @@ class Pool:
         del self.listed[bisect_left(self.listed, (block.size, block.address))]
 
     def take(self, size: Bytes) -> Block | None:
-        """The smallest free block that holds `size`; None: none does."""
+        """The smallest free block of at least `size`; None: there is none."""
         at = bisect_left(self.listed, (size,))
         if at == len(self.listed):
             return None
@@ -166,12 +166,12 @@ class Pool:
         return block
 
     def keeps_rest(self, rest: Bytes) -> bool:
-        """Whether what is left of a block after serving a request becomes a block of its own."""
+        """Does the rest of a block, after serving a request, become a block of its own?"""
         return rest >= BLOCK if self.is_small else rest > SMALL_REQUEST
 
 
 class Caching:
-    """PyTorch's CUDA caching allocator with its default settings; `limit` is the most it may reserve."""
+    """PyTorch's CUDA caching allocator with default settings; `limit`: the most it may reserve."""
 
     def __init__(self, *, limit: Bytes | None = None) -> None:
         self.limit = limit
@@ -179,14 +179,14 @@ class Caching:
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
-        self.retries = 0  # times the cache was flushed to make room; each stalls a real device
+        self.retries = 0  # cache flushes to make room; each stalls a real device
         self._live: dict[int, Block | None] = {}  # None: a request of zero bytes, which owns no block
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._segments: dict[int, Block] = {}  # address -> first block; merging keeps the lower block, so it stays the first
         self._next_address = 0
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:
-        assert key not in self._live, f"{key} is allocated already"
+        assert key not in self._live, f"{key} is already allocated"
         if nbytes == 0:
             self._live[key] = None
             return
@@ -215,7 +215,7 @@ class Caching:
         pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give back every segment that is free as a whole."""
+        """Release every segment that is entirely free."""
         for pool in self._pools.values():
             kept = []
             for entry in pool.listed:
@@ -259,7 +259,7 @@ class Caching:
 
 
 def cut(block: Block, size: Bytes) -> Block:
-    """Shorten a block to so many bytes; what follows it is returned."""
+    """Shorten a block to `size` bytes; returns the rest."""
     rest = Block(block.address + size, block.size - size, block.pool)
     rest.before, rest.after = block, block.after
     if rest.after is not None:
@@ -269,7 +269,7 @@ def cut(block: Block, size: Bytes) -> Block:
 
 
 def join(low: Block, high: Block) -> Block:
-    """Two neighbours as one, in the object of the lower."""
+    """Merge two neighbours into the lower block."""
     low.size += high.size
     low.after = high.after
     if low.after is not None:
@@ -278,7 +278,7 @@ def join(low: Block, high: Block) -> Block:
 
 
 def segment_size(size: Bytes) -> Bytes:
-    """What is taken from the device when no cached block serves a rounded request."""
+    """Bytes of the new segment for a rounded request that no cached block serves."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < MIN_OWN_SEGMENT:
@@ -288,9 +288,9 @@ def segment_size(size: Bytes) -> Bytes:
 
 def _over(asked: Bytes, allocated: Bytes, reserved: Bytes, limit: Bytes) -> OverBudget:
     return OverBudget(
-        f"{format_bytes(asked)} more cannot be taken: {format_bytes(allocated)} are in use, "
+        f"{format_bytes(asked)} more cannot be allocated: {format_bytes(allocated)} are in use, "
         f"{format_bytes(reserved)} are reserved and the limit is {format_bytes(limit)}",
-        hint="raise the limit, or keep less in this memory",
+        hint="use a larger budget, or a smaller batch",
     )
 
 
@@ -302,7 +302,7 @@ _ALLOCATORS: dict[str, Callable[[Bytes | None], Allocator]] = {
 
 
 def make_allocator(name: str, *, limit: Bytes | None = None) -> Allocator:
-    """A fresh allocator by name; `limit` is the most it may take, None: no end."""
+    """A new allocator by name; `limit`: the most bytes it may reserve; None: unlimited."""
     if name not in _ALLOCATORS:
         raise unknown_name("allocator", name, _ALLOCATORS)
     return _ALLOCATORS[name](limit)

@@ -1,4 +1,4 @@
-"""Is a list of steps legal, and what is its peak? Naive on purpose: it shares nothing with what it checks."""
+"""Checks that a list of steps is legal and computes its peak. Naive on purpose: it shares no code with what it checks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from holdall.types import Copy, Drop, Run, Step, TensorInfo, Wait
 
 
 class Illegal(AssertionError):
-    """A schedule that no machine could run; a fault of an action or a planner, never of the user."""
+    """A schedule that no machine could run: a bug in an action or a planner, never the user's fault."""
 
 
 def check(
     steps: Iterable[Step], tensors: Mapping[int, TensorInfo], home: str, start: Mapping[int, str] | None = None
 ) -> dict[str, int]:
-    """Walk the steps; raise `Illegal` at the first that cannot run. Returns the peak of every tier in bytes.
+    """Walk the steps; raise `Illegal` at the first that cannot run. Returns the peak bytes of every tier.
 
-    `start`: tensors that are not in `home` before the step, and where they are.
+    `start`: tensors that are not in `home` before the step -> their tier.
     """
     start = start or {}
     present: dict[str, set[int]] = {home: set()}
@@ -57,7 +57,7 @@ def check(
                 if not step.lands:
                     if x not in present.get(step.dst, ()) and x not in present.get(step.src, ()):
                         raise Illegal(f"step {number} copies tensor {x} over what is in {step.dst}, and it is nowhere")
-                    if step.dst == home and x in present[home]:  # else it is in room of its own, in the order of its lane
+                    if step.dst == home and x in present[home]:  # otherwise it has memory of its own, in the order of its lane
                         flying[x] = step.dst
                     continue
                 if x not in present.get(step.src, ()):

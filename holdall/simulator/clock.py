@@ -11,7 +11,7 @@ The host's processors work on the memory that copies go over: they are slower wh
 `hardware.updates_beside` says while they flow both ways, and copies to the device keep `hardware.read_beside` of their rate.
 
     compute  |####|##########|....|######|          .... waits for the copy in
-    launches |##|##|##|##|##|                       each op's, ahead of the op
+    launches |##|##|##|##|##|                       each op's, before the op
     out           |lat|##shared##|
     in                |lat|#shared#|##full##|
 """
@@ -58,18 +58,18 @@ class Task:
     """Something that occupies a lane: seconds of work, or bytes on their way after a latency."""
 
     lane: str
-    after: tuple[int, ...]  # tasks that must be done before
+    after: tuple[int, ...]  # tasks that must finish first
     seconds: float = 0.0  # of work, or of latency before the bytes flow
     nbytes: float = 0.0
     way: Way = ("", "")
     name: str = ""
-    earliest: float = 0.0  # computation: when it can be over, by its launches alone
+    earliest: float = 0.0  # computation: earliest end by its launches alone
     start: float = 0.0
     end: float = 0.0
 
 
 class Clock:
-    """Told what the program issues, in its order; `run` then works out the times."""
+    """Receives the program's tasks in order; `run` computes their times."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -87,11 +87,11 @@ class Clock:
         self._launched = 0.0  # when the thread that launches is through with what it was told so far
 
     def launch(self, seconds: float) -> None:
-        """The launching thread is busy for so long."""
+        """The launching thread is busy for this long."""
         self._launched += seconds
 
     def compute(self, seconds: float) -> tuple[int, float]:
-        """Computation, after all before it, launched by now; (task, when in it this begins)."""
+        """Computation after all earlier ones, already launched; returns (task, its offset within the task)."""
         if self._open and not self._awaited:
             task = self.tasks[self._last]
             begins = task.seconds
@@ -125,11 +125,11 @@ class Clock:
         return self._add(task)
 
     def beside(self, lane: str, seconds: float, *, after: Iterable[int] = (), name: str = "") -> int:
-        """Work on another lane than the device's, issued now; it does not wait for the device, only for `after`."""
+        """Work on another lane than the device's, issued now; it waits only for `after`."""
         return self._add(Task(lane=lane, after=tuple(after), seconds=seconds, name=name))
 
     def wait(self, tasks: Iterable[int]) -> None:
-        """Computation issued from here on waits for these."""
+        """Computation issued from now on waits for these tasks."""
         self._awaited += tasks
         self._issued()
 
@@ -142,7 +142,7 @@ class Clock:
         return len(self.tasks) - 1
 
     def run(self) -> float:
-        """Fill in every task's start and end; the time when all is done, and computation has waited for what it awaits."""
+        """Compute every task's start and end; returns the time when everything is done."""
         lanes: dict[str, list[int]] = {}
         for n, task in enumerate(self.tasks):
             lanes.setdefault(task.lane, []).append(n)
@@ -240,7 +240,7 @@ class Clock:
         active: dict[str, list[float]],
         now: float,
     ) -> None:
-        """Start every head whose waiting is over; those that take no time are done at once and may let others go."""
+        """Start every first task whose dependencies are done; tasks without duration finish at once and may release others."""
         again = True
         while again:
             again = False

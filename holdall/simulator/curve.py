@@ -1,4 +1,4 @@
-"""Bytes in the accelerator's memory around every op of the trace, under some actions; what menus are made from."""
+"""Device memory around every op of the trace under some actions; menus are built from it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from holdall.types import Action, Copy, Drop, Problem, Run
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`before[k]`: live just before op k. `high[k]`: the highest since op k - 1 was done, op k's own results included."""
+    """`before[k]`: live bytes just before op k. `high[k]`: the peak since op k - 1 finished, including op k's results."""
 
     before: list[int]
     high: list[int]
-    seconds: list[float]  # recomputation done since op k - 1, in seconds
+    seconds: list[float]  # seconds of recomputation since op k - 1
     out: list[int]  # bytes whose copy to a farther tier began since op k - 1
     back: list[int]  # bytes whose copy back began since op k - 1
 
@@ -28,7 +28,7 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
     count = len(problem.trace.ops)
     curve = Curve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count)
     high, again, out, back = live, 0.0, 0, 0
-    done = True  # nothing has happened since the last op but frees
+    done = True  # only frees since the last op
     for step in close(schedule):
         if isinstance(step, Run):
             if step.stream != "compute":
@@ -59,6 +59,6 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
                 out += size
         elif isinstance(step, Drop) and step.tier == home:
             live -= info[step.tensor].nbytes
-            if done:  # what the op itself lets go belongs to it, not to what follows
+            if done:  # frees by the op itself belong to it, not to the next
                 high = live
     return curve

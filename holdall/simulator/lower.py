@@ -11,19 +11,20 @@ from holdall.types import Action, Copy, Drop, Kind, Problem, Run, Schedule, Step
 from holdall.types.schedule import Mark
 from holdall.types.trace import TensorId
 
-_KEPT = 12  # schedules of a search, of some MB each
+_KEPT = 12  # cached schedules, some MB each
 
 _Moments = dict[TensorId, list[int]]
 
 
 def lower(problem: Problem, actions: Iterable[Action]) -> Schedule:
-    """The trace's schedule rewritten by the actions, each in its rank's turn."""
+    """The trace's schedule rewritten by the actions, in the order of their ranks."""
     return Lowering(problem).lower(actions)
 
 
 class Lowering:
-    """Schedules of one problem, for a search: what is done with activations is rewritten once for all placements of states
-    that are tried around it, since `place` comes after it."""
+    """Caches schedules of one problem for a search: the rewriting for activations is done once for all placements of states
+    tried with it, since `place` comes last.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -41,14 +42,14 @@ class Lowering:
                 del self._known[next(iter(self._known))]
             self._known[before] = self._rewritten(self._begin(ordered), before)
         else:
-            self._known[before] = self._known.pop(before)  # the last to go
+            self._known[before] = self._known.pop(before)  # mark as most recently used
         return self._rewritten(self._known[before], ordered[count:])
 
     def _begin(self, actions: Iterable[Action]) -> Schedule:
         problem = self._problem
         schedule = Schedule(trace=problem.trace, home=problem.home)
         _leave_to_process(schedule, problem)
-        if not any(action.places_states for action in actions):  # which says itself where gradients are added up
+        if not any(action.places_states for action in actions):  # actions that place states insert the accumulation themselves
             schedule = accumulated(schedule, problem)
         return schedule
 
@@ -59,7 +60,7 @@ class Lowering:
 
 
 def _leave_to_process(schedule: Schedule, problem: Problem) -> None:
-    """Python, torch and whatever else the process holds lie on the host, if that is the farther tier."""
+    """Count the process's own memory (Python, torch, the user's data) on the host, if that is the farther tier."""
     trace, far = problem.trace, problem.hardware.far
     size = int(trace.about.get("process") or 0)
     if size and far is not None and problem.hardware.device == "cuda":
@@ -70,46 +71,46 @@ def _leave_to_process(schedule: Schedule, problem: Problem) -> None:
 
 
 def blocks_of(action: Action) -> tuple[str, ...]:
-    """The blocks that an action treats; none if it treats model states or the step as a whole."""
+    """The blocks of an action; empty if it concerns model states or the whole step."""
     several = getattr(action, "blocks", None)
     one = getattr(action, "block", None)
     return tuple(several) if several else () if one is None else (one,)
 
 
 def _once_per_block(actions: Iterable[Action]) -> None:
-    """No technique twice on one block, and nothing beside one that claims the block for itself (`alone`)."""
+    """Refuse an action twice on one block, and another action on a block that one claims exclusively (`alone`)."""
     seen: dict[str, list[Action]] = {}
     for action in actions:
         for block in blocks_of(action):
             for other in [*seen.get(block, ()), *(seen.get("", ()) if block else [a for v in seen.values() for a in v])]:
                 if action.name == other.name:
-                    raise InvalidInput(f"`{block}` is to be treated by {action.name} twice", hint="name each block once")
+                    raise InvalidInput(f"`{block}` has the action {action.name} twice", hint="name each block once per action")
                 if excludes(action, other, block) or excludes(other, action, block):
                     raise InvalidInput(f"`{block}` cannot have both {other.name} and {action.name}", hint="choose one of them")
             seen.setdefault(block, []).append(action)
 
 
 def excludes(action: Action, other: Action, block: str) -> bool:
-    """Whether an action that claims the block, or the whole model, cannot have the other beside it."""
+    """Does an action that claims the block, or the whole model, exclude the other?"""
     is_same = block in blocks_of(action) and block in blocks_of(other)
     return action.alone and not (is_same and other.name in action.beside)
 
 
 def close(schedule: Schedule) -> list[Step]:
-    """Add a Drop at the end of every stay of every tensor in every tier.
+    """Add a Drop at the end of every tensor's stay in every tier.
 
     A stay begins when the tensor is made or copied in, and ends after the last of: its uses, the waits for its copies, and the
-    moments until which something holds it. Tensors that live in a farther tier stay there. Frees are only ever derived here.
+    references to it. Tensors that live in a farther tier stay there. Frees are derived only here.
     """
     steps = list(schedule.steps())
     never, count = len(steps), len(schedule.trace.ops)
-    first = [-1] * (count + 2)  # op -> its original run; -1: before all of them
+    first = [-1] * (count + 2)  # op -> its first run; -1: before all ops
     first[count] = never
-    later: dict[Mark, int] = {}  # runs again
+    later: dict[Mark, int] = {}  # repeated runs
     home = schedule.home
     several = _made_again(schedule)
-    made_at: dict[TensorId, int] = {}  # where each tensor's stay at home begins, its first if there are several
-    last: dict[TensorId, int] = {}  # where it was last used; of those with several stays every moment counts
+    made_at: dict[TensorId, int] = {}  # start of each tensor's stay at home, the first if there are several
+    last: dict[TensorId, int] = {}  # last use; for tensors with several stays every use is recorded
     begins: _Moments = defaultdict(list)
     touched: _Moments = defaultdict(list)
     tiers: dict[str, tuple[_Moments, _Moments]] = defaultdict(lambda: (defaultdict(list), defaultdict(list)))
@@ -126,7 +127,7 @@ def close(schedule: Schedule) -> list[Step]:
             elif step.op >= 0:
                 first[step.op] = i
             if step.stream != "compute":
-                continue  # what it works on stays for other reasons
+                continue  # its tensors are kept for other reasons
             for x in step.writes:
                 made_at[x] = i
                 if x in several:
@@ -149,13 +150,13 @@ def close(schedule: Schedule) -> list[Step]:
                     if step.lands and step.dst == home:
                         made_at[x] = i
         elif isinstance(step, Wait):
-            for x in step.tensors:  # whichever end of the copy is in use, it is in use until here
+            for x in step.tensors:  # both ends of the copy are in use until here
                 last[x] = i
                 for begun, used in tiers.values():
                     if x in begun:
                         used[x].append(i)
     drops: dict[int, list[Drop]] = defaultdict(list)
-    made: dict[tuple[TensorId, str], Drop] = schedule.trace.__dict__.setdefault("_drops", {})  # a search makes the same again
+    made: dict[tuple[TensorId, str], Drop] = schedule.trace.__dict__.setdefault("_drops", {})  # reused in a search
 
     def let_go(x: TensorId, tier: str, end: int) -> None:
         if end < never:
@@ -166,11 +167,11 @@ def close(schedule: Schedule) -> list[Step]:
 
     plainly, changed = schedule.trace.last_held, schedule.holds
     for x, at in made_at.items():
-        if x in begins:  # a stay ends with the last moment that lies in it
+        if x in begins:  # a stay ends at the last use inside it
             until = [later.get(mark, -1) if mark[1] else first[mark[0]] for mark in schedule.held(x)]
             _end_each(x, home, begins[x], [*touched.get(x, ()), *until], never, let_go)
             continue
-        used_at = last.get(x, -1)  # one stay, which ends with the last of all moments
+        used_at = last.get(x, -1)  # a single stay, which ends at the last use
         end = used_at if used_at > at else at
         if x not in changed:
             held = first[plainly[x]]
@@ -194,7 +195,7 @@ def close(schedule: Schedule) -> list[Step]:
 
 
 def _made_again(schedule: Schedule) -> set[TensorId]:
-    """Tensors that may have several stays at home: those that are copied, and those that inserted steps make once more."""
+    """Tensors that may have several stays at home: those copied, and those that inserted steps make again."""
     found: set[TensorId] = set()
     once: set[TensorId] = set()
     plain = schedule.trace.next_id
@@ -220,7 +221,7 @@ def _end_each(
     never: int,
     let_go: Callable[[TensorId, str, int], None],
 ) -> None:
-    """Every stay ends with the last mark before the next begins."""
+    """End every stay at the last use before the next begins."""
     if len(starts) == 1:
         let_go(x, tier, max(starts[0], max(marks, default=-1)))
         return

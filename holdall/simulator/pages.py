@@ -1,13 +1,13 @@
-"""PyTorch's allocator with expandable segments, as a program over numbers: what a plan makes it do, step after step.
+"""A model of PyTorch's allocator with expandable segments: how a plan makes it move pages, step after step.
 
-    request  -> rounded to 512 B -> small pool (<= 1 MiB) or large pool, each one range of addresses that is mapped page by page
-    search   -> best fit among free blocks; one that could grow into unmapped addresses counts as what it could grow to
-    miss     -> the lowest place that is long enough, free or unmapped; what is missing there is mapped
-    limit    -> every page that is free as a whole is unmapped, and it is tried once more
+    request  -> rounded to 512 B -> small pool (<= 1 MiB) or large pool, each one address range that is mapped page by page
+    search   -> best fit among free blocks; a block that can grow into unmapped addresses counts by its largest size
+    miss     -> the lowest range that is long enough, free or unmapped; its missing pages are mapped
+    limit    -> every entirely free page is unmapped, and the request is tried once more
     free     -> merged with free neighbours
 
-So where free memory is in the wrong places, pages move: the device comes to a halt, gives them back and takes others, which the
-driver clears. Live bytes do not show that, nor do they show what is lost in pages that live tensors share with holes.
+Where free memory is in the wrong place, pages move: the device halts, unmaps pages and maps others, which the driver clears.
+Live bytes do not show that, nor the bytes lost in pages that live tensors share with holes.
 
 Left out: other streams, which have pools of their own.
 """
@@ -32,19 +32,19 @@ from holdall.types.layout import BLOCK, round_up
 from holdall.types.trace import Bytes, Seconds
 from holdall.units import PAGE, GiB, TiB
 
-_STEPS = 5  # the first is unlike those after it, and those differ
-_SECONDS = 6.4e-3 / GiB  # to unmap a byte and to map it elsewhere: 3.2 and 3.1 ms a GiB on an H200 with CUDA 13
-_HALT = 0.3e-3  # seconds until a device has work again: 26 halts and 14 GiB a step took less than 0.1 s there, in 6 GiB
+_STEPS = 5  # the first differs from the others, and those among themselves
+_SECONDS = 6.4e-3 / GiB  # seconds to unmap and map a byte: 3.2 and 3.1 ms per GiB on an H200 with CUDA 13
+_HALT = 0.3e-3  # seconds until the device has work again: 26 halts and 14 GiB per step took less than 0.1 s there, in 6 GiB
 
-Order = Sequence[tuple[int, Bytes]]  # what is allocated, with its size, and what is freed: -1
+Order = Sequence[tuple[int, Bytes]]  # (key, size) of each allocation; size -1: freed
 
 
 class Churn(NamedTuple):
-    """What the allocator does in a step, in the long run."""
+    """The allocator's work per step in the steady state."""
 
-    halts: float = 0.0  # times that it ran out of pages and gave free ones back
+    halts: float = 0.0  # times that it ran out of pages and released free ones
     remapped: Bytes = 0
-    missing: Bytes = 0  # it ran out for good, by so much
+    missing: Bytes = 0  # bytes that it could not provide
 
     @property
     def seconds(self) -> Seconds:
@@ -52,7 +52,7 @@ class Churn(NamedTuple):
 
 
 class Exhausted(Exception):
-    """There are no pages for so many bytes more."""
+    """There are no pages for this many more bytes."""
 
     def __init__(self, missing: Bytes) -> None:
         super().__init__(missing)
@@ -60,7 +60,7 @@ class Exhausted(Exception):
 
 
 class Space(Pool):
-    """Addresses of one size class."""
+    """The address range of one size class."""
 
     __slots__ = ("page", "unmapped")
 
@@ -94,7 +94,7 @@ class Space(Pool):
         return block is not None and block.is_free and not self.is_unmapped(block)
 
     def lowest(self, size: Bytes) -> Block:
-        """Where the first piece begins that is long enough, free or unmapped."""
+        """The first range that is long enough, free or unmapped."""
         for _, block in self.unmapped:
             before = block.before
             begin = before if before is not None and before.is_free else block
@@ -106,7 +106,7 @@ class Space(Pool):
         raise Exhausted(size)  # of a TiB
 
     def map(self, block: Block, size: Bytes) -> Bytes:
-        """Back the beginning of an unmapped block by pages; how many bytes. The rest stays as it is."""
+        """Map pages at the beginning of an unmapped block; returns their bytes. The rest stays unmapped."""
         taken = min(block.size, round_up(size, self.page))
         del self.unmapped[bisect_left(self.unmapped, (block.address,))]
         if taken < block.size:
@@ -115,7 +115,7 @@ class Space(Pool):
         return taken
 
     def unmap_free(self) -> Bytes:
-        """Give back the pages that are free as a whole; how many bytes."""
+        """Unmap all entirely free pages; returns their bytes."""
         given = 0
         for _, _, block in list(self.listed):
             first = round_up(block.address, self.page)
@@ -136,7 +136,7 @@ class Space(Pool):
         return given
 
     def _join(self, block: Block) -> None:
-        """Unmapped neighbours are one."""
+        """Merge unmapped neighbours."""
         before, after = block.before, block.after
         if after is not None and self.is_unmapped(after):
             del self.unmapped[bisect_left(self.unmapped, (after.address,))]
@@ -147,7 +147,7 @@ class Space(Pool):
 
 
 class Pages:
-    """The allocator; `limit` is the most it may take of the device."""
+    """The allocator; `limit`: the most bytes it may map."""
 
     def __init__(self, limit: Bytes) -> None:
         self.limit = limit
@@ -218,8 +218,9 @@ class Pages:
 
 
 def churn(order: Order, there: int, limit: Bytes) -> Churn:
-    """What these allocations and frees make the allocator do when they come in every step. The first `there` are of tensors
-    that are there when a step begins, and are again when it ends."""
+    """The allocator's work when this order repeats every step. The first `there` entries are tensors present at the beginning
+    and end of a step.
+    """
     pages, before, body = Pages(limit), order[:there], order[there:]
     at_first = {key for key, _ in before}
     try:

@@ -1,7 +1,7 @@
-"""Steps -> Outcome: when everything happens, and how many bytes lie where.
+"""Steps -> Outcome: times, and bytes per tier.
 
-Memory follows the order of the program, as allocators do; time follows the clocks of computation and of the links. The two are
-kept apart: a Copy takes its space when it is issued, whenever it arrives.
+Memory follows program order, as in allocators; time follows the clocks of computation and links. The two are separate: a Copy
+takes memory when it is issued, whenever it arrives.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from holdall.simulator.allocators import Allocator
 from holdall.simulator.clock import COMPUTE, HOST, Clock, lane_of
 from holdall.types import Copy, Drop, Hardware, Holder, Kind, Moment, Op, Outcome, Run, Schedule, Span, Step, Wait
 
-_MOMENTS = 1200  # points of a timeline worth drawing
+_MOMENTS = 1200  # most points of a timeline
 
-_Moment = tuple[tuple[int, float], int, int, tuple[int, ...]]  # (task and seconds into it), step, bytes, bytes by kind
+_Moment = tuple[tuple[int, float], int, int, tuple[int, ...]]  # ((task, seconds into it), step, bytes, bytes by kind)
 
 
 def replay(
     steps: Sequence[Step], schedule: Schedule, hardware: Hardware, *, allocator: Allocator | None = None, full: bool = False
 ) -> Outcome:
-    """`full`: with timeline, lanes and who sits at the peak. `allocator`: also what it reserves."""
+    """Simulate the steps. `full`: with timeline, lanes and the tensors at the peak. `allocator`: also compute
+    reserved bytes."""
     home = schedule.home
     info = {**schedule.trace.tensors, **schedule.added}
     clock = Clock(hardware)
@@ -31,15 +32,15 @@ def replay(
     peak: dict[str, int] = {}
     kinds = dict.fromkeys(Kind, 0)
     traffic: dict[str, int] = {}
-    busy: dict[int, int] = {}  # tensor -> the task after which its copy or its host update is over
+    busy: dict[int, int] = {}  # tensor -> the task that ends its copy or host update
     moments: list[_Moment] = []
-    worst: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # bytes, step, kinds
-    spans: list[tuple[int, float, float, str, str]] = []  # task, from, for, lane, name
+    worst: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # (bytes, step, bytes by kind)
+    spans: list[tuple[int, float, float, str, str]] = []  # (task, start, duration, lane, name)
     recompute = work = 0.0
-    launching = hardware.overhead if hardware.device == "cuda" else 0.0  # elsewhere an op's start is in its seconds
+    launching = hardware.overhead if hardware.device == "cuda" else 0.0  # on a CPU the launch is part of an op's seconds
     plain = starts(schedule.trace) if launching else []
     programs = by_program(schedule) if launching else frozenset()
-    if schedule.placed and launching:  # clipped and stepped through one by one, before the host has an update to make
+    if schedule.placed and launching:  # parameters are clipped and stepped one by one before the host can begin an update
         clock.launch(schedule.placed * PLACED * launching)
         clock.beside(HOST, schedule.placed * PLACED * launching, name="clipping")
 
@@ -61,7 +62,7 @@ def replay(
                 task = clock.beside(step.stream, step.seconds, after=_busy(busy, (*step.reads, *step.mutates)), name=step.name)
                 busy.update(dict.fromkeys(step.mutates, task))
                 continue
-            if step.stream != COMPUTE:  # the same processors, one after the other
+            if step.stream != COMPUTE:  # the same processors, in order
                 at = clock.compute(step.seconds)
                 work += step.seconds
                 if full:
@@ -128,7 +129,7 @@ def replay(
 
 
 def _busy(busy: dict[int, int], tensors: Iterable[int]) -> list[int]:
-    """The tasks that still move or make these tensors, each once."""
+    """The running tasks that move or make these tensors, each once."""
     return list(dict.fromkeys(busy[x] for x in tensors if x in busy))
 
 
@@ -137,7 +138,7 @@ def _dated(moments: list[_Moment], clock: Clock) -> list[tuple[float, int, int, 
 
 
 def _lanes(clock: Clock, spans: list[tuple[int, float, float, str, str]]) -> list[Span]:
-    """Everything that took time, lane by lane; computation under the names of its ops."""
+    """All spans by lane; computation under the names of its ops."""
     found = []
     for task, into, length, lane, name in spans:
         begun = clock.tasks[task].start + into
@@ -162,7 +163,7 @@ def _where(step: Step, ops: Sequence[Op]) -> str:
 
 
 def _span(spans: list[tuple[int, float, float, str, str]], at: tuple[int, float], seconds: float, lane: str, name: str) -> None:
-    """Add time to a lane; neighbours of the same name become one span."""
+    """Add time to a lane; adjacent spans with the same name are merged."""
     task, into = at
     if spans:
         last_task, last_into, length, last_lane, last_name = spans[-1]
@@ -201,7 +202,7 @@ def _with_details(
 
 
 def _holders(steps: Sequence[Step], schedule: Schedule, until: int) -> tuple[Holder, ...]:
-    """The largest tensors present when step `until` has allocated its results."""
+    """The largest tensors present after step `until` has allocated its results."""
     info = {**schedule.trace.tensors, **schedule.added}
     present = {x for x, t in info.items() if t.born < 0 and schedule.start.get(x, schedule.home) == schedule.home}
     for step in steps[: until + 1]:
@@ -216,7 +217,7 @@ def _holders(steps: Sequence[Step], schedule: Schedule, until: int) -> tuple[Hol
 
 
 def _thin(moments: list[tuple[float, int, int, tuple[int, ...]]]) -> list[tuple[float, int, int, tuple[int, ...]]]:
-    """At most `_MOMENTS` points, the highest of each stretch, so that no peak is lost."""
+    """At most `_MOMENTS` points, keeping the maximum of each interval."""
     if len(moments) <= _MOMENTS:
         return moments
     width = -(-len(moments) // _MOMENTS)

@@ -1,4 +1,4 @@
-"""Model -> Trace: one step of an unmodified model, written down."""
+"""Model -> Trace: records one training step of an unmodified model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from holdall.types.trace import signature_of
 
 log = logging.getLogger("holdall")
 OWN_DROPOUT = (
-    "the dropout between recurrent layers is cuDNN's, whose random state is made anew whenever that of torch is set, "
-    "as recomputation does: where blocks are recomputed, its masks are others than in plain training"
+    "cuDNN resets the random state of dropout between recurrent layers whenever torch's random state is set, "
+    "as recomputation does: with recomputed blocks its masks differ from plain training"
 )
 
 
@@ -42,13 +42,13 @@ def trace_step(
     autocast: Autocast = None,
     given: dict[str, Given] | None = None,
 ) -> Trace:
-    """One training step of `model` on `batch`; see `holdall.trace`. What blocks were called with is put into `given`."""
+    """Record one training step of `model` on `batch`; see `holdall.trace`. Fills `given` with the arguments of each block."""
     _check_inputs(model, batch, optimizer)
     check_model(model)
     target = target_device(model, device)
     how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     run = loss or default_loss
-    besides = besides_of(model, optimizer, batch, target)  # as it is before the step is tried
+    besides = besides_of(model, optimizer, batch, target)  # measured before the step is traced
     notes: list[str] = []
     drawn = random.getstate()  # torch draws from it when its compiler is first loaded
     try:
@@ -98,11 +98,11 @@ def _record(
     how: How,
     notes: list[str],
 ) -> tuple[Recorded, str]:
-    """The step, and on what it was recorded: on fake tensors, or, where these do not suffice, on real ones."""
+    """The recorded step, and the kind of tensors used: fake ones or, if those do not suffice, real ones."""
     try:
         with outside_autocast():
             return record_fake_step(model, batch, optimizer, loss, device, how), "fake"
-    except MixedDtypes as error:  # a module that computes with weights of its own, and was given float32
+    except MixedDtypes as error:  # a module with weights of its own received float32
         if error.kind in how.needed:
             raise
         return _record(model, batch, optimizer, loss, device, replace(how, needed=how.needed | {error.kind}), notes)
@@ -110,7 +110,7 @@ def _record(
         reason = error.fact
     except HoldallError:
         raise
-    except Exception as error:  # whatever a model may raise
+    except Exception as error:  # a model may raise anything
         if not _can_run(model, device):
             raise _rejected(error) from error
         reason = _first_line(error)
@@ -127,11 +127,11 @@ def _watch(
     reason: str,
     notes: list[str],
 ) -> Recorded:
-    """A real step, watched; for models whose course depends on their values."""
+    """Record a real step, for models whose control flow depends on values."""
     if not _can_run(model, device):
         raise Unsupported(
             f"the step cannot be traced on fake tensors ({reason}), and the model has no weights on {device.type}",
-            hint=f"build the model on {device.type}, then its step is watched as it runs",
+            hint=f"build the model on {device.type}, so that a real step can be recorded",
         )
     try:
         with outside_autocast():
@@ -143,9 +143,9 @@ def _watch(
         return _watch(model, batch, optimizer, loss, device, again, reason, notes)
     except HoldallError:
         raise
-    except Exception as error:  # whatever a model may raise
+    except Exception as error:  # a model may raise anything
         raise _rejected(error) from error
-    notes.append(f"watched a real step instead of a fake one: {reason}")
+    notes.append(f"recorded a real step instead of a fake one: {reason}")
     log.warning("holdall: %s", notes[-1])
     return recorded
 
@@ -175,7 +175,7 @@ def model_signature(model: torch.nn.Module) -> str:
 
 
 def target_device(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
-    """The device that a step is traced for: as asked, or where the model lies."""
+    """The device that a step is traced for: the one requested, or the model's."""
     if device is not None:
         try:
             target = torch.device(device)
@@ -191,24 +191,24 @@ def target_device(model: torch.nn.Module, device: str | torch.device | None) -> 
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuse models that decide themselves what is run again or kept: a trace would not be what they do."""
+    """Refuse models that recompute or compile by themselves: they would not do what was traced."""
     for path, module in model.named_modules():
         where = f"`{path}`" if path else "the model"
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
             raise Unsupported(
-                f"{where} is compiled by torch.compile, whose kernels save other tensors than a plan can see",
-                hint="give the model as it was before `compile`: under a plan it runs op by op",
+                f"{where} is compiled by torch.compile, whose kernels save tensors that a plan cannot see",
+                hint="pass the model from before `torch.compile`; to compile blocks under a plan, use fit(..., compile=True)",
             )
         if module.training and getattr(module, "gradient_checkpointing", False) is True:
             raise Unsupported(
-                f"gradient checkpointing is on in {where}, so its layers are run again in any case",
-                hint="call `model.gradient_checkpointing_disable()` first: the plan says what is recomputed",
+                f"gradient checkpointing is on in {where}, so its layers are recomputed whatever the plan says",
+                hint="call `model.gradient_checkpointing_disable()` first: the plan decides what is recomputed",
             )
         for own, p in module.named_parameters(recurse=False):
             if isinstance(p, Int8Weight):
                 raise Unsupported(
-                    f"`{own}` of {where} rests in 8 bits, which plans do not count yet",
-                    hint="train it without a plan, or leave out `int8_`",
+                    f"`{own}` of {where} is stored in 8 bits (`int8_`), which plans do not support yet",
+                    hint="train without a plan, or do not call `int8_` on the model",
                 )
 
 

@@ -1,7 +1,7 @@
-"""The autocast of a traced step: what the caller asked for, or what is on where the trace is asked for.
+"""The autocast of a traced step: the one requested, or the one active where the trace is called.
 
-A trace runs forward and loss under that autocast and backward and update without any, as loops do, whatever is on around the
-call. Casts of weights are cached until the outermost autocast context ends, so a trace begins outside of all contexts.
+A trace runs forward and loss under that autocast and backward and update without, as loops do, whatever autocast surrounds the
+call. Casts of weights are cached until the outermost autocast context ends, so a trace begins outside all contexts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS = ("cpu", "cuda")
 
 
 def resolve_autocast(autocast: Autocast, device: str) -> torch.dtype | None:
-    """The dtype that a step on `device` is cast to; None: no autocast. `autocast=None`: as it is on where this is called."""
+    """The dtype that a step on `device` is cast to; None: no autocast. `autocast=None`: the caller's current autocast."""
     if autocast is None:
         return autocast_now(device)
     if isinstance(autocast, bool):
@@ -42,13 +42,13 @@ def resolve_autocast(autocast: Autocast, device: str) -> torch.dtype | None:
 
 
 def autocast_now(device: str) -> torch.dtype | None:
-    """The dtype of the autocast that is on for this kind of device; None: it is off."""
+    """The dtype of the active autocast for this kind of device; None: it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Outside of every autocast context, with an empty cache; afterwards contexts are as they were, and the cache empty."""
+    """Run outside every autocast context, with an empty cache; restores the contexts, with an empty cache."""
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
     depth = torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
@@ -59,7 +59,7 @@ def outside_autocast() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.clear_autocast_cache()  # it would hold copies of stand-ins
+        torch.clear_autocast_cache()  # it would hold casts that are fake tensors
         for kind, enabled, dtype in before:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)

@@ -1,10 +1,10 @@
-"""Which module calls become the blocks of a plan.
+"""Chooses the module calls that become the blocks of a plan.
 
-Models are stacks: numbered siblings of one class (`layers.0`, `layers.1`, ...), or one layer that is called over and over. From
-the root downwards, the members of a stack are blocks, each call of them, what contains a stack is opened, containers such as
-Sequential are looked through, and anything else is a block as it is. So a decoder falls apart into embedding, layers, norm and
-head, and a convnet into its residual blocks, without knowing any model by name. A member that holds more than a third of
-everything (a stage of a hierarchical model) is opened too, if there is a stack inside.
+Models are stacks: numbered siblings of one class (`layers.0`, `layers.1`, ...), or one layer called repeatedly. From the root
+downwards, each call of a member of a stack is a block, modules that contain a stack are opened, containers such as Sequential
+are looked through, and any other module is a block. So a decoder splits into embedding, layers, norm and head, and a convnet
+into its residual blocks, without knowing any model by name. A member with more than a third of all work (a stage of a
+hierarchical model) is opened too, if it contains a stack.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdall.types import Block, Op, Phase
 
 
 def find_blocks(calls: Sequence[Call], ops: Sequence[Op], packed: Sequence[int]) -> tuple[Block, ...]:
-    """`packed`: for every save, the op after which autograd took it."""
+    """The blocks of a step. `packed`: for every saved tensor, the op after which autograd packed it."""
     stacked = _stacked(calls)
     large = len(packed) / 3
     chosen = [c for root in calls for c in _choose(root, stacked, large) if c.last >= c.first]
@@ -33,7 +33,7 @@ def find_blocks(calls: Sequence[Call], ops: Sequence[Op], packed: Sequence[int])
 
 
 def _wanted(call: Call, ops: Sequence[Op]) -> tuple[int, ...] | None:
-    """Which of what it returned got a gradient from outside: someone there has read it. None: it cannot be told."""
+    """Indices of the outputs that received a gradient from outside the call. None: unknown."""
     later = {x for op in ops[call.last + 1 :] if op.site.phase is Phase.FORWARD for x in (*op.reads, *op.mutates)}
     return tuple(n for n in sorted(call.wanted) if call.leaves[n] in later) or None
 
@@ -44,7 +44,7 @@ def find_whole(calls: Sequence[Call]) -> Block | None:
 
 
 def find_shapes(calls: Sequence[Call]) -> tuple[tuple[int, ...], ...]:
-    """Of the tensors that the model's own first call was given: a loss may hand it less than the whole batch."""
+    """Shapes of the tensors passed to the model's first call: a loss may pass less than the whole batch."""
     return calls[0].shapes if calls and not calls[0].path else ()
 
 
@@ -68,7 +68,7 @@ def _block(call: Call, number: int, same_as: int | None) -> Block:
 
 
 def find_given(calls: Sequence[Call], blocks: Sequence[Block]) -> dict[str, Given]:
-    """What each block was called with, by its name."""
+    """Block name -> the arguments of its call."""
     found = {(c.path, c.nth): c.given for c in _walk(calls)}
     return {b.name: given for b in blocks if (given := found.get((b.module, b.nth))) is not None}
 
@@ -92,7 +92,7 @@ def _stacked(calls: Sequence[Call]) -> set[str]:
 
 
 def _composites(call: Call) -> list[str]:
-    """The modules with others inside that a call calls itself."""
+    """The modules with submodules that a call calls directly."""
     return [c.path for c in call.children if c.composite and not c.quiet]
 
 
@@ -106,7 +106,7 @@ def _choose(call: Call, stacked: set[str], large: float) -> list[Call]:
 
 
 def _shape(call: Call, ops: Sequence[Op], packed: Sequence[int]) -> tuple[object, ...]:
-    """What a block does, without where: equal for two blocks that can share one decision."""
+    """What a block does, independent of its position: equal for two blocks that can share one decision."""
     inside = ops[call.first : call.last + 1]
     return (
         call.kind,

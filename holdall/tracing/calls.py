@@ -1,4 +1,4 @@
-"""What a module was called with, without holding it: enough to call it again on stand-ins."""
+"""Records the arguments of a module call without keeping tensors, so that the call can be repeated on fake ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Like(NamedTuple):
-    """A tensor without its bytes."""
+    """A tensor's metadata."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -23,7 +23,7 @@ class Like(NamedTuple):
         return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad)
 
     def make(self) -> torch.Tensor:
-        """Another like it, of whatever kind the present mode makes."""
+        """A new tensor with this metadata, of the kind that the current mode makes."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made.requires_grad_(self.requires_grad)
 
@@ -32,13 +32,13 @@ class Like(NamedTuple):
 class Given:
     """The arguments of one call, and the autocast around it."""
 
-    leaves: tuple[Any, ...]  # with a `Like` for each tensor
+    leaves: tuple[Any, ...]  # with a `Like` in place of each tensor
     spec: TreeSpec
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
     @staticmethod
     def of(args: Any) -> Given | None:
-        """None: with tensors of a kind that cannot be made again from their strides."""
+        """Record the arguments; None: some tensor cannot be recreated from its strides."""
         leaves, spec = tree_flatten(args)
         if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in leaves):
             return None
@@ -47,7 +47,7 @@ class Given:
         return Given(like, spec, casts)
 
     def make(self) -> tuple[Any, Any]:
-        """(args, kwargs), on stand-ins."""
+        """(args, kwargs) with newly made tensors."""
         leaves = [leaf.make() if isinstance(leaf, Like) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs

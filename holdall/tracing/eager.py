@@ -1,4 +1,4 @@
-"""One real step, watched; the fallback for models that decide by their values. The model is left as it was."""
+"""Records one real step; the fallback for models whose control flow depends on values. The model is restored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdall.updates.parts import clone_optimizer
 def record_real_step(
     model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss: Loss, how: How
 ) -> Recorded:
-    """Forward and backward run for real; the optimizer's step runs on fakes, so that no weight changes."""
+    """Run forward and backward for real, and the optimizer's step on fakes, so that no weight changes."""
     recorder = Recorder(
         values=KnownValues(None),
         real=True,
@@ -43,7 +43,7 @@ def record_real_step(
         recorder.seed((("batch", t) for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)), Kind.INPUT)
         recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in working.items()})
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes: dict[str, torch.nn.Parameter] = {}  # that the optimizer steps over
+        fakes: dict[str, torch.nn.Parameter] = {}  # for the optimizer's step
         narrow: dict[str, torch.nn.Parameter] = {}  # of working copies that are not the parameters
         clone = None
         if optimizer is not None:
@@ -105,7 +105,7 @@ def record_real_step(
 
 
 def _working(model: torch.nn.Module, precision: torch.dtype | None) -> dict[str, torch.nn.Parameter]:
-    """What the model computes with, by every name: its parameters, or copies of them in another precision."""
+    """The parameters the model computes with, by every name: its own, or copies in another precision."""
     made: dict[int, torch.nn.Parameter] = {}
     for p in model.parameters():
         is_cast = precision is not None and p.dtype == torch.float32
@@ -122,7 +122,7 @@ def _kind(model: torch.nn.Module) -> str:
 
 
 def _alias(recorder: Recorder, parameters: Mapping[str, torch.Tensor], fakes: Mapping[str, torch.Tensor]) -> None:
-    """The fakes that the optimizer steps over count as the real parameters and gradients that they stand for."""
+    """Identify the fakes of the optimizer's step with the real parameters and gradients."""
     for name, p in parameters.items():
         recorder.same(fakes[name], p)
         if p.grad is not None and fakes[name].grad is not None:
@@ -131,7 +131,7 @@ def _alias(recorder: Recorder, parameters: Mapping[str, torch.Tensor], fakes: Ma
 
 @contextmanager
 def _left_as_found(model: torch.nn.Module) -> Iterator[None]:
-    """Gradients, buffers and random state are put back."""
+    """Restore gradients, buffers and random state afterwards."""
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}

@@ -1,4 +1,4 @@
-"""One step under fake tensors: no memory, no GPU, an unmodified model."""
+"""Records one step on fake tensors: no memory, no GPU, an unmodified model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def record_fake_step(
     device: torch.device,
     how: How,
 ) -> Recorded:
-    """Run one step of `model` on fakes of its parameters; the model itself is left as it was.
+    """Run one step of `model` on fakes of its parameters; the model itself is not changed.
 
-    With `how.precision` it computes with copies of the float32 parameters in this dtype; the optimizer updates the originals.
+    With `how.precision`, it computes with copies of the float32 parameters in this dtype; the optimizer updates the originals.
     """
     stand_in_for_cuda = device.type == "cuda" and not torch.cuda.is_available()
     on = torch.device("cpu") if stand_in_for_cuda else device
@@ -118,18 +118,19 @@ def record_fake_step(
 
 
 def _refuse_other_readers(model: torch.nn.Module) -> None:
-    """A gradient at a parameter itself: the model has it elsewhere too, in a list of its own, and computes with that."""
+    """Refuse a model that reads a parameter outside its module, such as from a list: the parameter itself received
+    a gradient."""
     found = [(name, p) for name, p in model.named_parameters() if isinstance(p.grad, FakeTensor)]
     for _, p in found:
         p.grad = None
     if found:
-        raise UnknownValue(f"`{found[0][0]}` is read from elsewhere than its module")
+        raise UnknownValue(f"`{found[0][0]}` is read outside its module")
 
 
 def _masters(
     model: torch.nn.Module, working: Mapping[str, torch.nn.Parameter], device: torch.device
 ) -> dict[str, torch.nn.Parameter]:
-    """The originals, in their own width, of trained parameters that the model computes with in a narrower one."""
+    """The trained masters, in their own dtype, of parameters that the model computes with in a lower precision."""
     return {
         name: torch.nn.Parameter(_fake_like(p, device))
         for name, p in model.named_parameters()
@@ -140,7 +141,7 @@ def _masters(
 def _fake_parameters(
     model: torch.nn.Module, device: torch.device, precision: torch.dtype | None
 ) -> tuple[dict[str, torch.nn.Parameter], dict[int, torch.Tensor]]:
-    """Fakes by name (a tied parameter appears under each of its names, the same object) and by the original's id."""
+    """Fakes by name (a tied parameter appears under each name, as the same object) and by the original's id."""
     by_id: dict[int, torch.nn.Parameter] = {}
     by_name: dict[str, torch.nn.Parameter] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -158,7 +159,7 @@ def _fake_like(t: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _base_of(t: torch.Tensor, device: torch.device, bases: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """For a piece of something larger that lies on the device: a fake of the whole, which stays there with it."""
+    """For a view of a larger tensor on the device: a fake of the whole, which stays in memory with it."""
     storage = t.untyped_storage() if t.layout is torch.strided and t.device.type == device.type else None
     if storage is None or storage.nbytes() <= t.nbytes:
         return None
@@ -197,14 +198,14 @@ def _named_inputs(batch: Any) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _no_tracing_branch() -> Iterator[None]:
-    """Let Hugging Face models take the branch of a real run: values they ask for are known (see `known.py`)."""
+    """Make Hugging Face models take the branch of a real run: the values they read are known (see `values/known.py`)."""
     try:
         from transformers.utils import import_utils
     except ImportError:
         yield
         return
     original = getattr(import_utils, "is_fake_tensor", None)
-    if original is None:  # a version that does not look
+    if original is None:  # a version without this check
         yield
         return
     import_utils.is_fake_tensor = lambda x: False  # noqa: ARG005

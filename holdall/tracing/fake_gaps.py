@@ -1,9 +1,9 @@
-"""Ops whose fake kernels say less than, or other than, the real ones do.
+"""Replaces fake kernels that differ from the real ones.
 
-Grouped matmul: the fake refuses fp32, which the real one takes. oneDNN's recurrent layers: the fake does not know the size of
-the workspace that the real one keeps for backward, nor the layout of its gradients; only the library does, so it is asked, on
-empty inputs. Norms of a bf16 input with float32 weights, as under autocast: the fake returns sums in bf16.
-Mean squares: the memory of their elements stays with the mean. cuDNN's recurrent layers are in `recurrent.py`.
+Grouped matmul: the fake refuses fp32, which the real one accepts. oneDNN's recurrent layers: the fake does not know the size of
+the workspace kept for backward or the layout of its gradients; the library itself is asked, on empty inputs. Norms of a bf16
+input with float32 weights, as under autocast: the fake returns statistics in bf16. Mean squared errors: the memory of the
+elements stays allocated with the mean. cuDNN's recurrent layers are in `values/recurrent.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16, device=t.device) if t.dtype == dtype else t
 
     out = func(*tree_map_only(torch.Tensor, narrow, args), **tree_map_only(torch.Tensor, narrow, kwargs))
-    # the fake pads rows to 16 bytes for the GPU's kernel; another dtype is contiguous
+    # the fake pads rows to 16 bytes for the GPU's kernel; other dtypes are contiguous
     return torch.empty(out.shape, dtype=dtype, device=out.device)
 
 
@@ -52,7 +52,7 @@ def _strided(t: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of a narrow input with float32 weights or statistics, the real one returns mean and deviation in float32."""
+    """For a low-precision input with float32 weights or statistics, the real kernel returns mean and deviation in float32."""
     out, *sums = func(*args, **kwargs)
     is_mixed = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in args[1:5])
     wide = [torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in sums[:2]] if is_mixed else sums[:2]
@@ -60,14 +60,14 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """The gradient of an input has its dtype, also where weights and statistics are wider."""
+    """The gradient of an input has the input's dtype, even if weights and statistics are wider."""
     first, *rest = func(*args, **kwargs)
     is_other = isinstance(first, torch.Tensor) and first.dtype != args[1].dtype
     return torch.empty_like(first, dtype=args[1].dtype) if is_other else first, *rest
 
 
 def _mean_loss(func: Any, args: Any, kwargs: Any) -> Any:
-    """The real one makes the elements in the memory of their mean, which stays as large."""
+    """The real kernel computes the elements in the mean's memory, which stays that large."""
     out = func(*args, **kwargs)
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     if out.dim() or not shape:
@@ -76,7 +76,7 @@ def _mean_loss(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """The gradient of an input has its dtype, also where the target is wider."""
+    """The gradient of an input has the input's dtype, even if the target is wider."""
     out = func(*args, **kwargs)
     return out if out.dtype == args[1].dtype else torch.empty_like(out, dtype=args[1].dtype)
 

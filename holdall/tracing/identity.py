@@ -1,9 +1,9 @@
-"""Whether two steps are the same program: a digest of all that a trace may depend on, for whoever keeps traces.
+"""A digest of everything that a trace may depend on, for the cache of traces.
 
-A trace follows from code and from values that code looks at. So everything is written down that can be reached from the model,
-the loss function and the optimizer: classes, attributes (dropout, flags, configs), functions with what they close over, shapes
-of parameters and buffers, hooks; and the sources of every module of the user's that is loaded, versions of packages, and what
-torch itself was told. Where anything turns up that cannot be written down, there is no digest, and nothing is kept.
+A trace depends on code and on values that the code reads. The digest covers everything reachable from the model, the loss
+function and the optimizer: classes, attributes (dropout, flags, configs), functions with their closures, shapes of parameters
+and buffers, hooks; also the sources of every loaded user module, versions of packages, and torch's settings. If something
+cannot be described, there is no digest and the trace is not cached.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PLAIN = (
     slice,
     PurePath,
 )
-_FEW = 1 << 12  # elements of a constant whose values are looked at; steps with larger ones are not kept
+_FEW = 1 << 12  # most elements of a constant whose values are hashed; steps with larger ones are not cached
 _OF_OPTIMIZERS = (
     "state",
     "param_groups",
@@ -53,18 +53,18 @@ _OF_OPTIMIZERS = (
 )
 _BY_PROCESS = (
     "_original_object_hash",
-)  # attributes of libraries that hold what Python's `hash` gave: another in every process
+)  # library attributes that hold values of Python's `hash`, which differ between processes
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 
 
 class Unknowable(Exception):
-    """Something was met that cannot be written down."""
+    """Something cannot be described."""
 
 
 def identity_of(
     model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any]
 ) -> str | None:
-    """A digest of the step; the values of the batch are not in it. None: there may be more to it than can be seen."""
+    """A digest of the step without the values of the batch. None: something cannot be described."""
     told = _Telling()
     try:
         told.value(model)
@@ -82,7 +82,7 @@ def identity_of(
 
 
 def values_of(batch: Any, which: Mapping[int, Any] | list[int]) -> dict[int, str]:
-    """Digests of the values of tensors of the batch, by their number; one that is there twice counts once."""
+    """Index of a tensor in the batch -> digest of its values; a repeated tensor counts once."""
     unique: dict[int, torch.Tensor] = {}
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -99,11 +99,11 @@ def _digest_of_values(t: torch.Tensor) -> str:
 
 
 class _Telling:
-    """Writes things down, each once: a second meeting is written as such, so that what is tied stays so."""
+    """Hashes objects, each once; a repeated object is hashed as a reference, so that ties are kept."""
 
     def __init__(self) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
-        self._met: dict[int, tuple[int, Any]] = {}  # the thing itself too, so that its id stays its own
+        self._met: dict[int, tuple[int, Any]] = {}  # keeps the object, so that its id stays unique
         self._classes: set[type] = set()
         self._modules: set[str] = set()
 
@@ -167,7 +167,7 @@ class _Telling:
             raise Unknowable(f"a {type(value)}")
         elif hasattr(value, "__dict__"):
             if any(base.__flags__ & (1 << 9) == 0 and base is not object for base in type(value).__mro__):
-                raise Unknowable(f"a {type(value)}, part of which is not Python's")  # `Py_TPFLAGS_HEAPTYPE` is not set
+                raise Unknowable(f"a {type(value)}, partly implemented outside Python")  # `Py_TPFLAGS_HEAPTYPE` is not set
             self._class(type(value))
             self._items(vars(value))
             self._slots(value)
@@ -195,7 +195,7 @@ class _Telling:
             raise Unknowable("a hook on a tensor")
         self.write(tuple(t.shape), tuple(t.stride()), t.storage_offset(), t.dtype, t.device.type, t.requires_grad, t.is_leaf)
         self.write(t.untyped_storage().nbytes() if t.layout is torch.strided else str(t.layout))
-        if is_constant:  # code may look at it
+        if is_constant:  # code may read it
             if t.numel() > _FEW:
                 raise Unknowable("a large constant")
             self.write(_digest_of_values(t))
@@ -242,7 +242,7 @@ class _Telling:
                 self._patched(base)
 
     def _patched(self, kind: type) -> None:
-        """Methods that were put in from elsewhere do not show in the source of the class."""
+        """Hash methods that were patched into a class, which its source does not show."""
         for name, item in vars(kind).items():
             if isinstance(item, types.FunctionType) and item.__module__ != kind.__module__:
                 self.write(name)
@@ -261,7 +261,7 @@ class _Telling:
             except ValueError:  # empty
                 self.write("empty")
         if _is_installed(getattr(sys.modules.get(function.__module__ or ""), "__file__", None)):
-            return  # by its version
+            return  # covered by the package version
         for name in code.co_names:
             if name in function.__globals__:
                 self.write(name)
@@ -272,19 +272,19 @@ class _Telling:
             if isinstance(constant, types.CodeType):
                 self.write(constant.co_code, constant.co_names)
                 self._constants(constant)
-            elif isinstance(constant, frozenset):  # whose order is another in every process
+            elif isinstance(constant, frozenset):  # its order differs between processes
                 self.write(sorted(map(repr, constant)))
             else:
                 self.write(constant)
 
     def sources(self) -> None:
-        """Files of the user's own modules, and versions of the packages that were met."""
+        """Hash the files of the user's modules, and the versions of the packages met."""
         packages = set()
         for name in self._modules - {""}:
             module = sys.modules.get(name)
             file = getattr(module, "__file__", None)
             if file is None and name not in sys.builtin_module_names:
-                raise Unknowable(f"`{name}` has no source to look at")
+                raise Unknowable(f"`{name}` has no readable source")
             packages.add(name.partition(".")[0])
         for name in sorted(packages | {"torch", "transformers"}):
             self.write(name, _version_of(name))
@@ -293,7 +293,7 @@ class _Telling:
 
 
 def _own_files() -> set[str]:
-    """Sources of loaded modules that are neither Python's, nor of an installed package, nor ours."""
+    """Sources of loaded modules that belong neither to Python, nor to an installed package, nor to holdall."""
     found = set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -315,7 +315,7 @@ def _installed() -> tuple[str, ...]:
 
 
 def _is_installed(file: str | None) -> bool:
-    """Whether a file is of Python or of an installed package, which is known by its version."""
+    """Does a file belong to Python or an installed package, which its version identifies?"""
     return file is not None and file.startswith(_installed())
 
 
@@ -328,7 +328,7 @@ def _version_of(package: str) -> str:
 
 
 def _of_torch() -> list[Any]:
-    """What torch was told that changes which kernels run."""
+    """torch's settings that decide which kernels run."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     found: list[Any] = [sys.version, torch.get_default_dtype(), torch.get_float32_matmul_precision()]
     found += [torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic]

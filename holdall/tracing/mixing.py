@@ -1,4 +1,4 @@
-"""Ops that take one dtype, given two. A fake op says nothing where the real one would fail."""
+"""Detects ops that need one dtype and got two. A fake op does not fail where the real one would."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ _ATTENTION = 3  # queries, keys and values
 
 
 class MixedDtypes(InvalidInput):
-    """`kind`: the class of the module whose op it is."""
+    """`kind`: the class of the module that called the op."""
 
     def __init__(self, op: str, kind: str, path: str, dtypes: list[str]) -> None:
         self.kind = kind
         where = f"`{path}` ({kind})" if path else kind
         super().__init__(
             f"the model rejected the batch: in {where} `{op}` gets {' and '.join(dtypes)}",
-            hint="cast one of them there, or leave `precision` out and use torch.autocast in the loop",
+            hint="cast one of them there, or call `fit` without `precision=` and use torch.autocast in the loop",
         )
 
 
 def mixed_dtypes(func: Any, args: Any) -> list[str]:
-    """The floating dtypes that a matrix product, convolution or attention is given, if they are more than one."""
+    """The floating dtypes of the arguments of a matrix product, convolution or attention, if there are several; otherwise
+    empty.
+    """
     name = func._schema.name.partition("::")[2] if getattr(func, "_schema", None) is not None else ""
     if name in _ONE_DTYPE:
         tensors = [t for t in args if isinstance(t, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Hooks that tell a recorder which module is running; gone when the step is over."""
+"""Hooks that tell a recorder which module is running; removed after the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdall.tracing.recorder import Recorder
 
 @contextmanager
 def watch_modules(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Every call of every module of `model` is reported to `recorder` while this is open."""
+    """Report every call of every module of `model` to `recorder` while this is open."""
     handles = []
     try:
         for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""What the process holds besides the model, which plans leave to it: on the host, and on the GPU."""
+"""Memory of the process outside this training, on the host and on the GPU, which plans leave free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdall.types.layout import allocated_bytes
 def besides_of(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, device: torch.device
 ) -> dict[str, int]:
-    """Both, for a trace; nothing where no GPU computes."""
+    """Both, for a trace; empty if no GPU computes."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     return {
         "process": own_bytes(model, optimizer) if on_gpu else 0,
@@ -25,18 +25,18 @@ def besides_of(
 
 
 def own_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Memory of this process that is not the model's: Python, torch and its libraries, and what the user holds besides.
+    """Host memory of this process besides the model: Python, torch, its libraries, and the user's other data.
 
-    Model and states may go elsewhere, and are counted where the plan has them.
+    Model and optimizer states are not counted: the plan places them.
     """
     there = _sizes(_of_training(model, optimizer), "cpu")
     return max(0, int(psutil.Process().memory_info().rss) - sum(there))
 
 
 def bytes_besides(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, device: torch.device) -> int:
-    """Memory of the GPU in tensors that are not this training's: a second model, an average of the weights.
+    """GPU memory of tensors outside this training: a second model, an average of the weights.
 
-    Not counted are those that nobody can reach any more, and workspaces of libraries, which machines are measured with.
+    Unreachable tensors are not counted, nor workspaces of libraries, which the probe measures.
     """
     if not torch.cuda.is_initialized():
         return 0
@@ -57,5 +57,5 @@ def _of_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def _sizes(tensors: Iterable[torch.Tensor], device: str) -> Iterable[int]:
-    """Of every storage on that kind of device."""
+    """Bytes of every storage on that kind of device."""
     return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors if t.device.type == device)}.values()

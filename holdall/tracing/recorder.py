@@ -1,9 +1,9 @@
-"""Write down what a step does, op by op, on fake or on real tensors.
+"""Records a step op by op, on fake or real tensors.
 
-Memory is counted on storages: a view costs nothing, and a storage lives until its last reference goes. Two kinds of reference
+Memory is counted by storage: a view costs nothing, and a storage lives until its last reference dies. Two kinds of reference
 matter to a planner and are told apart here. *Locals* (Python frames, temporaries) end by themselves; *saves* are autograd's,
-and an action can end them early. To see both, whatever autograd saves is handed over as a description instead of the tensor,
-and a stand-in is made when backward asks for it: the storage then dies when the locals let go, and that moment is noted.
+and an action can end them early. To separate them, autograd saves a description instead of the tensor, and unpacking makes a
+stand-in: the storage then dies when the locals release it, and that moment is recorded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Save:
 
 @dataclass(slots=True)
 class Call:
-    """One call of one module while it is being recorded."""
+    """One module call while it is being recorded."""
 
     path: str
     nth: int
@@ -73,19 +73,19 @@ class Call:
     backward: int | None = None
     odd: str = ""
     quiet: bool = False  # made without gradients
-    leaves: dict[int, int] = field(default_factory=dict)  # of what it returned: number -> tensor
-    wanted: set[int] = field(default_factory=set)  # numbers of those for which a gradient came, from inside or outside
+    leaves: dict[int, int] = field(default_factory=dict)  # index of an output -> tensor
+    wanted: set[int] = field(default_factory=set)  # indices of outputs that received a gradient, from inside or outside
     given: Given | None = None
     children: list[Call] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """As that of the block that it may become."""
+        """The name of the block that it may become."""
         return self.path if self.nth == 0 else f"{self.path}#{self.nth}"
 
 
 class _Packed:
-    """What autograd holds in the place of a saved tensor."""
+    """Stands for a saved tensor in autograd's graph."""
 
     __slots__ = ("__weakref__", "index", "kept", "like", "payload")
 
@@ -97,49 +97,49 @@ class _Packed:
 
 
 class Recorder(TorchDispatchMode):
-    """The mode under which one step runs. `finish` returns what was seen."""
+    """The dispatch mode under which one step runs. `finish` returns the recording."""
 
     supports_higher_order_operators = True
 
     def __init__(self, *, values: KnownValues, real: bool, trials: Trials, device: str = "cpu", narrow: bool = False) -> None:
         super().__init__()
-        self._is_narrow = narrow  # weights are working copies: an op may get float32 beside them
+        self._is_narrow = narrow  # weights are working copies: an op may get float32 besides
         self.device = device  # the kind of device that ops run on
-        self.autocast: torch.dtype | None = None  # that was on where the first module was called
+        self.autocast: torch.dtype | None = None  # active when the first module was called
         self.values = values
         self.trials = trials
-        self.real = real  # real tensors: saved bytes must survive in a copy
+        self.real = real  # real tensors: saved bytes must be kept in a copy
         self.phase = Phase.FORWARD
         self.ops: list[Op] = []
         self.tensors: list[_Tensor] = []
         self.saves: list[_Save] = []
         self.calls: list[Call] = []
         self._stack: list[Call] = []
-        self._ids: dict[int, int] = {}  # storage address -> tensor
+        self._ids: dict[int, int] = {}  # storage id -> tensor
         self._watch: dict[int, weakref.ref[Any]] = {}
-        self._stand_ins: dict[int, tuple[int, int]] = {}  # storage address -> (tensor, save)
+        self._stand_ins: dict[int, tuple[int, int]] = {}  # storage id -> (tensor, save)
         self._nth: dict[tuple[Phase, str, str], int] = {}
         self._module_of_seq: dict[int, str] = {}
         self._seq = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._module_of_param: dict[int, str] = {}
-        self._last = ""  # module of the autograd node that ran last
+        self._last = ""  # module of the last autograd node that ran
         self._quiet = 0
-        self._new_loss = -1  # the moment at which the forward has returned its loss
+        self._new_loss = -1  # the moment when the forward returned its loss
         self._is_over = False
-        self._with_loss: list[int] = []  # tensors that went with the loss, after the step
-        self.asked: set[str] = set()  # calls in which the forward asked for a value: what follows may depend on it
-        self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that took them
+        self._with_loss: list[int] = []  # tensors freed with the loss, after the step
+        self.asked: set[str] = set()  # calls whose forward read a value: control flow may depend on it
+        self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that used them
 
     # moments
 
     @property
     def now(self) -> int:
-        """The last op that is done; -1 before the first."""
+        """Index of the last finished op; -1 before the first."""
         return len(self.ops) - 1
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Ops inside are the recorder's own and are not written down."""
+        """Ops inside belong to the recorder and are not recorded."""
         self._quiet += 1
         try:
             yield
@@ -149,32 +149,32 @@ class Recorder(TorchDispatchMode):
     # tensors
 
     def seed(self, named: Iterable[tuple[str, torch.Tensor]], kind: Kind) -> None:
-        """Tensors that are there before the step."""
+        """Register tensors that exist before the step."""
         for name, tensor in named:
             self._see(tensor, name, kind, born=-1)
 
     def name_parameters(self, modules: dict[int, str]) -> None:
-        """Which module each parameter (by `id`) belongs to, for the ops that accumulate its gradient."""
+        """id of a parameter -> its module, for the ops that accumulate gradients."""
         self._module_of_param = modules
 
     def mark(self, tensors: Iterable[tuple[str, torch.Tensor]], kind: Kind) -> None:
-        """Give tensors made during the step their real kind and name (gradients)."""
+        """Give tensors made during the step (gradients) their kind and name."""
         for name, tensor in tensors:
             key = tensor.untyped_storage()._cdata
-            stand_in = self._stand_ins.get(key)  # what autograd had saved may be a gradient: that of a head made in forward
+            stand_in = self._stand_ins.get(key)  # a saved tensor may be a gradient: that of a head, made in forward
             found = self._ids.get(key) if stand_in is None else stand_in[0]
             if found is not None and self.tensors[found].born >= 0:
                 self.tensors[found].kind = kind
                 self.tensors[found].name = name
 
     def same(self, stand_in: torch.Tensor | None, tensor: torch.Tensor) -> None:
-        """From here on `stand_in` counts as `tensor`."""
+        """Count `stand_in` as `tensor` from now on."""
         if stand_in is not None:
             index = self._see(tensor, "", Kind.TEMP, born=self.now)
             self._stand_ins[stand_in.untyped_storage()._cdata] = (index, -1)
 
     def remember_loss(self, loss: torch.Tensor) -> None:
-        """The loss of the step before: a loop's variable holds it until this forward returns a new one."""
+        """Register the previous step's loss: a loop's variable holds it until this forward returns a new one."""
         size = int(loss.untyped_storage().nbytes())
         self._new_loss = self.now
         self._from_before("the loss before", tuple(loss.shape), str(loss.dtype).removeprefix("torch."), size)
@@ -183,8 +183,9 @@ class Recorder(TorchDispatchMode):
         self.tensors.append(_Tensor(len(self.tensors), name, Kind.INPUT, shape, dtype, size, -1, self._new_loss))
 
     def end_step(self) -> None:
-        """All that the step does is done. What goes with the loss from here on was held by its graph: a tensor that a function
-        has put on its `ctx` is there until the loop has another loss, so that of the step before is there in this forward."""
+        """The step is done. Tensors freed with the loss from now on were held by its graph: a tensor that a function put on its
+        `ctx` lives until the loop has another loss, so the previous step's is alive during this forward.
+        """
         self._is_over = True
 
     def _see(self, tensor: torch.Tensor, name: str, kind: Kind, born: int) -> int:
@@ -238,7 +239,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Autograd's saves pass through the recorder while this is open."""
+        """Pass autograd's saves through the recorder while this is open."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -275,7 +276,7 @@ class Recorder(TorchDispatchMode):
         with self.quiet():
             shape, stride, offset, dtype, device = packed.like
             if packed.payload is None:
-                # same strides from offset 0: a stand-in is never counted, so its own size does not matter
+                # same strides from offset 0: a stand-in is never counted, so its size does not matter
                 stand_in = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             else:
                 stand_in = torch.empty(0, dtype=dtype, device=device).set_(packed.payload, offset, shape, stride)
@@ -285,7 +286,7 @@ class Recorder(TorchDispatchMode):
             self._stand_ins[key] = (save.tensor, packed.index)
 
             def gone(_: object) -> None:
-                # a stand-in that escapes into a gradient holds the tensor as long as it lives
+                # a stand-in that becomes part of a gradient keeps the tensor alive
                 self._stand_ins.pop(key, None)
                 self._watch.pop(key, None)
                 save.released = max(self.now, save.released or -1)
@@ -338,7 +339,7 @@ class Recorder(TorchDispatchMode):
                 _tell_gradient(t, number, call.wanted)
 
     def _attribute_nodes(self) -> None:
-        """Autograd nodes made since the last look belong to the module that is running."""
+        """Assign the autograd nodes made since the last call to the running module."""
         seq = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if self.phase is Phase.FORWARD:
             path = self._stack[-1].path if self._stack else ""
@@ -350,7 +351,7 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.FORWARD:
             return self._stack[-1].path if self._stack else ""
         node = torch._C._current_autograd_node()
-        if node is None:  # autograd adds up what the node before and an earlier one gave to the same tensor
+        if node is None:  # autograd sums the gradients of the previous node and of an earlier one
             return self._last
         variable = getattr(node, "variable", None)
         if variable is not None:
@@ -388,7 +389,7 @@ class Recorder(TorchDispatchMode):
         label = f"{module}.{name.split('.')[1]}" if "." in name and module else name
         made = tuple(dict.fromkeys(i for i in (self._see(t, label, Kind.TEMP, born=here) for t in outs) if i >= before))
         if not made and not mutates:
-            return  # a view: it costs nothing and holds nothing of its own
+            return  # a view costs nothing and owns nothing
         key = (self.phase, module, name)
         nth = self._nth.get(key, 0)
         self._nth[key] = nth + 1
@@ -420,7 +421,7 @@ class Recorder(TorchDispatchMode):
     # result
 
     def _place_constants(self) -> None:
-        """A constant that died during the step was made for it (`torch.tensor(1.0)`), by the op that first took it."""
+        """Assign constants that died during the step (`torch.tensor(1.0)`) to the op that first used them."""
         for index, op in self._constants.items():
             info = self.tensors[index]
             if info.freed is not None and op < len(self.ops):
@@ -428,7 +429,7 @@ class Recorder(TorchDispatchMode):
                 self.ops[op] = _made_here(self.ops[op], index)
 
     def close(self) -> None:
-        """The step is over, and its loss is gone: what dies from here on outlived it."""
+        """The step is over and its loss freed: tensors that die from now on outlived it."""
         self._watch.clear()
         gone, self._with_loss = self._with_loss, []
         for t in (self.tensors[i] for i in gone):
@@ -436,7 +437,7 @@ class Recorder(TorchDispatchMode):
                 self._from_before(f"{t.name} of the step before", t.shape, t.dtype, t.nbytes)
 
     def finish(self, *, align: int = 1) -> tuple[tuple[Op, ...], dict[int, TensorInfo], tuple[Save, ...]]:
-        """What was seen; sizes are rounded up to `align`, as the device's allocator does."""
+        """The recording; sizes are rounded up to `align`, as by the device's allocator."""
         self.close()
         self._place_constants()
         tensors = {}
@@ -459,7 +460,7 @@ class Recorder(TorchDispatchMode):
         return self._ops_in_a_step(), tensors, saves
 
     def _ops_in_a_step(self) -> tuple[Op, ...]:
-        """The ops, with the times that they take among all others."""
+        """The ops, with their times inside a whole step."""
         slower = self.trials.slowdown()
         if slower == 1.0:
             return tuple(self.ops)
@@ -467,8 +468,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _tell_gradient(output: torch.Tensor, number: int, wanted: set[int]) -> None:
-    """Add the number to `wanted` when a gradient comes for this output."""
-    with torch._C.DisableTorchFunctionSubclass():  # lazy logits would compute themselves
+    """Add the index to `wanted` when this output receives a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():  # lazy logits would be computed
         ends = [(t.grad_fn, t.output_nr) for t in (output, output._base) if t is not None and t.grad_fn is not None]
     for node, place in ends:
 

@@ -1,4 +1,4 @@
-"""What a GPU would do otherwise than the CPU whose fake tensors stand in for it, on a machine without one."""
+"""Imitates a GPU's choice of ops on a machine without one, where CPU fakes stand in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from holdall.tracing.autocast import autocast_now
 
-# what autocast runs in float32 on a GPU and leaves as it is on a CPU
+# ops that autocast runs in float32 on a GPU, but not on a CPU
 _POINTWISE = (
     "exp",
     "expm1",
@@ -38,7 +38,7 @@ _WIDE |= {
 
 
 class CudaOps(TorchFunctionMode):
-    """Attention by the kernels of a GPU, and autocast by a GPU's lists."""
+    """Uses a GPU's attention kernels and autocast lists."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""One training step, as the recorder sees it: forward, loss, backward, optimizer."""
+"""One training step for the recorder: forward, loss, backward, optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 
 def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """`model(**batch).loss`, the Hugging Face habit; for tuples `model(*batch)`; the output is let go at once."""
+    """`model(**batch).loss`, as Hugging Face models return it; for tuples `model(*batch)`. The output is released at once."""
     output = call_model(model, batch)
     if isinstance(output, torch.Tensor):
         return output
@@ -58,15 +58,15 @@ def check_loss(loss: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """What a step computes in."""
+    """The dtypes a step computes in."""
 
-    precision: torch.dtype | None = None  # of working copies of the float32 parameters; None: the parameters themselves
-    autocast: torch.dtype | None = None  # around forward and loss; None: none
-    needed: frozenset[str] = frozenset()  # with a precision: classes of the model's own whose inputs must be cast
+    precision: torch.dtype | None = None  # of working copies of the float32 parameters; None: no copies
+    autocast: torch.dtype | None = None  # around forward and loss; None: off
+    needed: frozenset[str] = frozenset()  # with a precision: classes of user modules whose inputs must be cast
 
     @contextmanager
     def casting(self, model: torch.nn.Module) -> Iterator[list[str]]:
-        """Modules with working copies cast their inputs; yields the paths of those that did."""
+        """Make modules with working copies cast their inputs; yields the paths of those that did."""
         found: dict[str, None] = {}
         if self.precision is None:
             yield []
@@ -82,7 +82,7 @@ class How:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """A step, written down."""
+    """A recorded step."""
 
     ops: tuple[Op, ...]
     tensors: dict[int, TensorInfo]
@@ -90,19 +90,19 @@ class Recorded:
     blocks: tuple[Block, ...]
     units: tuple[Unit, ...]
     whole: Block | None = None
-    asked: tuple[str, ...] = ()  # calls in which a value was asked for
-    called: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that the model's own first call was given
-    autocast: torch.dtype | None = None  # that was on where the model was called
+    asked: tuple[str, ...] = ()  # calls that read a value
+    called: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors passed to the model's first call
+    autocast: torch.dtype | None = None  # active when the model was called
     casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision
-    given: dict[str, Given] = field(default_factory=dict)  # what each block was called with
-    parts: bool = False  # modules inside of the model were called by themselves
-    calls: int = 1  # of the model itself
+    given: dict[str, Given] = field(default_factory=dict)  # block -> the arguments of its call
+    parts: bool = False  # submodules were called directly
+    calls: int = 1  # calls of the model itself
     timed: bool = False  # ops carry seconds measured on the device
-    looked_at: tuple[int, ...] = ()  # tensors of the batch on whose values the step's course depends
+    looked_at: tuple[int, ...] = ()  # indices of batch tensors whose values decide the control flow
 
 
 class Step(torch.nn.Module):
-    """The whole step as one module, so that parameters swapped in for its call stay swapped in during backward."""
+    """The whole step as one module, so that parameters swapped in for its call stay during backward."""
 
     def __init__(self, model: torch.nn.Module, recorder: Recorder, loss: Loss, autocast: torch.dtype | None = None) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Step(torch.nn.Module):
         self._autocast = autocast
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """The loss: a loop's own variable holds it until the next step."""
+        """The loss, which the loop's variable holds until the next step."""
         recorder = self._recorder
         with recorder.saving(), self._casting():
             loss = self._loss(self.model, batch)
@@ -139,7 +139,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
 
 
 def record_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's step; its state is there already, as from the second step on."""
+    """Record the optimizer's step; its state exists already, as from the second step on."""
     recorder.phase = Phase.STEP
     recorder.values.guess = True
     optimizer.step()
@@ -149,7 +149,7 @@ def record_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> No
 def record_narrow_update(
     recorder: Recorder, updating: Updating, parameters: Mapping[str, torch.nn.Parameter], units: Mapping[str, list[str]]
 ) -> None:
-    """The update of wider originals from the gradients of narrower copies, unit by unit."""
+    """Record the update of masters from the gradients of lower-precision copies, unit by unit."""
     recorder.phase = Phase.STEP
     recorder.values.guess = True
     for names in units.values():
@@ -163,7 +163,7 @@ def record_narrow_update(
 
 
 def materialise_state(recorder: Recorder, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Make the optimizer's state by one unrecorded update, and let the recorder know it."""
+    """Create the optimizer's state by one unrecorded update, and register it with the recorder."""
     recorder.values.guess = True
     with recorder.quiet():
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Which parameters move and are updated together, and what an update of them takes."""
+"""Groups parameters into units that move and are updated together, and measures their updates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from holdall.updates.parts import Part, clone_optimizer, snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class Updating:
-    """The fakes that an optimizer steps over; by the first name of each parameter."""
+    """The fakes of an optimizer's parameters, by the first name of each."""
 
     optimizer: torch.optim.Optimizer
     values: Mapping[str, torch.Tensor]
-    narrow: Mapping[str, torch.Tensor]  # what the model computes with, where that is narrower than the value
-    sliced: bool  # as on a GPU, where memory is what counts
+    narrow: Mapping[str, torch.Tensor]  # the working copies, where they have a lower precision than the master
+    sliced: bool  # in slices, as on a GPU, to save memory
 
     @property
     def is_on_gpu(self) -> bool:
@@ -33,12 +33,12 @@ class Updating:
         return [self.optimizer.state.get(self.values[n], {}) for n in names]
 
     def groups(self) -> dict[str, int]:
-        """Parameter -> the number of its group: equal shapes in other groups may be updated otherwise."""
+        """Parameter -> index of its group: equal shapes in different groups may be updated differently."""
         of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         return {name: of.get(id(value), -1) for name, value in self.values.items()}
 
     def update(self, names: Sequence[str], grads: Sequence[torch.Tensor]) -> None:
-        """As the runtime does it on the device."""
+        """Update on the device, as the runtime does."""
         values = [self.values[n] for n in names]
         part = Part(self.optimizer, values)
         states, groups = self.states(names), snapshot(self.optimizer)
@@ -56,7 +56,7 @@ class Updating:
         return Updating(optimizer=clone, values={n: there[id(v)] for n, v in self.values.items()}, narrow=narrow, sliced=False)
 
     def seconds_on_host(self) -> dict[str, float]:
-        """Of the update of each parameter for which a sample tells them."""
+        """Seconds of the update of each parameter for which a sample gives them."""
         groups = self.groups()
         keys = {n: (groups[n], v.dtype, self.narrow.get(n, v).dtype) for n, v in self.values.items()}
         largest: dict[Any, str] = {}
@@ -68,7 +68,7 @@ class Updating:
 
 
 def group_parameters(names: Sequence[str], blocks: Sequence[Block]) -> dict[str, list[str]]:
-    """Unit -> its parameters: by the block that contains them, else by the module that owns them."""
+    """Unit -> its parameters: by the block that contains them, otherwise by the module that owns them."""
     paths = {b.module for b in blocks}
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -76,7 +76,7 @@ def group_parameters(names: Sequence[str], blocks: Sequence[Block]) -> dict[str,
         inside, path = "", owner
         while path:
             if path in paths:
-                inside = path  # the outermost wins
+                inside = path  # the outermost block wins
             path = path.rpartition(".")[0]
         groups.setdefault(inside or owner, []).append(name)
     return groups
@@ -89,7 +89,7 @@ def find_units(
     tensors: Mapping[int, TensorInfo],
     updating: Updating | None,
 ) -> tuple[Unit, ...]:
-    """`names`: the parameters, each once. Must be called where the fakes of `updating` were made."""
+    """The units of the parameters `names` (each once). Call it under the mode that made the fakes of `updating`."""
     weights = {t.name: t.id for t in tensors.values() if t.kind is Kind.PARAM}
     grads = {t.name.removesuffix(".grad"): t.id for t in tensors.values() if t.kind is Kind.GRAD}
     states: dict[str, list[int]] = {}
@@ -105,7 +105,7 @@ def find_units(
     costs: dict[tuple[object, ...], tuple[int, _Cost, int]] = {}
     elsewhere = updating.on_host() if updating is not None and updating.is_on_gpu else None
     group_of = updating.groups() if updating is not None else {}
-    is_here = torch.cuda.is_available()  # else updates will be made on another host than this
+    is_here = torch.cuda.is_available()  # otherwise updates will run on another host than this
     rates = updating.seconds_on_host() if updating is not None and updating.is_on_gpu and is_here else {}
     found: list[Unit] = []
     for unit in order:
@@ -140,16 +140,16 @@ def find_units(
 
 
 class _Cost(NamedTuple):
-    """Of one update."""
+    """The cost of one update."""
 
     moved: int = 0  # bytes read and written
-    workspace: int = 0  # most bytes taken at once
-    products: bool = False  # matrices are multiplied
-    solves: bool = False  # or taken apart
+    workspace: int = 0  # peak bytes of temporaries
+    products: bool = False  # multiplies matrices
+    solves: bool = False  # factorises matrices
 
 
 def _measure(names: Sequence[str], updating: Updating) -> _Cost:
-    """Of one update on fakes."""
+    """The cost of one update, on fakes."""
     recorder = Recorder(values=KnownValues(None), real=False, trials=Trials(torch.device("cpu")))
     recorder.phase = Phase.STEP
     recorder.values.guess = True
@@ -163,7 +163,7 @@ def _measure(names: Sequence[str], updating: Updating) -> _Cost:
             recorder.seed((("state", v) for v in kept), Kind.STATE)
         updating.update(names, grads)
     ops, tensors, _ = recorder.finish()
-    # what an op changes in place may be a part of a storage, and is no more than it was given
+    # an op may change a part of a storage in place: count at most its arguments' bytes
     moved = sum(op.moved + min(op.moved, sum(tensors[x].nbytes for x in op.mutates)) for op in ops)
     change = [0] * (len(ops) + 1)
     for t in tensors.values():

@@ -1,6 +1,6 @@
-"""Training a causal language model on a file, inside a budget: what `holdall train` does, as a function.
+"""Trains a causal language model on a file inside a budget: `holdall train` as a function.
 
-The two nouns are here; `loop` turns the first into the second, `data` reads the file, `checkpoint` keeps what was reached.
+The two nouns are here; `loop` turns the first into the second, `data` reads the file, `checkpoint` saves and resumes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from holdall.problem import Budget, resolve_recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """One run. `model` is a preset (from scratch) or a local folder (from its weights); zero switches off what says so."""
+    """One run. `model`: a preset (from scratch) or a local folder (from its weights). Zero turns an option off where noted."""
 
     model: str
     data: Path
     out: Path
     budget: Budget = "auto"
     planner: str = "auto"
-    hardware: str | None = None  # the machine to plan with, by name or file; None: this one is measured
+    hardware: str | None = None  # machine to plan for, by name or file; None: measure this one
     device: str = "auto"  # "auto": the GPU where there is one
     dtype: str = "float32"  # of the parameters
     precision: str | None = (
@@ -40,15 +40,15 @@ class TrainOptions:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
     warmup: int = 10  # steps
-    clip: float = 1.0  # of the gradient's norm; 0: off
+    clip: float = 1.0  # largest norm of the gradient; 0: off
     eval_every: int = 0  # steps; 0: at the end only
     eval_fraction: float = 0.05  # of the sequences; 0: none are held out
     save_every: int = 100  # steps; 0: at the end only
     keep: int = 2  # checkpoints
-    resume: bool = True  # go on from the latest checkpoint in `out`, where there is one
+    resume: bool = True  # continue from the latest checkpoint in `out`, if there is one
     seed: int = 0
-    compile: bool | str = False  # blocks that the plan runs op by op; a string names a back end of torch.compile
-    record: Path | None = None  # a folder for what was in memory where it runs out
+    compile: bool | str = False  # compile blocks that the plan runs op by op; a string names a back end of torch.compile
+    record: Path | None = None  # folder for out-of-memory reports
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "steps", "accumulate", "keep"):
@@ -76,18 +76,18 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a run reached. A figure is None where nothing was there to measure: no step was left, nothing was held out."""
+    """The result of a run. A figure is None if nothing was measured: no step was left, or no data held out."""
 
     model: str
     steps: int
     checkpoint: Path
-    resumed_from: int | None = None  # step; None: begun anew
-    seconds: float = 0.0  # of this run's steps alone
+    resumed_from: int | None = None  # step; None: a new run
+    seconds: float = 0.0  # of this run's steps
     tokens: int = 0  # read by this run
     first_loss: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
-    peak_bytes: int | None = None  # the largest step's
+    peak_bytes: int | None = None  # of the largest step
     predicted_peak_bytes: int | None = None
     budget_bytes: int | None = None
     report: Path | None = None

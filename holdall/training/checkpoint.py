@@ -1,4 +1,4 @@
-"""The checkpoints of `holdall train`: what every checkpoint holds (`holdall/checkpoints`), and what the run was asked for."""
+"""The checkpoints of `holdall train`: those of `holdall/checkpoints`, with the run's options."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Checkpoint:
     step: int
 
     def about(self) -> dict[str, Any]:
-        """What `save_checkpoint` was told."""
+        """The `about` passed to `save_checkpoint`."""
         about: dict[str, Any] = _read(self)["about"]
         return about
 
 
 def latest_checkpoint(out: Path) -> Checkpoint | None:
-    """The complete checkpoint that was saved last; None: there is none. Half-written and damaged ones are passed over."""
+    """The complete checkpoint saved last; None: there is none. Incomplete and damaged ones are skipped."""
     found = folders.latest(out)
     return None if found is None else Checkpoint(folder=found[0], step=found[1])
 
@@ -43,7 +43,7 @@ def check_can_save(out: Path, model: Any) -> None:
         free = shutil.disk_usage(out).free
     except OSError as error:
         raise InvalidInput(f"cannot write to `{out}`: {error.strerror}", hint="choose another folder") from error
-    needed = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())  # AdamW keeps two of each
+    needed = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())  # AdamW keeps two states per parameter
     if free < needed:
         have = f"a checkpoint takes {format_bytes(needed)}, but `{out}` has {format_bytes(free)} free"
         raise InvalidInput(have, hint="free some space or choose another folder")
@@ -51,7 +51,9 @@ def check_can_save(out: Path, model: Any) -> None:
         model.generation_config.validate(strict=True)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
-        raise InvalidInput(f"the model's generation config cannot be saved: {reason}", hint="mend that file") from error
+        raise InvalidInput(
+            f"the model's generation config cannot be saved: {reason}", hint="correct the model's generation_config.json"
+        ) from error
 
 
 def save_checkpoint(
@@ -64,9 +66,9 @@ def save_checkpoint(
     keep: int,
     tokenizer: Any = None,
 ) -> Path:
-    """Write the checkpoint of a step, then take away all but the last `keep`. `about`: plain data, handed back on resume.
+    """Write the checkpoint of a step, then remove all but the last `keep`. `about`: plain data, returned on resume.
 
-    The run draws from torch's generators alone; those of Python and numpy are the caller's.
+    The run draws from torch's generators only; those of Python and numpy belong to the caller.
     """
     return checkpoints.write_checkpoint(
         out,
@@ -82,7 +84,7 @@ def save_checkpoint(
 
 
 def check_continues(checkpoint: Checkpoint, same: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Refuse to go on with another run than the checkpoint's; what was changed in this one is returned in sentences.
+    """Refuse to continue a different run than the checkpoint's; returns sentences about changed settings.
 
     Compares with `about["same"]` and `about["settings"]` of the checkpoint.
     """
@@ -91,7 +93,7 @@ def check_continues(checkpoint: Checkpoint, same: Mapping[str, Any], settings: M
         if about["same"].get(key) != now:
             raise InvalidInput(
                 f"the {key} of this run is not that of the checkpoint `{checkpoint.folder}`",
-                hint="use what the run began with, or choose another folder for a new run",
+                hint="use the original value, or choose another folder for a new run",
             )
     before = about["settings"]
     changed = {key: now for key, now in settings.items() if before.get(key) != now}
@@ -99,14 +101,14 @@ def check_continues(checkpoint: Checkpoint, same: Mapping[str, Any], settings: M
 
 
 def load_optimizer(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Bring the optimizer's state back, one tensor at a time. Its settings stay as they are: the caller's options rule."""
+    """Restore the optimizer's state, one tensor at a time. Its settings are the caller's options."""
     about = _read(checkpoint)["optimizer"]
     found = states.check_optimizer(checkpoint.folder, about, model, optimizer)
     states.read_optimizer(about, found, model, optimizer, settings=False)
 
 
 def restore_random(checkpoint: Checkpoint) -> None:
-    """Set torch's generators as they were; those of devices that are not here are left out."""
+    """Restore torch's generators; skips devices that are not present."""
     states.read_random(checkpoint.folder, {})
 
 

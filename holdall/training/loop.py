@@ -1,9 +1,9 @@
-"""The training loop of `holdall train`: a plain PyTorch loop with the four verbs around it.
+"""The training loop of `holdall train`: a plain PyTorch loop inside trace, plan, apply and report.
 
     describe -> read the data -> build -> (resume) -> trace -> plan -> apply -> steps -> report
 
-A step is a function of the weights, the optimizer's state, the generators and the position in the data; a checkpoint holds
-these four, so a run that was interrupted ends with the same bits as one that was not, under this budget or another.
+A step depends on the weights, the optimizer's state, the generators and the position in the data; a checkpoint holds
+these four, so an interrupted run ends with the same bits as an uninterrupted one, under this budget or another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from holdall.types.plan import silent
 from holdall.units import format_bytes
 
 Metrics = dict[str, Any]
-"""One step: a line of `metrics.jsonl`. Sizes in bytes, times in seconds; `eval_loss` is there where it was measured."""
+"""One step: a line of `metrics.jsonl`. Sizes in bytes, times in seconds; `eval_loss` only where it was measured."""
 
 
 def run_training(
@@ -51,8 +51,7 @@ def run_training(
 ) -> TrainResult:
     """Train, and write checkpoints, `metrics.jsonl` and the report into `options.out`.
 
-    `progress` hears of the stages and of each step in words, `on_metrics` receives each step's figures. The caller's random
-    state is left as it was.
+    `progress` receives the stages and steps in words, `on_metrics` each step's figures. The caller's random state is restored.
     """
     options = settled(options)
     source = _causal_lm(options.model)
@@ -120,7 +119,7 @@ def run_training(
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Everything that stays the same from step to step."""
+    """Everything that is constant over the steps."""
 
     options: TrainOptions
     name: str
@@ -219,7 +218,7 @@ def _measured_step(run: _Run, step: int, position: int, scheduler: LambdaLR) -> 
 
 
 def _step(run: _Run, step: int, position: int) -> tuple[float, float]:
-    """One update: its loss, and its gradient's norm before clipping. Where either is no number, the update is not made."""
+    """One update: (loss, gradient norm before clipping). If either is not finite, it raises before the update."""
     options = run.options
     mean = 0.0
     for nth in range(options.accumulate):
@@ -227,7 +226,7 @@ def _step(run: _Run, step: int, position: int) -> tuple[float, float]:
         loss = _share_of_loss(options.accumulate, run.model, batch)
         loss.backward()
         mean += loss.item()
-        del loss, batch  # the next forward must not find them in memory
+        del loss, batch  # free them before the next forward
     _check_finite("loss", mean, step, options)
     norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), options.clip or math.inf))
     _check_finite("norm of the gradient", norm, step, options)
@@ -254,7 +253,7 @@ def _diverged(what: str, step: int, options: TrainOptions) -> HoldallError:
 
 
 def _evaluate(run: _Run) -> float:
-    """The mean loss over what was held out."""
+    """The mean loss over the held-out data."""
     total = 0.0
     run.model.eval()
     try:
@@ -270,11 +269,11 @@ def _save(run: _Run, step: int, position: int) -> Path:
     options, ledger = run.options, run.harness.ledger
     run.progress("saving", step, options.steps, "")
     for parameter in run.model.parameters():
-        # the loss was a number before this update; the smallest and the largest value show whether the next one will be
+        # the loss was finite before this update; the extremes of the weights show whether the next one will be
         if not all(math.isfinite(end) for end in torch.aminmax(parameter.detach())):
             raise _diverged("the weights are no longer finite", step, options)
     about = {"position": position, "same": _fixed(options, run.name, run.data), "settings": _settings(options)}
-    with ledger.paused() if ledger is not None else nullcontext():  # the plan is for steps; nothing of a save outlives it
+    with ledger.paused() if ledger is not None else nullcontext():  # saving is not part of a planned step
         return save_checkpoint(
             options.out,
             step,
@@ -294,19 +293,20 @@ def _fixed(options: TrainOptions, name: str, data: Sequences) -> dict[str, Any]:
 
 
 def _settings(options: TrainOptions) -> dict[str, Any]:
-    """What a resumed run may change; only where it does not are its results those of one run."""
+    """Options that a resumed run may change, at the cost of other results than an uninterrupted run."""
     names = ("batch", "accumulate", "steps", "lr", "weight_decay", "warmup", "clip")
     return {**{name: getattr(options, name) for name in names}, "betas": list(options.betas)}
 
 
-# what is built before the first step
+# before the first step
 
 
 def _checkpoint_to_resume(options: TrainOptions) -> Checkpoint | None:
     found = latest_checkpoint(options.out)
     if found is not None and not options.resume:
         raise InvalidInput(
-            f"`{options.out}` already holds a checkpoint of step {found.step}", hint="resume it, or choose another folder"
+            f"`{options.out}` already holds a checkpoint of step {found.step}",
+            hint="use `resume=True` (`--resume`), or choose another folder",
         )
     return found
 
@@ -319,7 +319,7 @@ def _causal_lm(name: str) -> models.ModelSource:
 
 
 def _missing_from(source: models.ModelSource, encoder: Encoder) -> list[str]:
-    """What a folder was expected to hold; its absence would otherwise show only in the loss."""
+    """Warnings about missing files of a folder, which would otherwise show only in the loss."""
     if source.folder is None:
         return []
     weights = any(source.folder.glob("*.safetensors"))
@@ -335,10 +335,10 @@ def _missing_from(source: models.ModelSource, encoder: Encoder) -> list[str]:
 
 @contextmanager
 def _metrics_file(path: Path, start: int) -> Iterator[Callable[[Metrics], None]]:
-    """Appends one line per step. Lines of steps that will be run again are taken out first: step numbers only ever rise."""
+    """Append one line per step, after removing the lines of steps that will be run again."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     write_text(path, "".join(f"{line}\n" for line in lines if _step_of(line) in range(1, start + 1)))
-    with path.open("ab", buffering=0) as file:  # nothing is left over that closing would have to write
+    with path.open("ab", buffering=0) as file:  # unbuffered: closing has nothing left to write
 
         def write(row: Metrics) -> None:
             try:
@@ -368,7 +368,7 @@ def _in_words(row: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _private_random(device: str) -> Iterator[None]:
-    """The run has its own random numbers; the caller's go on afterwards as if nothing had happened."""
+    """The run has its own random numbers; the caller's are restored."""
     on_gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else ()):
         yield
@@ -376,7 +376,7 @@ def _private_random(device: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Its bars for loading and saving would be drawn over the caller's."""
+    """Turn off progress bars of transformers, which would overwrite the caller's."""
     from transformers.utils import logging
 
     if not logging.is_progress_bar_enabled():

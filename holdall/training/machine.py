@@ -1,4 +1,4 @@
-"""Where a training run computes, and the machine that its plan is for."""
+"""The device that a training run computes on, and the machine that its plan is for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdall.types import Hardware
 
 
 def resolve_device(asked: str) -> str:
-    """Where the run computes, as torch names it."""
+    """The run's device, as torch names it."""
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind = asked.partition(":")[0]
@@ -24,11 +24,11 @@ def resolve_device(asked: str) -> str:
 
 
 def resolve_machine(options: TrainOptions, device: str) -> Hardware:
-    """What to plan with. A wrong planner or size is said here, before anything slow."""
+    """The machine to plan for. A wrong planner or size is refused here, before anything slow."""
     member_class("planners", options.planner)
     machine = resolve_hardware(options.hardware, torch.device(device).type, options.budget)
     if machine.device != torch.device(device).type:
-        hint = "leave it out: this machine is then measured"
+        hint = "leave `--hardware` out: this machine is then measured"
         raise InvalidInput(f"`{options.hardware}` computes on {machine.device}, but the run is on {device}", hint=hint)
     resolve_budget(options.budget, machine)
     return machine

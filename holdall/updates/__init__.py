@@ -1,1 +1,1 @@
-"""The engine's optimizer steps: parts of the user's optimizer, and Adam on the host."""
+"""The engine's optimizer steps: the user's optimizer over parts of its parameters, and Adam on the host."""

@@ -1,12 +1,11 @@
-// One step of Adam or AdamW over a list of arrays, in one pass over memory: what is read is the gradient, the fp32 weight and
-// its two moments; what is written is the weight and the moments, and beside them the weight in low precision where asked.
-// With bf16 in and out that is 28 bytes per parameter, and memory is the limit from a few cores on. Where the low-precision weight
-// alone is asked for, it is 16.
+// One step of Adam or AdamW over a list of arrays, in one pass over memory: reads the gradient, the fp32 weight and its two
+// moments; writes the weight and the moments and, if `out` is set, the weight in low precision. With bf16 in and out that is
+// 28 bytes per parameter, and memory is the limit from a few cores on. Writing only the low-precision weight takes 16.
 //
 // The order of operations is that of torch's own CPU kernel (ATen/native/cpu/FusedAdamKernel.cpp), so that the bits agree. That
-// kernel leaves it to its compiler which products join the sum behind them without rounding in between. It has two loops, one over
-// whole vectors and a scalar one over what is left at a tensor's end, and its compiler may choose differently in each. FUSE says
-// what it did in the first, and the caller says what it did in the second, and how many elements a vector has (`Rounding`):
+// kernel leaves it to its compiler which products are fused with the following sum (without rounding in between). It has two
+// loops, one over whole vectors and a scalar one over the tensor's tail, and its compiler may choose differently in each. FUSE is
+// the choice in the first loop; `Rounding` holds the choice in the second, and the number of elements per vector:
 //
 //     0  nothing is fused          2  all, in exp_avg_sq the product exp_avg_sq * beta2
 //     1  only the first moment     3  all, in exp_avg_sq the product with the gradient
@@ -30,7 +29,7 @@
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__aarch64__)
 #define HAS_FMA 1
 #else
-#define HAS_FMA 0  // nothing is fused then, whatever is asked for
+#define HAS_FMA 0  // then nothing is fused, whatever FUSE says
 #endif
 #ifndef FUSE
 #define FUSE 2
@@ -46,16 +45,16 @@ namespace {
 
 enum Kind : int32_t { kNone = 0, kFloat = 1, kBfloat16 = 2, kHalf = 3 };
 
-struct Array {  // the same fields in the same order in _host.py
+struct Array {  // the same fields in the same order as in host_native.py
   const float* param;
   const float* exp_avg;
   const float* exp_avg_sq;
-  float* new_param;  // where the new values go; may be the old ones' places, for an element is read before it is written;
-                     // null: nowhere, `out` alone is asked for
+  float* new_param;  // destination of the new values; may be the old ones' memory, since an element is read before it is
+                     // written; null: write only `out`
   float* new_exp_avg;
   float* new_exp_avg_sq;
   const void* grad;
-  void* out;  // null: none; may be `grad`, for an element is read before it is written
+  void* out;  // null: none; may be `grad`, since an element is read before it is written
   int64_t size;
   double step;
   int32_t grad_kind;
@@ -68,8 +67,8 @@ struct Rule {  // likewise
 };
 
 struct Rounding {  // likewise
-  int32_t tail;   // what is fused in the elements behind a tensor's last whole vector
-  int64_t width;  // elements of a vector; more than a tensor has: all of it is tail
+  int32_t tail;   // fusion in the elements after a tensor's last whole vector
+  int64_t width;  // elements per vector; larger than a tensor: all of it is tail
 };
 
 struct Coefficients {
@@ -80,8 +79,8 @@ struct Piece {
   int64_t array, begin, end;
 };
 
-constexpr int64_t kTile = 256;       // elements: three tiles stay in a core's first cache, and their lines are asked for at once
-constexpr int64_t kPiece = 1 << 16;  // elements: small enough to share out evenly, long enough for the hardware to prefetch
+constexpr int64_t kTile = 256;       // elements: three tiles stay in a core's first cache, and their lines are prefetched together
+constexpr int64_t kPiece = 1 << 16;  // elements: small enough to distribute evenly, long enough for the hardware to prefetch
 
 float from_bits(uint32_t bits) {
   float value;
@@ -207,7 +206,7 @@ void walk(const Array& array, const Coefficients c, int64_t begin, int64_t end) 
   }
 }
 
-// The few elements behind them.
+// The tail.
 void walk_tail(const Array& array, const Coefficients& c, int32_t fuse, int64_t begin, int64_t end) {
   const auto* grad16 = static_cast<const uint16_t*>(array.grad);
   auto* out = static_cast<uint16_t*>(array.out);
@@ -255,7 +254,7 @@ void walk_any(const Array& array, const Coefficients& c, int64_t begin, int64_t 
   }
 }
 
-// To memory past the caches: a place that is only written need not be read first, which would be 12 bytes more a parameter.
+// Non-temporal stores: write-only memory need not be read first, which would cost 12 more bytes per parameter.
 void write_past(void* to, const void* from, int64_t nbytes) {
 #if defined(__SSE__)
   if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
@@ -275,8 +274,8 @@ char* moved(const void* pointer, int32_t kind, int64_t elements) {
   return static_cast<char*>(const_cast<void*>(pointer)) + elements * (kind == kFloat ? 4 : 2);
 }
 
-// Lines that will be needed soon are asked for early: the hardware's own prefetching stops at every page of 4 KiB. On a Xeon with
-// 12 and 15 threads that was worth 9 to 19 %; the one ARM that was tried seemed slower with it.
+// Software prefetch: the hardware's prefetching stops at every page of 4 KiB. On a Xeon with 12 and 15 threads it gained
+// 9 to 19 %; one ARM CPU seemed slower with it.
 void fetch_ahead(const Array& array, int64_t begin) {
 #if defined(__x86_64__)
   const int64_t from = std::min(begin + 2 * kTile, array.size), to = std::min(from + kTile, array.size);

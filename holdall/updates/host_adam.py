@@ -5,9 +5,9 @@ Two back ends do the same arithmetic in the order of torch's fused CPU kernel:
     native  one pass over memory by `host_adam.cpp`, compiled on first use (`host_native.py`)
     torch   torch's own fused kernel on slices (`host_step.py`); needs no compiler
 
-The native one is taken when the system has a C++ compiler and when, at loading, it agrees with the other on random data.
-`backend` says which was taken and why, `is_exact` whether its bits are those of `torch.optim` with `fused=True`. Who needs
-these bits asks `update` for them (`exact=True`): where the native one does not have them, that update is torch's.
+The native one is chosen if the system has a C++ compiler and if it agrees with the other on random data when loaded. `backend`
+says which was chosen and why, `is_exact` whether its bits equal `torch.optim` with `fused=True`. Callers that need these bits
+pass `exact=True` to `update`, which then uses torch's kernel if the native one differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdall.updates import host_native
 from holdall.updates.host_native import KINDS
 from holdall.updates.host_step import Arrays, Rule, Step, step_by_torch
 
-TOLERANCE = 4  # ulps of a tensor's largest element by which the native back end may differ and still be taken
+TOLERANCE = 4  # largest accepted difference of the native back end, in ulps of a tensor's largest element
 COMPILERS = ("c++", "g++", "clang++")
 
 log = logging.getLogger("holdall")
@@ -66,13 +66,13 @@ def update(
 ) -> None:
     """One step in place on lists of contiguous CPU tensors, without the GIL, in `threads` threads.
 
-    `grads` are fp32, bf16 or fp16; they are multiplied by `scale` in fp32 where they are used, and stay as they are. `out` are
-    bf16 or fp16 tensors that receive the new weights beside the fp32 ones. An element is read before it is written, so that
-    `out` may be the very same memory as `grads` of the same dtype; any other overlap is an error that nobody notices.
-    `steps` are counters as torch.optim keeps them, one a tensor; they are incremented here. `into`: tensors that receive the
-    new weights and moments, while the old ones stay as they are. `peek`: nothing but `out` is written, not even `steps`; that
-    takes little more than half of the time, and the same call without `peek` gives `out` the same bits once more. `exact`: the
-    bits of torch's fused kernel, by that kernel itself where the chosen back end does not have them.
+    `grads` are fp32, bf16 or fp16; they are multiplied by `scale` in fp32 when used, and not changed. `out` are bf16 or fp16
+    tensors that receive the new weights in addition to the fp32 ones. An element is read before it is written, so `out` may
+    share memory exactly with `grads` of the same dtype; any other overlap gives wrong results without an error. `steps` are
+    counters as in torch.optim, one per tensor; they are incremented here. `into`: tensors that receive the new weights and
+    moments, leaving the old ones unchanged. `peek`: writes only `out`, not even `steps`; that takes little more than half the
+    time, and the same call without `peek` gives `out` the same bits again. `exact`: the bits of torch's fused kernel, by that
+    kernel itself if the chosen back end differs.
     """
     rule = Rule(float(lr), *betas, eps, weight_decay, decoupled, maximize, float(scale))
     arrays = _gather(params32, exp_avg, exp_avg_sq, steps, grads, out)
@@ -94,13 +94,13 @@ def update(
 
 
 def backend() -> str:
-    """Which back end `update` takes, and why. Compiles it if nobody did so yet."""
+    """The back end that `update` uses, and why. Compiles it if necessary."""
     chosen = _choose()
     return f"{chosen.name}: {chosen.why}"
 
 
 def is_exact() -> bool:
-    """Whether `update` gave the bits of torch's fused Adam and AdamW in all of the test at loading, on this machine."""
+    """Did `update` match the bits of torch's fused Adam and AdamW in the whole test at loading, on this machine?"""
     return _choose().is_exact
 
 
@@ -165,11 +165,11 @@ def _load() -> _Backend:
     try:
         found = host_native.find(compiler)
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
-        return _by_torch(f"the native one does not load: {error}")
+        return _by_torch(f"the native back end does not load: {error}")
     if found.ulps == 0:
         return _Backend("native", f"{compiler}; the same bits as torch's fused kernel", True, found.step)
     if not found.ulps <= TOLERANCE:
-        return _by_torch(f"the native one is {found.ulps:.3g} ulps off in its test, {TOLERANCE} are allowed")
+        return _by_torch(f"the native back end differs by {found.ulps:.3g} ulps in its test; {TOLERANCE} are allowed")
     far = f"at most {math.ceil(found.ulps)} ulps of a tensor's largest element from torch's fused kernel"
     return _Backend("native", f"{compiler}; {far} ({found.rounding})", False, found.step)
 

@@ -1,4 +1,4 @@
-"""`host_adam.cpp` as a shared library: compiled on first use by the system's compiler, and kept in the user's cache."""
+"""`host_adam.cpp` as a shared library: compiled on first use by the system's compiler, and cached for the user."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("host_adam.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
-_private: list[tempfile.TemporaryDirectory[str]] = []  # libraries that could not go to the cache; they go with the process
+_private: list[tempfile.TemporaryDirectory[str]] = []  # libraries outside the cache; deleted with the process
 
 
 def build(compiler: str, fusion: int) -> Path:
-    """The compiled source, from the user's cache if it is there. Its name is a hash of all that made it."""
+    """Path of the compiled library, from the user's cache if possible. Its name is a hash of its source, compiler and CPU."""
     flags = (*FLAGS, f"-DFUSE={fusion}")
     key = "\0".join((SOURCE.read_text(), compiler, *flags, _cpu()))
     name = f"host_adam-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -25,7 +25,7 @@ def build(compiler: str, fusion: int) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         scratch = tempfile.TemporaryDirectory(dir=folder)
-    except OSError:  # a home that cannot be written: compile for this process alone
+    except OSError:  # the home is not writable: compile for this process alone
         scratch = tempfile.TemporaryDirectory(prefix="holdall-")
         folder = Path(scratch.name)
         _private.append(scratch)
@@ -36,7 +36,7 @@ def build(compiler: str, fusion: int) -> Path:
         if done.returncode != 0:
             complaint = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
             raise RuntimeError(f"{compiler} says: {complaint[0]}")
-        os.replace(fresh, folder / name)  # at once, for other processes may be looking
+        os.replace(fresh, folder / name)  # atomic, since other processes may be reading
     finally:
         if scratch not in _private:
             scratch.cleanup()
@@ -44,7 +44,7 @@ def build(compiler: str, fusion: int) -> Path:
 
 
 def _cpu() -> str:
-    """The model and its instructions: what `-march=native` depends on."""
+    """The CPU model and its instruction sets, which `-march=native` depends on."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:

@@ -1,8 +1,8 @@
-"""`host_adam.cpp` as a back end: one pass over memory, in threads of its own, with the rounding of torch's fused kernel.
+"""`host_adam.cpp` as a back end: one pass over memory, in its own threads, with the rounding of torch's fused kernel.
 
-Which products torch's kernel fuses with the sum behind them was decided by its compiler: once for whole vectors and once for
-the elements at a tensor's end, and not alike in every build and for every width of vectors (`ATEN_CPU_CAPABILITY`). So the
-ways are tried on random data until the bits agree.
+The compiler of torch's kernel decided which products are fused with the following sum: separately for whole vectors and for the
+elements at a tensor's end, and differently between builds and vector widths (`ATEN_CPU_CAPABILITY`). So the variants are tried
+on random data until the bits agree.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from holdall.updates import host_library
 from holdall.updates.host_step import Arrays, Rule, Step, step_by_torch
 
 FUSIONS = (3, 2, 1, 0, 4)  # the values of FUSE in the source, likeliest first
-WIDTHS = (8, 16, 4)  # elements of a vector
-KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # of the source; 0: none
-_ALL = 1 << 62  # a width that no tensor has: all elements are a tail's
-_WHOLE = (4096,)  # sizes without a tail, whatever the width
+WIDTHS = (8, 16, 4)  # elements per vector
+KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # constants of the source; 0: none
+_ALL = 1 << 62  # a width larger than any tensor: every element is in the tail
+_WHOLE = (4096,)  # sizes without a tail, for every width
 _Key = TypeVar("_Key")
 _TAILED = (*range(1, 16), *range(64 + 1, 64 + 16, 2), 1024 + 15)  # every tail of every width
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    body: int  # what is fused in whole vectors
-    tail: int  # and behind the last of them
+    body: int  # fusion in whole vectors
+    tail: int  # fusion in the tail
     width: int
 
 
@@ -41,7 +41,7 @@ class Rounding:
 class Native:
     step: Step
     rounding: Rounding
-    ulps: float  # how far it was from torch's in its test, at most
+    ulps: float  # largest difference from torch's kernel in its test
 
 
 class _CArray(ctypes.Structure):
@@ -68,9 +68,9 @@ class _CRounding(ctypes.Structure):
 
 
 def find(compiler: str) -> Native:
-    """The back end whose bits agree with torch's, or that with the least difference. At most two compilations.
+    """The back end whose bits agree with torch's, or the one with the smallest difference. At most two compilations.
 
-    Elements of a tail are computed one by one and may be rounded in any way, so one library shows which body is the right one.
+    Elements of a tail are computed one by one, with any rounding, so one library shows which body is right.
     """
     library = host_library.build(compiler, FUSIONS[0])
     body = _best({fusion: bind(library, Rounding(FUSIONS[0], fusion, _ALL)) for fusion in FUSIONS}, _WHOLE)
@@ -84,7 +84,7 @@ def find(compiler: str) -> Native:
 
 
 def _best(steps: dict[_Key, Step], sizes: Sequence[int]) -> _Key:
-    """The first that agrees with torch on gradients of full precision, else the nearest one by one rule."""
+    """The first that agrees with torch on fp32 gradients, otherwise the nearest one by one rule."""
     for key, step in steps.items():
         if all(_gap(step, rule, torch.float32, None, sizes) == 0 for rule in _rules()):
             return key
@@ -92,7 +92,7 @@ def _best(steps: dict[_Key, Step], sizes: Sequence[int]) -> _Key:
 
 
 def bind(library: Path, rounding: Rounding) -> Step:
-    adam = ctypes.CDLL(str(library)).holdall_adam  # a CDLL's functions run without the GIL
+    adam = ctypes.CDLL(str(library)).holdall_adam  # functions of a CDLL run without the GIL
     pointers = (ctypes.POINTER(_CArray), ctypes.c_int64, ctypes.POINTER(_CRule), ctypes.POINTER(_CRounding))
     adam.argtypes = (*pointers, ctypes.c_int32)
     rounded = _CRounding(rounding.tail, rounding.width)
@@ -125,7 +125,7 @@ def _c_array(a: Arrays) -> _CArray:
 
 
 def distance(step: Step) -> float:
-    """The largest difference of a back end from torch's on random data, in ulps of the largest element of a tensor; 0: none."""
+    """The largest difference of a back end from torch's on random data, in ulps of a tensor's largest element; 0: none."""
     ways = itertools.product(_rules(), KINDS, (None, torch.bfloat16, torch.float16))
     return max(_gap(step, rule, grad, out, (1024 + 15, 64 + 7, 3)) for rule, grad, out in ways)
 
@@ -154,7 +154,7 @@ def _ulps(x: Tensor | None, y: Tensor | None) -> float:
 
 
 def examples(grad: torch.dtype, out: torch.dtype | None, sizes: Sequence[int]) -> list[Arrays]:
-    """Always the same values, whatever torch's random state and defaults are."""
+    """Fixed random values, whatever torch's random state and defaults are."""
     dice = torch.Generator("cpu").manual_seed(0)
 
     def draw(size: int) -> Tensor:

@@ -1,6 +1,6 @@
 """One step of Adam or AdamW on host memory by torch's own fused kernel, slice by slice: its bits on any CPU, no compiler.
 
-A gradient of low precision is cast into a small fp32 scratch. Where old values must stay, the kernel runs on copies.
+A low-precision gradient is cast into a small fp32 scratch buffer. If old values must stay, the kernel runs on copies.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SLICE = 1 << 21  # elements a call: its scratch, 8 MiB, stays in the cores' caches
-_scratch = threading.local()  # one a calling thread
+SLICE = 1 << 21  # elements per call: the scratch of 8 MiB stays in the cores' caches
+_scratch = threading.local()  # one per calling thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class Rule:
     beta2: float
     eps: float
     weight_decay: float
-    decoupled: bool  # AdamW; else the decay joins the gradient, as in Adam
+    decoupled: bool  # AdamW; otherwise the decay is added to the gradient, as in Adam
     maximize: bool
     scale: float  # multiplies the gradient
 
 
 class Arrays(NamedTuple):
-    """What belongs to one tensor, each contiguous."""
+    """The arrays of one tensor, each contiguous."""
 
     param: Tensor
     exp_avg: Tensor
@@ -40,8 +40,8 @@ class Arrays(NamedTuple):
     step: Tensor
     grad: Tensor
     out: Tensor | None
-    new: tuple[Tensor, Tensor, Tensor] | None = None  # where param, exp_avg, exp_avg_sq go; None: to their own places
-    is_peek: bool = False  # they go nowhere: `out` alone is asked for
+    new: tuple[Tensor, Tensor, Tensor] | None = None  # where the new param, exp_avg and exp_avg_sq go; None: in place
+    is_peek: bool = False  # compute only `out`
 
 
 Step = Callable[[Sequence[Arrays], Rule, int], None]
@@ -77,8 +77,9 @@ def step_by_torch(arrays: Sequence[Arrays], rule: Rule, threads: int) -> None:
 
 
 def _batches(arrays: Sequence[Arrays], most: int) -> Iterator[list[Arrays]]:
-    """Runs of at most `most` elements. Cuts lie at multiples of 16 elements from a tensor's start, as torch's own between its
-    threads do: elsewhere a run would reach the scalar end of a vector loop, which need not round as its body does."""
+    """Batches of at most `most` elements. Cuts are at multiples of 16 elements from a tensor's start, as torch's own between
+    its threads: elsewhere the scalar tail of the vector loop would run, which may round differently.
+    """
     batch: list[Arrays] = []
     free = most
     for a in arrays:
@@ -99,7 +100,7 @@ def _batches(arrays: Sequence[Arrays], most: int) -> Iterator[list[Arrays]]:
 
 
 def _in_new_place(a: Arrays) -> Arrays:
-    """The same with the old values where the new ones shall be."""
+    """The same arrays with the old values copied to where the new ones go."""
     if a.new is None:
         return a
     torch._foreach_copy_(list(a.new), [a.param, a.exp_avg, a.exp_avg_sq])
@@ -107,7 +108,7 @@ def _in_new_place(a: Arrays) -> Arrays:
 
 
 def _copied(a: Arrays) -> Arrays:
-    """The same on copies, if its own values shall stay."""
+    """The same on copies, if its own values must stay."""
     if not a.is_peek:
         return a
     return a._replace(param=a.param.clone(), exp_avg=a.exp_avg.clone(), exp_avg_sq=a.exp_avg_sq.clone())
@@ -120,7 +121,7 @@ def _piece(a: Arrays, piece: slice) -> Arrays:
 
 
 def _full_gradients(batch: Sequence[Arrays], scale: float) -> list[Tensor]:
-    """The gradients in fp32 and scaled: themselves if they are so already, else in the scratch."""
+    """The gradients in fp32 and scaled: themselves if they already are, otherwise in the scratch buffer."""
     grads = [a.grad for a in batch]
     if scale == 1.0 and all(g.dtype == torch.float32 for g in grads):
         return grads
@@ -137,7 +138,7 @@ def _full_gradients(batch: Sequence[Arrays], scale: float) -> list[Tensor]:
 
 @contextmanager
 def _torch_threads(threads: int) -> Iterator[None]:
-    """Torch's number of threads belongs to the calling thread, and is given back as it was."""
+    """Set torch's number of threads for the calling thread, and restore it."""
     before = torch.get_num_threads()
     if before == threads:
         yield

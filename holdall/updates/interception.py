@@ -1,11 +1,11 @@
-"""A function of torch's that goes through one of ours while anybody watches, and is torch's own again with the last of them.
+"""Replaces a function of torch by ours while anyone watches, and restores it with the last watcher.
 
-There are two such places, one for each way to a backward: `Tensor.backward` (`_clipping`: backwards of the loop) and
-`torch.autograd.backward`, which the method calls (`runtime/switching/backward_hook.py`: all of them). This lies here since
-optimizers work without the runtime.
+There are two, one for each way to a backward: `Tensor.backward` (`optim/_in_backward`: backwards of the loop) and
+`torch.autograd.backward`, which the method calls (`runtime/switching/backward_hook.py`: all of them). This module is here
+because optimizers work without the runtime.
 
-Somebody else may have put a function in front of ours when the last watcher goes. Then ours cannot be taken away: it hands
-calls on, and is passed over as soon as what stands in front of it is taken away by us or another watcher comes.
+Another library may have wrapped our function when the last watcher leaves. Then ours cannot be removed: it passes calls on, and
+is bypassed as soon as the outer wrapper is removed by us or another watcher arrives.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 Watcher = TypeVar("Watcher")
 Function = Callable[..., Any]
 
-_retired: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()  # -> what it was put in front of
+_retired: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()  # -> the function it wrapped
 
 
 def current_backward() -> int:
-    """The number of the backward that is running on this thread; -1: none."""
+    """The number of the backward running on this thread; -1: none."""
     return int(torch._C._current_graph_task_id())
 
 
 class Interception(Generic[Watcher]):
-    """Calls of `owner.name` become `through(original, watching, *args, **kwargs)`. Nobody is kept alive by watching."""
+    """Turns calls of `owner.name` into `through(original, watching, *args, **kwargs)`. Watching keeps nobody alive."""
 
     def __init__(self, owner: Any, name: str, through: Function) -> None:
         self._owner, self._name, self._through = owner, name, through
         self._watching: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._put: tuple[Function, Function] | None = None  # ours, and what it was put in front of
-        self._handed = threading.local()  # `.over`: the backward in which a call is torch's own business now
+        self._put: tuple[Function, Function] | None = None  # (our function, the function that it wraps)
+        self._handed = threading.local()  # `.over`: the backward whose call has been passed on to torch
 
     def watch(self, watcher: Watcher) -> Callable[[], None]:
-        """From here on the watcher hears of calls; returns what ends it."""
-        self._watching.add(watcher)  # first: from here on nobody's collection takes away what is there
+        """Report calls to the watcher; returns the undo function."""
+        self._watching.add(watcher)  # first, so that a garbage collection cannot remove the interception
         if self._put is None:
             original = _in_use(getattr(self._owner, self._name))
             self._put = self._make(original), original
@@ -48,10 +48,10 @@ class Interception(Generic[Watcher]):
         return lambda: self.unwatch(mine())
 
     def unwatch(self, watcher: Watcher | None = None) -> None:
-        """One of them less, or those that were collected; with the last, torch has its own function again."""
+        """Remove a watcher, or those garbage-collected; with the last one, torch gets its own function back."""
         if watcher is not None:
             self._watching.discard(watcher)
-        if self._put is None or list(self._watching):  # not `len`, which counts those that are just being collected
+        if self._put is None or list(self._watching):  # not `len`, which counts watchers that are being collected
             return
         (ours, original), self._put = self._put, None
         _retired[ours] = original
@@ -66,7 +66,7 @@ class Interception(Generic[Watcher]):
             return original(*args, **kwargs)
 
         def hand_over(*args: Any, **kwargs: Any) -> Any:
-            """Torch asks modes and subclasses first, who then call by the same name again: that is still the same call."""
+            """torch asks modes and subclasses first, which then call the same name again: that is still the same call."""
             before = getattr(self._handed, "over", None)
             self._handed.over = current_backward()
             try:
@@ -78,7 +78,7 @@ class Interception(Generic[Watcher]):
 
 
 def _in_use(function: Function) -> Function:
-    """The first that is not a retired one of ours."""
+    """The first function that is not a retired one of ours."""
     while function in _retired:
         function = _retired[function]
     return function

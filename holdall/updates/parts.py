@@ -1,7 +1,7 @@
 """A part of an optimizer: the user's own update rule over some of its parameters, or over stand-ins for them.
 
-Any `torch.optim` class whose step treats each parameter by itself can be taken apart: the same class runs over a subset, with
-the hyperparameters of the user's groups and a state that is handed in. So nothing about an update rule is written here.
+Any `torch.optim` class that treats each parameter separately can be split: the same class runs over a subset, with the
+hyperparameters of the user's groups and a given state. So no update rule is implemented here.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from holdall.types.layout import PIECE
 
 Groups = list[dict[str, Any]]
 
-ELEMENTWISE = frozenset(  # rules that look at each element alone
+ELEMENTWISE = frozenset(  # rules that treat each element separately
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
-_WHOLE = frozenset({torch.optim.LBFGS})  # rules that look at all parameters at once
+_WHOLE = frozenset({torch.optim.LBFGS})  # rules that combine all parameters
 
 
 def clone_optimizer(
     optimizer: torch.optim.Optimizer, replace: Mapping[int, torch.Tensor], *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """The same optimizer over other parameters, with no state and none of the user's hooks.
+    """The same optimizer over other parameters, without state and without the user's hooks.
 
-    `foreach`: choose the multi-tensor form where the user left the choice open, as torch does on a GPU.
+    `foreach`: choose the multi-tensor form if the user left the choice open, as torch does on a GPU.
     """
     clone = copy.copy(optimizer)
     clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-    for name in ("grad_scale", "found_inf"):  # a GradScaler's, for one step: the engine has seen to them
+    for name in ("grad_scale", "found_inf"):  # set by a GradScaler for one step; the engine has handled them
         clone.__dict__.pop(name, None)
     for name, value in list(clone.__dict__.items()):
         if name.endswith("_hooks") and isinstance(value, OrderedDict):
@@ -50,12 +50,12 @@ def clone_optimizer(
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether updating parameters in parts gives what updating them together gives, as far as the class tells."""
+    """Does updating parameters in parts give the same result as updating them together, as far as the class tells?"""
     return type(optimizer) not in _WHOLE
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Groups:
-    """The hyperparameters of every group as they are now, without the parameters: a scheduler may change them later."""
+    """The current hyperparameters of every group, without the parameters: a scheduler may change them later."""
     return [
         {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -63,7 +63,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 class Part:
-    """The update rule over `params`, some of the optimizer's own. Parameters that it does not train are left out."""
+    """The update rule over `params`, some of the optimizer's own. Parameters that it does not train are skipped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
         where = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -73,7 +73,7 @@ class Part:
         self.trained = [g >= 0 for g in self._group]
 
     def by_group(self, which: Sequence[int]) -> dict[int, list[int]]:
-        """Number of the optimizer's group -> positions in `which`."""
+        """Index of the optimizer's group -> positions in `which`."""
         found: dict[int, list[int]] = {}
         for at, n in enumerate(which):
             found.setdefault(self._group[n], []).append(at)
@@ -120,11 +120,10 @@ class Part:
         sliced: bool = False,
         scratch: torch.Tensor | None = None,
     ) -> None:
-        """The same with gradients of any width, multiplied by `scale`; `narrow` receives the new values in its own width.
+        """Update with gradients of any dtype, multiplied by `scale`; `narrow` receives the new values in its own dtype.
 
-        The gradients are the caller's to lose: they may be multiplied in place. `sliced`: where they must be widened first,
-        a large parameter is updated a stretch at a time. `scratch`: memory for the wide gradients; else it is taken and
-        given back.
+        The gradients may be overwritten. `sliced`: if they must be widened first, a large parameter is updated in slices.
+        `scratch`: memory for the widened gradients; otherwise it is allocated and freed.
         """
         widened = any(g.dtype != v.dtype for g, v in zip(grads, values, strict=True))
         for value, grad, state, members in _pieces(values, grads, states, which, sliced and self._elementwise, widened=widened):
@@ -137,7 +136,7 @@ class Part:
 
 
 def _widen(grads: Sequence[torch.Tensor], values: Sequence[torch.Tensor], scratch: torch.Tensor | None) -> list[torch.Tensor]:
-    """The gradients as wide as the values; those that are already, as they are."""
+    """The gradients in the values' dtypes; unchanged where they already are."""
     if scratch is None and grads and grads[0].is_cuda and all(g.dtype != v.dtype for g, v in zip(grads, values, strict=True)):
         made = [torch.empty_like(value) for value in values]
         torch._foreach_copy_(made, list(grads))  # one launch for many
@@ -167,7 +166,7 @@ def _pieces(
     *,
     widened: bool,
 ) -> Iterator[_Piece]:
-    """All at once, or, where gradients are widened on the way, so many that the wide ones stay small."""
+    """Everything at once or, if gradients must be widened, pieces small enough to keep the widened ones small."""
     if not widened:
         yield list(values), list(grads), list(states), list(which)
         return
@@ -190,7 +189,7 @@ def _pieces(
 
 
 def _slices(value: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], n: int) -> Iterator[_Piece]:
-    """A large parameter a stretch at a time; counters advance once."""
+    """A large parameter in slices; counters advance once."""
     flat, flat_grad = value.detach().view(-1), grad.reshape(-1)
     before = dict(state)
     for begin in range(0, flat.numel(), PIECE):
@@ -202,7 +201,7 @@ def _slices(value: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], n: i
             else:
                 part[key] = item
         yield [flat[begin : begin + PIECE]], [flat_grad[begin : begin + PIECE]], [part], [n]
-        for key, item in part.items():  # after the step: new state of the first update, counters
+        for key, item in part.items():  # after the step: states created by the first update, counters
             if isinstance(item, torch.Tensor) and item.numel() == min(PIECE, flat.numel() - begin) and item.dim():
                 if key not in state:
                     state[key] = torch.empty_like(value, dtype=item.dtype)

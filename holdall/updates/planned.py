@@ -1,4 +1,4 @@
-"""Models that a plan is on. Kept here since optimizers that walk a graph twice must know, and may not import the runtime."""
+"""The models with a plan installed. Kept here for optimizers that traverse a graph twice, which may not import the runtime."""
 
 from __future__ import annotations
 

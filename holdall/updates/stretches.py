@@ -1,6 +1,6 @@
-"""How many elements of a large tensor an update works on at a time: what it makes on the way is as small.
+"""The slice size of updates of large tensors, which bounds their temporaries.
 
-That follows from the device of its tensors, unless a step is traced for a machine that is not there.
+It depends on the device of the tensors, unless a step is traced for another machine.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from contextvars import ContextVar
 
 import torch
 
-ON_HOST = 1 << 20  # elements: what is made on the way stays in a processor's caches
+ON_HOST = 1 << 20  # elements: temporaries stay in a processor's caches
 _target: ContextVar[str] = ContextVar("target", default="")
 
 
 @contextmanager
 def made_for(kind: str) -> Iterator[None]:
-    """Updates inside are made as on such a device, wherever their tensors lie."""
+    """Updates inside use the slices of this kind of device, wherever their tensors are."""
     before = _target.set(kind)
     try:
         yield
@@ -26,5 +26,5 @@ def made_for(kind: str) -> Iterator[None]:
 
 
 def piece_of(device: torch.device, *, on_gpu: int) -> int:
-    """A GPU wants more of them at once; how many depends on what is done."""
+    """Elements per slice. A GPU needs more; `on_gpu` says how many."""
     return on_gpu if (_target.get() or device.type) == "cuda" else ON_HOST

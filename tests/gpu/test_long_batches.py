@@ -68,7 +68,7 @@ def test_one_batch_five_times_longer_ends_no_run(options, tmp_path):
         losses = train(model, optimizer)
     assert torch.equal(losses, expected)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
-    was_repeated = any("was repeated" in note for note in harness.notes)
+    was_repeated = any("was retried" in note for note in harness.notes)
     assert was_repeated == (not options), harness.notes
     assert (tmp_path / "oom-0" / "snapshot.pickle").exists() == was_repeated
     assert torch.cuda.get_per_process_memory_fraction() == before

@@ -195,7 +195,7 @@ def test_tied_weights_stay_wide_and_autocast_computes_in_16_bits():
 
 def test_what_would_lose_an_update_or_count_wrong_bytes_is_refused():
     one = int8_(model())
-    with pytest.raises(Unsupported, match="`weight` of `0` rests in 8 bits"):
+    with pytest.raises(Unsupported, match="`weight` of `0` is stored in 8 bits"):
         holdall.trace(one, values(2, 24))
     for cls in (Adam8bit, Mezo):
         with pytest.raises(Unsupported, match="8 bits"):

@@ -567,7 +567,7 @@ def test_a_half_written_folder_is_passed_over_with_a_note(tmp_path, lost, caplog
     (damaged / lost).write_bytes((damaged / lost).read_bytes()[:20])
     with caplog.at_level(logging.WARNING, "holdall"):
         found = holdall.load_checkpoint(tmp_path, Net())
-    assert found.step == 1 and "step-000002` is not complete, and is ignored" in found.notes[0]
+    assert found.step == 1 and "step-000002` is not complete and was ignored" in found.notes[0]
     assert found.notes[0] in caplog.text
     with pytest.raises(InvalidInput, match="is not complete: a file of it is missing or cut off"):
         holdall.load_checkpoint(damaged, Net())

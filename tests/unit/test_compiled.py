@@ -88,7 +88,7 @@ def test_compiled_programs_on_eager_kernels_give_the_same_bits_and_the_predicted
     plan = finish(Nop(), problem_for(trace), layers[:2])
     same, harness, _ = run_both(model, batch, plan, backend="aot_eager")
     assert same and len(layers) > 1
-    assert harness.notes == ["blocks are compiled by `aot_eager`: times and peaks were predicted for eager kernels"]
+    assert harness.notes == ["blocks are compiled by `aot_eager`; predicted times and peaks are those of eager kernels"]
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]  # what is kept is freed as it is used
 
 
@@ -155,7 +155,7 @@ def test_a_function_that_fails_at_its_first_call_costs_speed_and_not_the_run(mon
     same, harness, _ = run_both(model, batch, plan, backend="aot_eager")
     assert same and called == [half] and harness.compiler.count == 1
     assert harness.step_peaks[-1] <= plan.predicted.peak["cpu"]
-    (note,) = [note for note in harness.notes if "(RuntimeError: no such kernel): such blocks are run op by op" in note]
+    (note,) = [note for note in harness.notes if "(RuntimeError: no such kernel): such blocks run op by op" in note]
     (fault,) = harness.compiler.faults
     assert "first call" in note and "in fail" in fault
 
@@ -482,7 +482,7 @@ def test_results_of_another_shape_are_refused():
     values, errors = {0: torch.zeros(2, 3)}, []
     half = half_of(lambda boxed: [torch.ones(3, 2)], errors)
     assert not half.run(values, look) and list(values) == [0]
-    assert "[3, 2] where [2, 3]" in str(errors[0])
+    assert "[3, 2] instead of [2, 3]" in str(errors[0])
     assert not half.run(values, look) and len(errors) == 1
 
 

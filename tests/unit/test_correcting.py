@@ -82,7 +82,7 @@ def test_the_run_goes_on_and_changes_its_plan_between_two_steps(world):
     assert asked == [1]
     assert plans[: WARM + LOOK + 5] == [mine] * (WARM + LOOK + 5)  # it was not there yet
     assert all(p is later.plan for p in plans[WARM + LOOK + 5 :])
-    assert "beside the run" in notes[0] and "trying it" in notes[1]
+    assert "in the background" in notes[0] and "trying it" in notes[1]
     assert got == [step(reference, batch, plain, n) for n in range(many)]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
@@ -129,7 +129,7 @@ def test_a_slow_planner_holds_nobody_up_and_is_ended(world, monkeypatch):
 def test_a_process_that_fails_is_a_note(world, monkeypatch):
     _, _, _, trace, mine, _ = world
     program(monkeypatch, "raise SystemExit('no memory left')")
-    with pytest.raises(holdall.Unsupported, match=r"could not be made anew.*no memory left"):
+    with pytest.raises(holdall.Unsupported, match=r"could not be corrected.*no memory left"):
         ask(Corrector(mine, trace), trace).result()
 
 

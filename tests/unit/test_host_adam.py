@@ -301,14 +301,14 @@ def test_without_a_compiler_torch_does_the_work(nothing_chosen, monkeypatch):
 
 def test_a_compiler_that_fails_is_named_and_torch_does_the_work(nothing_chosen, monkeypatch):
     monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "/bin/false")
-    assert host_adam.backend().startswith("torch: the native one does not load: /bin/false says")
+    assert host_adam.backend().startswith("torch: the native back end does not load: /bin/false says")
 
 
 def test_a_native_step_that_is_wrong_is_not_taken(nothing_chosen, monkeypatch):
     monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "c++")
     monkeypatch.setattr(host_library, "build", lambda _compiler, _fusion: "nowhere")
     monkeypatch.setattr(host_native, "bind", lambda _library, _rounding: lambda _arrays, _rule, _threads: None)
-    assert host_adam.backend().startswith("torch: the native one is")
+    assert host_adam.backend().startswith("torch: the native back end differs by")
 
 
 def test_a_native_step_that_is_nearly_right_says_how_far_it_is(nothing_chosen, monkeypatch):

@@ -300,7 +300,7 @@ def test_a_budget_that_nothing_fits_says_how_much_would(tmp_path):
     ours = callback("20KiB", allow=("recompute",))
     with pytest.raises(Infeasible) as caught, ours:
         train(tmp_path, ours)
-    assert "trainer keeps" in str(caught.value)
+    assert "trainer needs" in str(caught.value)
     enough = callback(caught.value.smallest, allow=("recompute",))
     train(tmp_path, enough)
     assert max(enough.harness.step_peaks) <= caught.value.smallest

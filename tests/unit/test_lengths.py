@@ -214,7 +214,7 @@ def test_axes_are_known_or_the_user_is_asked():
     for batch in unclear:
         with pytest.raises(Unsupported, match=r"cannot be known|may have one entry per row or per token") as caught:
             find_axes(batch)
-        assert "lengths=[batch, ...]" in caught.value.hint
+        assert "lengths=[short_batch, long_batch]" in caught.value.hint
     assert [round_up(n, 8) for n in (3, 8, 9, 10, 11, 16, 17)] == [3, 8, 10, 10, 13, 16, 20]
 
 
@@ -227,5 +227,5 @@ def test_lengths_that_are_none_are_refused(lengths):
 
 def test_a_step_that_can_only_be_watched_has_no_other_sizes():
     model, batch = family("branching")
-    with pytest.raises(Unsupported, match="only be watched as it runs"):
+    with pytest.raises(Unsupported, match="only be traced by running it"):
         holdall.fit(model, None, batch, lengths="auto", budget="1GiB", hardware=machine())

@@ -212,7 +212,7 @@ def test_logits_in_rows_are_not_computed_from_weights_of_a_later_step():
         out = model(**batch)
         out.loss.backward()
         optimizer.step()
-        with pytest.raises(holdall.Unsupported, match="asked for after the head's weight"):
+        with pytest.raises(holdall.Unsupported, match="read after the head's weight"):
             out.logits.sum()
 
 

@@ -57,7 +57,7 @@ def test_the_flight_recorder_says_what_was_there(tmp_path):
             del caught
             gc.collect()  # its frames hold the step's tensors
     text = (tmp_path / "oom" / "oom-1" / "report.txt").read_text()
-    assert "The step was not repeated: this harness has no tighter plan" in text
+    assert "The step was not retried: this harness has no tighter plan" in text
     assert '[[2, 80]] and the plan is for [[2, 16]]: use `holdall.fit(..., lengths="auto")`' in text
     assert holdall.Plan.load(tmp_path / "oom" / "oom-1" / "plan.json").actions == harness.plan.actions
     assert not (tmp_path / "oom" / "oom-1" / "snapshot.pickle").exists()  # the allocator's, on a GPU
@@ -70,7 +70,7 @@ def test_a_repeated_step_is_recorded_too(tmp_path):
         step(model, optimizer, ids)
         step(model, optimizer, ids.repeat(1, 2))
     assert any("out of memory in" in note for note in harness.notes)
-    assert "The step is repeated under" in json.loads((tmp_path / "oom-0" / "oom.json").read_text())["outcome"]
+    assert "The step is retried under" in json.loads((tmp_path / "oom-0" / "oom.json").read_text())["outcome"]
 
 
 def test_without_a_folder_the_paragraph_is_with_the_error_alone():
@@ -80,8 +80,8 @@ def test_without_a_folder_the_paragraph_is_with_the_error_alone():
         step(model, optimizer, ids.repeat(1, 40))
     assert len(caught.value.__notes__) == 1
     assert caught.value.__notes__[0].startswith("holdall: out of memory in forward of step 0.")
-    assert "the tighter plan ran out as well" in caught.value.__notes__[0]
-    assert len([note for note in harness.notes if "was repeated" in note]) == 1
+    assert "the tighter plan ran out of memory as well" in caught.value.__notes__[0]
+    assert len([note for note in harness.notes if "was retried" in note]) == 1
 
 
 def test_a_folder_that_cannot_be_written_does_not_hide_the_error(tmp_path):

@@ -163,7 +163,7 @@ def test_a_step_that_runs_out_is_repeated_with_the_same_bits(monkeypatch, phase,
     assert got[2] == expected[2]
     assert same(model, reference)
     assert len(harness.notes) == 1
-    assert f"out of memory in {phase}: the step was repeated" in harness.notes[0]
+    assert f"out of memory in {phase}: the step was retried" in harness.notes[0]
 
 
 def train_in_backward(model, optimizer, *, before=lambda step: None, **options):
@@ -245,7 +245,7 @@ def test_a_plan_for_the_whole_model_is_left_in_the_middle_of_its_call(monkeypatc
         got = train(model, optimizer)
     assert not left
     assert got[0] == expected[0] and same(model, reference)
-    assert "the step was repeated" in harness.notes[0]
+    assert "the step was retried" in harness.notes[0]
     assert "forward" not in vars(model)
 
 
@@ -303,7 +303,7 @@ def refused(model, optimizer, monkeypatch, step, *, match, at=3, **options):
     assert match in notes
     assert "In use: " in notes
     assert "Advice: " in notes
-    assert not any("repeated" in note for note in harness.notes)
+    assert not any("retried" in note for note in harness.notes)
     return caught.value
 
 
@@ -385,7 +385,7 @@ def test_a_step_is_repeated_once(monkeypatch, phase):
         fails = Fails(monkeypatch, phase, times=2)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             train(model, optimizer, before=lambda step: fails.arm() if step == 1 else None)
-    assert "the tighter plan ran out as well" in " ".join(caught.value.__notes__)
+    assert "the tighter plan ran out of memory as well" in " ".join(caught.value.__notes__)
 
 
 def test_a_plan_that_fails_twice_is_given_up(monkeypatch):
@@ -398,7 +398,7 @@ def test_a_plan_that_fails_twice_is_given_up(monkeypatch):
         assert harness.plan.actions != ()
     assert got[0] == expected[0]
     assert same(model, reference)
-    assert "go on under it" in harness.notes[-1]
+    assert "keep it" in harness.notes[-1]
 
 
 @pytest.mark.parametrize(

@@ -954,7 +954,7 @@ def test_gradients_that_were_used_up_in_backward_say_so(place, touch):
     model, optimizer = fresh(net)
     with applied(net, place, model, optimizer):
         backward(model)
-        with pytest.raises(Unsupported, match="used up") as refused:
+        with pytest.raises(Unsupported, match="its update was made in backward") as refused:
             TOUCHES[touch](model)
     assert "clips=True" in refused.value.hint
 

@@ -1,1 +1,1 @@
-"""Activations in a run: recomputed, offloaded, compressed."""
+"""What happens to activations in a run: recompute, offload, compress."""

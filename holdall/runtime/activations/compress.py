@@ -1,11 +1,11 @@
-"""Blocks whose saved tensors wait for backward as codes of a few bits.
+"""Compresses the saved tensors of a block to a few bits per element until backward needs them.
 
-What a block saves is gathered by storage and codec. When the block's forward is over, each is encoded and its storage let go;
-backward's first question for it decodes it, drops the codes, and from there on it lives as the tensor would have. Forward
-values are untouched. Codes may also wait in another tier, as parked storages do.
+Saved tensors are grouped by storage and codec. After the block's forward each storage is encoded and freed. The first unpack in
+backward decodes it and frees the codes; the decoded storage then lives as long as the original would have. Forward values are
+exact. The codes can also be offloaded to another tier.
 
-Who holds whom: autograd holds a `_Held` per saved tensor, each a `_Coded`; that holds the storage, then its codes, then what
-was decoded. Nothing else holds any of them beyond the block's forward.
+Ownership: autograd holds one `_Held` per saved tensor, each `_Held` holds a `_Coded`, and that holds the storage, then its
+codes, then the decoded storage. Nothing else refers to them after the block's forward.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def worth_coding(dtype: str, nbytes: int, itemsize: int, codec: Codec) -> bool:
-    """Whether codes of a storage are smaller than the storage; the one rule of planner and runtime."""
+    """Are the codes of a storage smaller than the storage? Planner and runtime share this rule."""
     return dtype in FLOATS and codec.nbytes(nbytes // itemsize) < nbytes
 
 
 @dataclass
 class Compression:
-    """How a block's saved tensors are coded. Draws from its own generator: the model's random numbers stay as they were."""
+    """How the saved tensors of a block are compressed. Uses a generator of its own, so the model's random numbers do not
+    change.
+    """
 
-    codecs: Mapping[int, Codec]  # which saves, counted as autograd packs them in the block -> its codec
+    codecs: Mapping[int, Codec]  # index of a saved tensor, in the order in which autograd packs them -> its codec
     seed: int = 0
     generator: torch.Generator = field(init=False)
 
@@ -42,12 +44,12 @@ class Compression:
 
 
 def seed_of(block: str, seed: int) -> int:
-    """Every block draws its own numbers, the same in every run."""
+    """A seed per block, the same in every run."""
     return zlib.crc32(f"{seed}:{block}".encode())
 
 
 class _Coded:
-    """One storage under one codec: as it was, then coded (perhaps away), then decoded."""
+    """One storage with one codec: original, then encoded (possibly offloaded), then decoded."""
 
     __slots__ = ("_away", "_codec", "_codes", "_dtype", "_size", "storage")
 
@@ -68,7 +70,7 @@ class _Coded:
         self.storage = None
 
     def park(self, group: Group) -> Entry:
-        """Hand the codes over to a group that takes them away."""
+        """Pass the codes to a group that offloads them."""
         assert self._codes is not None
         self._away, self._codes = Entry(self._codes, group), None
         return self._away
@@ -86,7 +88,7 @@ class _Coded:
 
 
 class _Held:
-    """What autograd holds in the place of a saved tensor: a view of a coded storage."""
+    """Stands for a saved tensor in autograd's graph: a view of an encoded storage."""
 
     __slots__ = ("coded", "like")
 
@@ -104,7 +106,7 @@ def _unpack(held: Any) -> torch.Tensor:
 
 
 def compress_saved(how: Compression, group: Group | None, forward: Forward, args: Any, kwargs: Any) -> Any:
-    """Run a block's forward and keep what autograd saves in it as codes. `group`: takes the codes to another tier."""
+    """Run a block's forward and compress what autograd saves. `group`: offloads the codes to another tier."""
     coded: dict[tuple[int, Codec], _Coded] = {}
     packed = 0
 
@@ -125,7 +127,7 @@ def compress_saved(how: Compression, group: Group | None, forward: Forward, args
         out = forward(*args, **kwargs)
     outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
     leaving = [one for (key, _), one in coded.items() if key not in outputs]
-    coded.clear()  # autograd holds `pack` as long as any saved tensor of the block
+    coded.clear()  # autograd keeps `pack` alive as long as any saved tensor of the block
     for one in leaving:
         one.encode(how.generator)
     if group is not None:

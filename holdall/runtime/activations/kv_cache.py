@@ -1,10 +1,10 @@
-"""Caches of keys and values (`past_key_values`) that a model fills as it trains, for blocks that are run again.
+"""Restores key/value caches (`past_key_values`) for blocks that are recomputed.
 
-Hugging Face models make a cache in every forward unless `use_cache=False` says not to, and every layer adds its keys to it. A
-layer that is run again must find the cache as it was before its call: else it would attend to its own keys twice, or take
-those of the first run instead of computing them. What it adds then goes to a copy, which goes with the run.
+Hugging Face models fill a cache in every forward unless `use_cache=False`; each layer appends its keys and values. A recomputed
+layer must see the cache as it was before its first call: otherwise it would attend to its own keys twice, or reuse those of the
+first run. The recomputation appends to a copy, which is dropped afterwards.
 
-Of the other layers' entries only shapes are remembered: holding them would take memory that no plan knows of.
+Only the shapes of other layers' entries are kept: holding the tensors would take memory that no plan counts.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def _is_cache_type(kind: type) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is a cache of transformers, which need not be there."""
+    """Is this a cache of transformers? The package need not be installed."""
     kind: Any = type(value)
     return _is_cache_type(kind)
 
 
 class CacheBefore:
-    """A cache as it was before a call. Made before the call, and told when it is over."""
+    """A cache as it was before a call. Make it before the call and call `settle` after it."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = _copied(cache)
 
     def settle(self, cache: Any) -> None:
-        """The call is over: forget the values of entries that it did not change."""
+        """After the call: drop the values of entries that the call did not change."""
         _forget(self._cache, cache)
 
     def take(self) -> Any:
-        """A copy to run the call with again."""
+        """A copy of the cache for the recomputation."""
         return _copied(self._cache)
 
 

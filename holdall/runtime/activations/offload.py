@@ -1,8 +1,8 @@
-"""Blocks whose saved tensors wait for backward in another tier.
+"""Offloads the saved tensors of a block to another tier until backward needs them.
 
-What a block saves is gathered by storage (several saved tensors may be views of one), copied out when the block's forward is
-over, and brought back together, either ahead of need or at the first tensor that backward asks for. Parameters, the block's
-outputs and inputs that others use too stay where they are.
+Saved tensors are grouped by storage (several may be views of one), copied out after the block's forward, and fetched together,
+either prefetched or at the first unpack in backward. Parameters, the block's outputs and inputs that other blocks use stay on
+the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 
 class Entry:
-    """One storage: here, away, or here again."""
+    """One storage: on the device, offloaded, or fetched again."""
 
     __slots__ = ("__weakref__", "group", "storage", "ticket")
 
@@ -39,12 +39,12 @@ class Entry:
         return self.storage
 
     def __del__(self) -> None:
-        if self.ticket is not None:  # its backward never ran
+        if self.ticket is not None:  # backward never ran
             self.group.store.free(self.ticket)
 
 
 class Group:
-    """Everything one block call parks. Entries are held by autograd alone, so that each goes when backward has released it."""
+    """The storages that one block call offloads. Only autograd holds the entries, so backward frees each as it releases it."""
 
     def __init__(self, store: Store, bank: Bank, lag: bool) -> None:
         self.store = store
@@ -54,7 +54,7 @@ class Group:
         self._arriving: list[weakref.ref[Entry]] = []
 
     def leave(self, entries: Sequence[Entry]) -> None:
-        """Start copying out. Without `lag` the storages are let go at once; otherwise by `let_go`, later."""
+        """Start the copies to the tier. Without `lag` the device memory is freed at once, otherwise by `let_go`."""
         tickets = self.bank.put_all(self.store, [entry.storage for entry in entries if entry.storage is not None])
         for entry, ticket in zip(entries, tickets, strict=True):
             entry.ticket = ticket
@@ -63,7 +63,7 @@ class Group:
             self.let_go()
 
     def let_go(self) -> None:
-        """The copies have left (the device's stream waits for it); the storages are free from here on."""
+        """Make the current stream wait for the copies and free the device memory."""
         for reference in self.entries:
             entry = reference()
             if entry is not None and entry.ticket is not None and entry.storage is not None:
@@ -71,7 +71,7 @@ class Group:
                 entry.storage = None
 
     def fetch(self) -> None:
-        """Start bringing everything back that is still away."""
+        """Start fetching everything that is still offloaded."""
         self.let_go()
         here = [entry for reference in self.entries if (entry := reference()) is not None]
         away = [entry for entry in here if entry.ticket is not None and entry.storage is None]
@@ -82,7 +82,7 @@ class Group:
         self.entries = []
 
     def arrive(self) -> None:
-        """Computation waits for what is on its way."""
+        """Make the current stream wait for the fetches."""
         for reference in self._arriving:
             entry = reference()
             if entry is not None and entry.ticket is not None:
@@ -93,7 +93,7 @@ class Group:
 
 
 class Bank:
-    """Copies between the device and a tier, with the device's side counted by the ledger, if there is one."""
+    """Copies between the device and a tier. The ledger, if there is one, counts the device side."""
 
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger
@@ -113,7 +113,7 @@ class Bank:
 
 
 class _Parked:
-    """What autograd holds in the place of a saved tensor: a view of an entry."""
+    """Stands for a saved tensor in autograd's graph: a view of an entry."""
 
     __slots__ = ("entry", "like")
 
@@ -131,9 +131,10 @@ def unpack(held: Any) -> torch.Tensor:
 
 
 class OffloadedSaves:
-    """Gathers by storage what one block call keeps for its backward, and lets it leave.
+    """Groups the saved tensors of one block call by storage and offloads them.
 
-    `inputs`: which of its input tensors (counted by storage, in order) are its own; `stay`: storages that never leave.
+    `inputs`: the positions of the input tensors (counted by storage) that belong to this block alone. `stay`: storages that are
+    never offloaded.
     """
 
     def __init__(self, group: Group, arguments: Any, inputs: frozenset[int], stay: Callable[[int], bool]) -> None:
@@ -144,24 +145,24 @@ class OffloadedSaves:
         self._entries: dict[int, Entry] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What is to be held in the place of a tensor; `unpack` gives it back."""
+        """The placeholder for a tensor; `unpack` returns the tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if self._stay(key) or key in self._shared or storage.device.type != self.group.store.device.type:
-            return tensor  # attention keeps its random seed on the host, for one
+            return tensor  # such as the random seed that attention keeps on the host
         if key not in self._entries:
             self._entries[key] = Entry(storage, self.group)
         return _Parked(self._entries[key], tensor)
 
     def leave(self, out: Any) -> None:
-        """The block is over: all that was packed leaves, except for what the block returns."""
+        """After the block's forward: offload everything packed except the block's outputs."""
         outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
         self.group.leave([entry for key, entry in self._entries.items() if key not in outputs])
-        self._entries = {}  # autograd holds `pack` as long as any saved tensor of the block
+        self._entries = {}  # autograd keeps `pack` alive as long as any saved tensor of the block
 
 
 def park_saved(parking: OffloadedSaves, forward: Forward, args: Any, kwargs: Any) -> Any:
-    """Run a block's forward and park what autograd saves in it."""
+    """Run a block's forward and offload what autograd saves."""
     with torch.autograd.graph.saved_tensors_hooks(parking.pack, unpack):
         out = forward(*args, **kwargs)
     parking.leave(out)
@@ -169,7 +170,7 @@ def park_saved(parking: OffloadedSaves, forward: Forward, args: Any, kwargs: Any
 
 
 def park_inputs(group: Group, call: Call, inputs: frozenset[int]) -> None:
-    """Park the inputs that a recomputed call keeps for its replay."""
+    """Offload the inputs that a recomputed call keeps for its replay."""
     seen: dict[int, list[Input]] = {}
     for item in call.inputs:
         if isinstance(item, Input):
@@ -189,7 +190,7 @@ def park_inputs(group: Group, call: Call, inputs: frozenset[int]) -> None:
 
 
 def shared_inputs(arguments: Any, own: frozenset[int]) -> set[int]:
-    """Storages of a block's inputs but for those at the positions in `own`."""
+    """Storages of a block's inputs except those at the positions `own`."""
     order: dict[int, None] = {}
     for t in tree_leaves(arguments):
         if isinstance(t, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What is to happen to one block call, as the installed actions have said it, and the forward that does it."""
+"""The policy of one block call, filled in by the installed actions, and the forward that follows it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from holdall.updates.interception import current_backward
 
 @dataclass
 class Policy:
-    """Filled in by actions when they install themselves; the default keeps everything."""
+    """Filled in by actions when they are installed. The default keeps every saved tensor."""
 
     recompute: bool = False
-    opens: bool = True  # begins a new segment, rather than joining the one before
+    opens: bool = True  # begins a new segment instead of joining the previous one
     closes: bool = True  # ends its segment
-    keep: frozenset[str] = frozenset()  # ops whose results stay, as `aten.mm.default#3`
-    only: frozenset[int] = frozenset()  # which of the tensors it saves are let go, by number; empty: all
-    inner: tuple[Nest, ...] = ()  # of the segment that it opens: calls that are a segment again in the replay
-    state: tuple[str, ...] = ()  # buffers that the block changes, relative to the model
+    keep: frozenset[str] = frozenset()  # ops whose results are kept, as `aten.mm.default#3`
+    only: frozenset[int] = frozenset()  # indices of the saved tensors to drop; empty: all
+    inner: tuple[Nest, ...] = ()  # nested segments inside the segment that this call opens
+    state: tuple[str, ...] = ()  # buffers that the block changes, by name in the model
     park: bool = False
     inputs: frozenset[int] = frozenset()  # its own inputs, by position
     lag: bool = False  # let parked storages go when the next block is over
@@ -40,7 +40,7 @@ class Policy:
 
 
 class Blocks:
-    """Runs every block call by its policy. Holds nothing of a step beyond what the policies ask for."""
+    """Runs every block call by its policy. Keeps nothing of a step beyond what the policies ask for."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class Blocks:
         self._stay = stay
         self._engine = engine
         self._open: Segment | None = None
-        self._leaving: dict[str, list[Group]] = {}  # by the block at whose end they are let go; "": the next
+        self._leaving: dict[str, list[Group]] = {}  # block after whose forward they are freed -> groups; "": the next block
         self._awaited: dict[str, list[Group]] = {}  # block -> groups to fetch when its backward begins
         self._triggers = {p.fetch for p in policies.values() if p.fetch}
 
     def restart(self) -> None:
-        """A new step: forget what an abandoned one left open."""
+        """Begin a new step: forget the open groups of an aborted one."""
         self._open = None
         self._leaving = {}
         self._awaited = {}
 
     def run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
-        """The block's forward under its policy, with its weights there."""
+        """Run the block's forward under its policy; its weights are on the device."""
         engine = self._engine
         if engine is not None:
             engine.need(name)
@@ -78,7 +78,7 @@ class Blocks:
             if is_asked and at_backward(out, lambda: engine.streaming.backward_begins(name)):
                 engine.streaming.expect_backward(name)
         if name in self._triggers and torch.is_grad_enabled():
-            self._fetch_at(name, out)  # behind the weights: this block may wait for them, and the link serves in order
+            self._fetch_at(name, out)  # after the weights: this block may wait for them, and the link serves in order
         return out
 
     def _run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class Blocks:
         return group
 
     def _fetch_at(self, name: str, out: Any) -> None:
-        """When the backward of this block begins, fetch the groups that wait for it."""
+        """Fetch the waiting groups when the backward of this block begins."""
         groups = self._awaited.pop(name, [])
 
         def fetch() -> None:
@@ -135,7 +135,9 @@ class Blocks:
 
 
 def at_backward(out: Any, call: Callable[[], None]) -> bool:
-    """Call when the backward of whoever made `out` begins, once in each backward; whether there will be one."""
+    """Register `call` for the beginning of the backward through `out`, once per backward. Returns whether there will be a
+    backward.
+    """
     latest = -1
 
     def begins(_: object) -> None:

@@ -1,16 +1,15 @@
-"""Blocks that are run again in backward instead of being remembered.
+"""Recomputes blocks in backward instead of keeping their saved tensors.
 
 torch's own checkpoint wraps one function call. A plan needs more: several consecutive module calls as one segment, ops inside
-whose results are kept, inputs that may lie in another tier, and frees at moments the simulator can foresee. So each call is
-written down as it happens (module, inputs, random state), what autograd saves in it is replaced by a `Promise`, and the first
-promise that backward asks for replays the segment.
+whose results are kept, inputs that may be offloaded, and frees at points the simulator can predict. So each call is recorded
+(module, inputs, random state), autograd's saved tensors are replaced by `Promise`s, and the first promise that backward unpacks
+replays the segment.
 
-Segments nest: in a replay, some of the calls may again be written down instead of remembered (`Nest`). Their promises are then
-those of an inner segment, whose inputs the replay has made, and are kept when backward asks for one of them.
+Segments nest: a replay may record some of its calls again instead of saving their tensors (`Nest`). Their promises then belong
+to an inner segment, whose inputs the replay has made, and are fulfilled when backward unpacks one of them.
 
-Who holds whom, so that nothing outlives its use: autograd holds promises, promises hold the segment, the segment holds the
-inputs of its calls. The segment sees its promises only weakly. When backward has released the last promise, all of it is
-gone.
+Ownership: autograd holds promises, promises hold the segment, the segment holds the inputs of its calls. The segment refers to
+its promises weakly. When backward has released the last promise, everything is freed.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from holdall.runtime.activations.kv_cache import CacheBefore, is_cache
 from holdall.types.program import Nest
 
 Forward = Callable[..., Any]
-RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # of the host, devices, of each of them
+RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # (host state, device indices, state per device)
 _IGNORED = frozenset({torch.ops.aten.detach.default})  # made by hooks, not by the model
 
 
 class _Enough(Exception):
-    """Everything that backward needs was made again; the rest of the forward is not run."""
+    """Ends a replay: everything that backward needs has been recomputed."""
 
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # pack and unpack what is saved
@@ -57,7 +56,7 @@ class ByProgram(NamedTuple):
 
 
 class Promise:
-    """What autograd holds in the place of a tensor that can be computed again."""
+    """Stands for a saved tensor that can be recomputed."""
 
     __slots__ = ("__weakref__", "like", "segment", "value")
 
@@ -68,28 +67,28 @@ class Promise:
 
 
 class Made(NamedTuple):
-    """A tensor that an earlier call of the same segment returned."""
+    """A tensor returned by an earlier call of the same segment."""
 
     call: int
     leaf: int
 
 
 class Result:
-    """What a call returned, without holding it: enough to see it come back as the input of a later call."""
+    """A weak record of a call's result, to recognise it as the input of a later call."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())
         self._like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
 
     def equals(self, tensor: torch.Tensor) -> bool:
-        """The same bytes in the same layout, not changed since; a full slice of it counts, another view does not."""
+        """Same bytes in the same layout, unchanged since. A full slice counts as equal, another view does not."""
         if self._storage() is not tensor.untyped_storage():
             return False
         return self._like == (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
 
 
 class Input:
-    """One tensor that a call was given; `park` lets another tier hold it until the replay."""
+    """One tensor input of a call; `park` offloads it until the replay."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -97,7 +96,7 @@ class Input:
         self._like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
 
     def park(self, entry: Any) -> None:
-        """From here on the bytes are `entry`'s business; `entry.fetch()` gives their storage back."""
+        """Hand the bytes to `entry`; `entry.fetch()` returns their storage."""
         self._parked, self._tensor = entry, None
 
     def take(self) -> torch.Tensor:
@@ -113,7 +112,7 @@ class Input:
 
 
 class Call:
-    """One module call of a segment, as it happened."""
+    """One recorded module call of a segment."""
 
     def __init__(
         self, module: torch.nn.Module, forward: Forward | ByProgram, state: Sequence[torch.Tensor], keep: frozenset[str]
@@ -123,10 +122,10 @@ class Call:
         self.inputs: list[Input | Made | CacheBefore | Any] = []
         self.spec: Any = None
         self.results: list[Result | None] = []
-        self.promises: dict[int, weakref.ref[Promise]] = {}  # by the number of the saved tensor
+        self.promises: dict[int, weakref.ref[Promise]] = {}  # by index of the saved tensor
         self.keep = keep
         self.kept: dict[str, Any] = {}
-        self.drawn: dict[str, RandomState] = {}  # random state after a kept op that drew
+        self.drawn: dict[str, RandomState] = {}  # random state after a kept op that drew random numbers
         self.state = list(state)  # buffers that the call changes
         self.before = [b.detach().clone() for b in state]
         self.random: RandomState | None = None
@@ -152,7 +151,7 @@ class Segment:
         keep: frozenset[str] = frozenset(),
         only: frozenset[int] = frozenset(),
     ) -> tuple[Any, Call]:
-        """Run one call, remembering how to run it again instead of what it saved (or of `only` these, by number)."""
+        """Run one call and record it instead of keeping its saved tensors (`only`: just these indices)."""
         call = Call(module, forward, state, keep)
         leaves, call.spec = tree_flatten((args, kwargs))
         call.inputs = [self._reference(leaf) for leaf in leaves]
@@ -189,11 +188,11 @@ class Segment:
         return Input(leaf)
 
     def replay(self) -> None:
-        """Run every call again that backward needs now, and keep what autograd had saved in it."""
+        """Run every call again that backward needs now, and fulfil its promises."""
         if self.done:
             raise Unsupported(
-                "backward asked twice for a block that was already recomputed and released",
-                hint="call backward with `retain_graph=False`, or keep this block",
+                "a second backward reached a block that was already recomputed and freed",
+                hint='call backward once per forward; or plan without recomputation: fit(..., allow={"offload", "place"})',
             )
         self.done = True
         calls, self.calls = self.calls, []
@@ -219,11 +218,11 @@ class Segment:
                 results = tree_leaves(_run_again(call, leaves, deferred=number in parts, stop=number == final >= needed))
                 made.update({m: results[m.leaf] for m in last_taker if m.call == number and m.leaf < len(results)})
                 del results
-        for call in calls:  # autograd's hooks still know the calls; what they hold is no longer needed
+        for call in calls:  # autograd's hooks still refer to the calls; free what they hold
             call.inputs, call.before, call.kept = [], [], {}
 
     def _parts(self, count: int) -> dict[int, tuple[Segment, int]]:
-        """Call -> the inner segment that it is in from now on, and that segment's first call."""
+        """Call -> (the inner segment that it now belongs to, the index of that segment's first call)."""
         parts = {}
         for nest in self.inner:
             part = Segment(nest.inner)
@@ -232,7 +231,7 @@ class Segment:
 
 
 def _defer(call: Call, part: Segment, first: int, made: dict[Made, Any]) -> None:
-    """The call becomes one of an inner segment: what backward needs of it is made when that one is replayed."""
+    """Move the call into an inner segment, which recomputes it when backward needs it."""
     again = copy.copy(call)
     again.inputs = [_seen_from(first, item, made) for item in call.inputs]
     part.calls.append(again)
@@ -243,7 +242,7 @@ def _defer(call: Call, part: Segment, first: int, made: dict[Made, Any]) -> None
 
 
 def _seen_from(first: int, item: Any, made: dict[Made, Any]) -> Any:
-    """An input of a call, for a segment that begins at call `first`."""
+    """An input of a call, as seen by a segment that begins at call `first`."""
     if not isinstance(item, Made):
         return item
     if item.call >= first:
@@ -266,13 +265,16 @@ def unpack(held: Promise | torch.Tensor) -> torch.Tensor:
     while held.value is None:
         segment = held.segment
         segment.replay()
-        if held.value is None and held.segment is segment:  # else it was handed to an inner segment
-            raise Unsupported("a recomputed block did not make again what backward needs", hint="keep this block")
+        if held.value is None and held.segment is segment:  # otherwise an inner segment has it
+            raise Unsupported(
+                "a recomputed block did not save the same tensors again",
+                hint='plan without recomputation: fit(..., allow={"offload", "place"})',
+            )
     return held.value
 
 
 def _run_again(call: Call, leaves: list[Any], *, deferred: bool, stop: bool) -> Any:
-    """One call, again. `deferred`: its promises stay open. `stop`: end it as soon as the last of them is kept."""
+    """Run one call again. `deferred`: leave its promises open. `stop`: end it as soon as its last promise is fulfilled."""
     last = max(call.promises, default=-1)
     seen = 0
 
@@ -284,8 +286,9 @@ def _run_again(call: Call, leaves: list[Any], *, deferred: bool, stop: bool) -> 
         if promise is not None:
             if promise.like != (tensor.shape, tensor.dtype):
                 raise Unsupported(
-                    f"{call.module} saved {list(tensor.shape)} where it saved {list(promise.like[0])} before",
-                    hint="its forward is not the same twice; keep this block",
+                    f"the recomputation of {call.module} saved a tensor of {list(tensor.shape)}; "
+                    f"the forward saved {list(promise.like[0])}",
+                    hint='its forward is not repeatable; plan without recomputation: fit(..., allow={"offload", "place"})',
                 )
             if not deferred:
                 promise.value = tensor.detach()
@@ -307,8 +310,8 @@ def _run_again(call: Call, leaves: list[Any], *, deferred: bool, stop: bool) -> 
             out = None
     if seen <= last:
         raise Unsupported(
-            f"{call.module} saved {seen} tensors where it saved {last + 1} or more before",
-            hint="its forward is not the same twice; keep this block",
+            f"the recomputation of {call.module} saved {seen} tensors; the forward saved at least {last + 1}",
+            hint='its forward is not repeatable; plan without recomputation: fit(..., allow={"offload", "place"})',
         )
     return out
 
@@ -319,7 +322,7 @@ def _never(_: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _put_back(call: Call) -> Iterator[None]:
-    """Buffers as they were before the call, for the replay; as they are now, after it."""
+    """Restore the buffers from before the call for the replay; put the current values back after it."""
     after = [b.detach().clone() for b in call.state]
     with torch.no_grad():
         for buffer, before in zip(call.state, call.before, strict=True):
@@ -335,7 +338,7 @@ def _put_back(call: Call) -> Iterator[None]:
 
 
 class _Counting(TorchDispatchMode):
-    """Names each op of a call by what it is and how often it came: `aten.mm.default#3`."""
+    """Names each op of a call by kind and count: `aten.mm.default#3`."""
 
     supports_higher_order_operators = True
 
@@ -363,7 +366,7 @@ class _Keep(_Counting):
 
 
 class _Retrieve(_Counting):
-    """`leave`: another replay will want the results too."""
+    """Returns kept results instead of running their ops. `leave`: keep the results for another replay."""
 
     def __init__(self, call: Call, *, leave: bool) -> None:
         super().__init__(call)
@@ -373,8 +376,8 @@ class _Retrieve(_Counting):
         if func not in _IGNORED:
             label = self.label(func)
             if label in self.call.kept:
-                _set_random_state(self.call.drawn.get(label))  # who draws after it must draw the same
-                if self.leave:  # autograd writes on what is returned here
+                _set_random_state(self.call.drawn.get(label))  # later ops must draw the same numbers
+                if self.leave:  # autograd writes on the tensor returned here
                     return tree_map_only(torch.Tensor, torch.Tensor.detach, self.call.kept[label])
                 return self.call.kept.pop(label)
         return func(*args, **(kwargs or {}))

@@ -1,1 +1,1 @@
-"""Bytes in a run: counted, measured, explained."""
+"""Bytes in a run: counting, measuring, explaining an out-of-memory error."""

@@ -1,4 +1,4 @@
-"""What other processes take of a GPU, so that it is not charged to the budget of this one."""
+"""GPU memory of other processes, so that it is not charged to this one's budget."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from holdall.units import MiB
 
-_OWN_SHARE = 64 * MiB  # of what the driver takes for a process and counts to none; more is somebody's who came in between
+_OWN_SHARE = 64 * MiB  # driver memory per process that its list leaves out; more belongs to a process that just started
 
 
 def own_bytes(device: torch.device) -> int | None:
-    """What this process takes of the GPU, by the driver's list; None: it is alone there, or that cannot be told.
+    """This process's bytes on the GPU by the driver's list; None: it is alone there, or the list cannot be read.
 
-    It cannot where `pynvml` is not installed, and in a container that hides its processes' numbers from them.
+    The list cannot be read without `pynvml`, or in a container that hides process ids.
     """
     taken = _taken(device)
     own = taken.get(os.getpid())
@@ -26,7 +26,7 @@ def own_bytes(device: torch.device) -> int | None:
 
 
 def _taken(device: torch.device) -> dict[int, int]:
-    """Bytes by process number; empty: not known."""
+    """Bytes per process id; empty: unknown."""
     try:
         import pynvml
     except ImportError:

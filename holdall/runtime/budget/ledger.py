@@ -1,4 +1,4 @@
-"""Bytes in the accelerator's memory, counted on storages as they come and go; the ground truth where the device is a CPU."""
+"""Counts the bytes of live storages on the device; the reference measurement where the device is a CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from holdall.units import format_bytes
 
 
 class Ledger(TorchDispatchMode):
-    """Counts every storage that an op makes or touches until its last reference goes.
+    """Counts every storage that an op makes or touches until its last reference dies.
 
-    `budget`: raise `OverBudget` at the op that passes it. Kernel workspaces inside an op are not seen.
+    `budget`: raise `OverBudget` at the op that exceeds it. Kernel workspaces inside an op are not counted.
     """
 
     supports_higher_order_operators = True
@@ -33,8 +33,8 @@ class Ledger(TorchDispatchMode):
         self.curve: list[tuple[float, int]] = []  # (time, live bytes) after each op since the last `restart`
         self._size: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
-        self._paused = threading.local()  # only the thread that pauses is not counted
-        self.elsewhere: set[int] = set()  # storages that are another tier's
+        self._paused = threading.local()  # per thread
+        self.elsewhere: set[int] = set()  # storages that belong to another tier
         for tensor in seed:
             self.see(tensor.untyped_storage(), "there before")
         self.restart()
@@ -74,10 +74,10 @@ class Ledger(TorchDispatchMode):
             self.peak, self.peak_op = self.live, op
         if self.budget is not None and self.live > self.budget:
             raise OverBudget(
-                f"`{op}` took the memory to {format_bytes(self.live)}, over the budget of {format_bytes(self.budget)}: "
-                f"{self.live - self.budget:,} bytes too many, with a tensor of {size:,}",
-                hint="a larger budget; `loss=`, if the loop's loss is not the model's; `lengths=`, for larger batches; "
-                "no outputs kept from one step to the next",
+                f"`{op}` raised memory in use to {format_bytes(self.live)}, over the budget of {format_bytes(self.budget)}: "
+                f"{self.live - self.budget:,} bytes too many, by a tensor of {size:,} bytes",
+                hint="use a larger budget; pass `loss=` if the loop computes the loss itself, `lengths=` if batches grow; "
+                "keep no model outputs from one step to the next",
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +97,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _has_bytes(storage: torch.UntypedStorage) -> bool:
-    """A tensor that stands for bytes elsewhere (a `Gradient`, lazy logits) has a size and no memory of its own."""
+    """False for placeholders (`Gradient`, lazy logits), which have a size but no memory."""
     try:
         return storage.data_ptr() != 0
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""How the peak of a step is measured and its budget enforced: by the ledger on a CPU, by the allocator on a GPU."""
+"""Measures the peak of a step and enforces the budget: with the ledger on a CPU, with the caching allocator on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Meter(Protocol):
     def end(self) -> None: ...
 
     def seconds(self) -> list[float]:
-        """Of every step that has ended."""
+        """Seconds of every finished step."""
         ...
 
     def peaks(self) -> list[int]: ...
@@ -37,10 +37,10 @@ class Meter(Protocol):
 
 
 class CpuMeter:
-    """Counts storages; raises `OverBudget` at the op that passes the budget."""
+    """Counts storages; raises `OverBudget` at the op that exceeds the budget."""
 
     def __init__(self, there: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._there = there  # what lies on the device when counting starts
+        self._there = there  # lists the tensors on the device when counting starts
         self.ledger: Ledger | None = None
         self._seconds: list[float] = []
         self._peaks: list[int] = []
@@ -79,13 +79,13 @@ class CpuMeter:
             self.ledger.__exit__(None, None, None)
 
 
-_FIRST = 3  # steps after which no more kernels are expected
-_USUAL_PAGE = 20 * MiB  # PyTorch's own
-_SPARE = PAGE + 24 * MiB  # the last page counts as what is asked of it; and so much has come after the allocator had its memory
+_FIRST = 3  # steps after which no more kernels should be loaded
+_USUAL_PAGE = 20 * MiB  # PyTorch's default
+_SPARE = PAGE + 24 * MiB  # the last page counts by the bytes requested; the rest covers late allocations outside the allocator
 
 
 def device_context(device: torch.device) -> int:
-    """Bytes of a GPU that are taken and are not the allocator's: driver, kernels, and others if they cannot be told apart."""
+    """Bytes of a GPU in use outside the allocator: driver, kernels, and other processes if they cannot be told apart."""
     taken = own_bytes(device)
     if taken is None:
         free, total = torch.cuda.mem_get_info(device)
@@ -94,12 +94,12 @@ def device_context(device: torch.device) -> int:
 
 
 class CudaMeter:
-    """Reads the caching allocator, and lowers its limit to the budget while the harness is on.
+    """Reads the caching allocator, and limits it to the budget while the harness is on.
 
-    The budget is for all that the device sees; what is taken outside of the allocator is left to it. That is what the plan
-    counts for driver and kernels, or more: kernels are loaded when they are first used, so the first steps are looked at again.
-    Segments are expandable while the harness is on, so that holes between tensors can be used. Steps are timed by events on the
-    stream, so that nothing waits: what one step leaves to the next is counted there.
+    The budget covers everything on the device, so the allocator's limit is the budget minus the memory outside it: the plan's
+    estimate for driver and kernels, or more if more is measured. Kernels are loaded at first use, so the limit is adjusted in
+    the first steps. Segments are expandable while the harness is on, so that free memory between tensors can be used. Steps are
+    timed by events on the stream, without synchronising; work that a step leaves to the next is counted there.
     """
 
     ledger: Ledger | None = None
@@ -175,7 +175,7 @@ class CudaMeter:
 
 
 def _expandable_segments(on: bool) -> bool:
-    """Switch them; whether that changed anything. The user's own settings stay."""
+    """Switch expandable segments; returns whether that changed anything. The user's other settings stay."""
     own = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments" in own:
         return False
@@ -189,6 +189,6 @@ def _expandable_segments(on: bool) -> bool:
         try:
             change(tried)
         except (RuntimeError, ValueError):
-            continue  # a platform that has none, or a release whose pages are of one size
+            continue  # no expandable segments on this platform, or a release with a fixed page size
         return True
     return False

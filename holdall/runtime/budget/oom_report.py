@@ -1,12 +1,12 @@
-"""The flight recorder: what there was in memory when it ran out, in one paragraph and, where a folder was given, in files.
+"""Explains an out-of-memory error in one paragraph and, if a folder was given, in files.
 
     oom-N/report.txt       the paragraph
-    oom-N/oom.json         the same as data: by role, by block, and what the plan expected at its peak
-    oom-N/plan.json        the plan that was on
+    oom-N/oom.json         the same as data: by role, by block, and the memory predicted at the peak
+    oom-N/plan.json        the installed plan
     oom-N/snapshot.pickle  on a GPU: torch's own dump, for https://docs.pytorch.org/memory_viz
 
-Bytes by role and by block are measured: storages that are on the device at that moment. What is not a weight, a gradient, a
-state or a buffer is activations and temporaries, and their names are known only from the plan's own expectation.
+Bytes by role and by block are measured: the storages on the device at that moment. Everything that is not a weight, a gradient,
+an optimizer state or a buffer counts as activations and temporaries; their names are known only from the plan's prediction.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 from holdall.types import Action
 from holdall.units import format_bytes
 
-_LARGEST = 8  # storages and blocks that are named
-_ENTRIES = 100_000  # of the allocator's history
+_LARGEST = 8  # storages and blocks to name
+_ENTRIES = 100_000  # length of the allocator's history
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When it ran out, and what was done about it."""
+    """The step that ran out of memory, and what was done about it."""
 
     phase: str  # forward or backward
     batch: list[list[int]]  # shapes of the model's inputs
@@ -36,22 +36,22 @@ class Moment:
 
 
 class Recorder:
-    """Writes down what ran out. Without a folder only the paragraph is made."""
+    """Describes out-of-memory errors. Without a folder it makes only the paragraph."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = Path(folder) if folder is not None else None
 
     def start(self, device: torch.device) -> Callable[[], None]:
-        """Let the allocator keep its history, if it is to be dumped; returns what ends that."""
+        """Turn on the allocator's history if it is to be dumped; returns the function that turns it off."""
         is_on = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
         if self._folder is None or device.type != "cuda" or is_on():
             return lambda: None
-        # Stacks of allocations alone: one taken at a free, while an error of Python passes through C++, loses the error.
+        # Record stacks of allocations only: a stack taken at a free while a Python error passes through C++ loses the error.
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_ENTRIES)
         return lambda: torch.cuda.memory._record_memory_history(enabled=None)
 
     def add_to(self, error: BaseException, harness: Any, moment: Moment) -> None:
-        """Say it with the error, which ends the run."""
+        """Attach the paragraph to an error that ends the run."""
         paragraph = self.write(error, harness, moment)
         if hasattr(error, "add_note"):
             error.add_note(paragraph)
@@ -59,14 +59,14 @@ class Recorder:
             error.__notes__ = [*getattr(error, "__notes__", []), paragraph]
 
     def write(self, error: BaseException, harness: Any, moment: Moment) -> str:
-        """The paragraph; the files too, where there is a folder."""
+        """The paragraph; also writes the files if there is a folder."""
         found = describe(error, harness, moment)
         paragraph = _paragraph(found)
         if self._folder is not None:
             try:
                 paragraph += f" Written to `{self._write_files(found, paragraph, harness)}`."
             except OSError as wrong:  # a full disk must not hide the error itself
-                paragraph += f" It could not be written to `{self._folder}`: {wrong}."
+                paragraph += f" The report could not be written to `{self._folder}`: {wrong}."
         return paragraph
 
     def _write_files(self, found: dict[str, Any], paragraph: str, harness: Any) -> Path:
@@ -85,7 +85,7 @@ class Recorder:
 
 
 def describe(error: BaseException, harness: Any, moment: Moment) -> dict[str, Any]:
-    """What was live, measured, and what the plan expected."""
+    """The measured live bytes, and the memory the plan predicted at its peak."""
     sizes = _sizes(harness)
     roles: dict[str, int] = {}
     blocks: dict[str, dict[str, int]] = {}
@@ -125,7 +125,7 @@ def describe(error: BaseException, harness: Any, moment: Moment) -> dict[str, An
 
 
 def _sizes(harness: Any) -> list[tuple[str, str, int]]:
-    """(role, name, bytes) of every storage on the device that is not the step's own."""
+    """(role, name, bytes) of every storage on the device that outlives a step."""
     seen: set[int] = set()
     away = harness.engine.away if harness.engine is not None else set()
     found = []
@@ -161,7 +161,7 @@ def _named(harness: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _block_of(name: str, paths: set[str]) -> str:
-    """The block that a parameter lies in; its module, where that is outside of every block."""
+    """The block that contains a parameter, or its module if it is outside every block."""
     path = name
     while path:
         if path in paths:
@@ -171,7 +171,7 @@ def _block_of(name: str, paths: set[str]) -> str:
 
 
 def _live(harness: Any) -> tuple[int, int | None]:
-    """Bytes in use, and what the allocator has of the device; None: nothing reserves."""
+    """(bytes in use, bytes reserved by the allocator; None: no allocator reserves memory)."""
     if harness.ledger is not None:
         return harness.ledger.live, None
     if harness.device.type == "cuda":
@@ -189,8 +189,8 @@ def _paragraph(found: dict[str, Any]) -> str:
     parts = [
         f"holdall: out of memory in {found['phase']} of step {found['step']}.",
         f"In use: {format_bytes(found['live'])}{budget}: {roles}.",
-        f"Most of what stays: {blocks}." if blocks else "",
-        f"The plan ({found['plan']}) expected its peak at {found['expected_where'] or 'no op'}, with {expected or 'nothing'}.",
+        f"Largest blocks: {blocks}." if blocks else "",
+        f"The plan ({found['plan']}) predicted its peak at {found['expected_where'] or 'no op'}, with {expected or 'nothing'}.",
         f"{found['outcome']}." if found["outcome"] else "",
         found["advice"],
     ]
@@ -205,7 +205,7 @@ def _advice(found: dict[str, Any], actions: Sequence[Action]) -> str:
         advice.append(f'the batch was {batch} and the plan is for {planned}: use `holdall.fit(..., lengths="auto")`')
     reserved, live = found["reserved"], found["live"]
     if reserved is not None and reserved - live > 0.1 * reserved:
-        advice.append(f"{format_bytes(reserved - live)} were reserved but free, in pieces: plan for a budget of a tenth less")
+        advice.append(f"{format_bytes(reserved - live)} are fragmented: call `fit` with a budget 10 % smaller")
     roles = found["roles"]
     states = sum(roles.get(role, 0) for role in ("weights", "gradients", "optimizer states"))
     if not any(a.places_states for a in actions) and states > roles["activations and temporaries"]:
@@ -213,5 +213,5 @@ def _advice(found: dict[str, Any], actions: Sequence[Action]) -> str:
     elif not any(a.spares_activations for a in actions):
         advice.append("activations take most of it, and nothing is recomputed or offloaded: allow `recompute` and `offload`")
     if not advice:
-        advice.append("use a smaller batch or a larger budget, or plan for a budget of a tenth less, to leave room")
+        advice.append("use a smaller batch or a larger budget, or call `fit` with a budget 10 % smaller, which leaves room")
     return "Advice: " + "; ".join(advice) + "."

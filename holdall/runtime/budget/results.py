@@ -1,7 +1,6 @@
-"""What a run has shown, step by step, and what its plan had said of such steps.
+"""Measured results of a run by step, and the plan's prediction for such steps.
 
-A harness may go through several plans. What is told of a plan are the steps that were made under it, since model states were
-last placed anew.
+A harness may use several plans. Results of a plan cover the steps that ran under it since model states were last placed.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from typing import Any
 from holdall.runtime.budget.meter import Meter
 from holdall.types import Moment, Outcome, Plan
 
-_MOMENTS = 1200  # of a timeline, at most about so many
+_MOMENTS = 1200  # most points of a timeline, roughly
 
 
 class Results:
-    """Remembers under which plan every step was made; what it took is read off the meter."""
+    """Remembers the plan of every step; the measurements are read from the meter."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._since = 0  # steps that were made under earlier plans
-        self._made_under: list[Plan] = []  # of every step
+        self._since = 0  # steps that ran before model states were last placed
+        self._made_under: list[Plan] = []  # plan of each step
 
     def add_step(self, plan: Plan) -> None:
-        """A step under this plan has ended, and the meter knows of it."""
+        """A step under this plan has ended, and the meter has measured it."""
         self._made_under.append(plan)
 
     def begin_anew(self) -> None:
-        """Model states are placed anew: earlier steps tell nothing of those to come, even under the same plan."""
+        """Model states were placed anew: ignore earlier steps, even under the same plan."""
         self._since = len(self._meter.peaks())
 
     def seconds(self, plan: Plan) -> list[float]:
@@ -44,7 +43,7 @@ class Results:
         return [value for value, made_under in under if made_under is plan]
 
     def measured(self, plan: Plan, home: str, elsewhere: Mapping[str, int]) -> Outcome | None:
-        """What was seen; None before the first whole step. Seconds are the median of the steps after the first.
+        """The measured outcome; None before the first whole step. Seconds are the median of the steps after the first.
 
         `home`: the tier that the meter measures. `elsewhere`: peaks of the others.
         """
@@ -58,7 +57,7 @@ class Results:
         )
 
     def _timeline(self) -> tuple[Moment, ...]:
-        """Of the last step; of neighbouring moments the highest, so that there are not too many."""
+        """Memory over time in the last step, thinned out by taking the maximum of neighbouring points."""
         curve = self._meter.curve()
         width = max(1, len(curve) // _MOMENTS)
         return tuple(
@@ -68,7 +67,7 @@ class Results:
 
 
 def expect(plan: Plan, *, ahead: bool) -> Outcome:
-    """What was said of the steps that there were: clipped ones, or those whose updates were begun `ahead`."""
+    """The prediction for clipped steps or, with `ahead`, for steps whose speculative updates were right."""
     said, if_not = plan.predicted, plan.about.get("seconds_if_not_clipped")
     if if_not is None or not ahead:
         return said

@@ -1,8 +1,8 @@
-"""Addresses: one stretch of memory cut into pieces in the order of their addresses, each free or one storage.
+"""A model of addresses: one range of memory cut into pieces, each free or owned by one storage.
 
-The arena is a model: it says where storages would lie if all of the budget were one reserved stretch, which is what MegTaiChi
-and Coop decide by. Coop ("Memory is not a Commodity", NeurIPS 2023) evicts a run of neighbours at once, found by a sweep with
-two pointers, and lets cheap storages grow from one end and expensive ones from the other.
+It says where storages would be if the whole budget were one reserved range; MegTaiChi and Coop decide by that. Coop ("Memory is
+not a Commodity", NeurIPS 2023) evicts a run of adjacent storages at once, found by a two-pointer sweep, and places cheap
+storages at one end and expensive ones at the other.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from holdall.types.layout import round_up
 from holdall.types.trace import Bytes
 
-Cost = Callable[["Piece"], "float | None"]  # None: it must stay
+Cost = Callable[["Piece"], "float | None"]  # None: cannot be evicted
 
 
 class Piece:
-    """A run of bytes. `owner` None: free."""
+    """A range of bytes; `owner` None: free."""
 
     __slots__ = ("after", "before", "owner", "size", "start")
 
@@ -59,12 +59,13 @@ class Arena:
         return max((p.size for p in self if p.owner is None), default=0)
 
     def free_beside(self, piece: Piece) -> Bytes:
-        """Free bytes that touch the piece."""
+        """Free bytes adjacent to the piece."""
         beside = (piece.before, piece.after)
         return sum(p.size for p in beside if p is not None and p.owner is None)
 
     def take(self, owner: Any, size: Bytes, *, where: str = "best") -> Piece | None:
-        """A piece for `owner`: in the tightest hole, or at the `left` or the `right` end; None: no hole is large enough."""
+        """Allocate a piece for `owner`: in the tightest hole, or at the `left` or `right` end; None: no hole is
+        large enough."""
         size = self.rounded(size)
         holes = self.holes(size)
         if not holes:
@@ -95,7 +96,7 @@ class Arena:
             self._merge(piece.before, piece)
 
     def note_miss(self) -> None:
-        """A request found no hole: what lies free is of no use to it."""
+        """Record the free share of the arena at a request that found no hole."""
         self.fragmentation.append(self.free_bytes / self.size)
 
     def _merge(self, left: Piece, right: Piece) -> None:
@@ -117,9 +118,9 @@ class Window:
 
 
 def cheapest_window(pieces: Sequence[Piece], size: Bytes, cost: Cost) -> Window | None:
-    """The run of neighbours of at least `size` bytes whose eviction costs least; None: there is none. One sweep.
+    """The run of adjacent pieces of at least `size` bytes that is cheapest to evict; None: there is none. One sweep.
 
-    What must stay ends a run. Free pieces cost nothing. Among equals the first.
+    A piece that cannot be evicted ends a run. Free pieces cost nothing. The first of equal runs wins.
     """
     costs = [cost(p) for p in pieces]
     best: tuple[float, int, int] | None = None

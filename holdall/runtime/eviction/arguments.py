@@ -1,4 +1,4 @@
-"""Arguments and results of an op, taken apart and put together; faster than a general tree, and aten needs no more."""
+"""Flattens and rebuilds the arguments and results of an aten op; faster than a general pytree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-Spec = tuple[tuple[Any, ...], tuple[str, ...]]  # for each argument None, or (type, length) of a list; names of the last ones
+Spec = tuple[tuple[Any, ...], tuple[str, ...]]  # per argument None, or (type, length) of a list; names of keyword arguments
 
 
 def flatten(args: Any, kwargs: Any) -> tuple[list[Any], Spec]:

@@ -1,11 +1,11 @@
-"""A running step under an eviction policy: every op passes through here, below autograd.
+"""Runs a step under an eviction policy: a dispatch mode below autograd handles every op.
 
-From the model's forward on, what ops make is handed out as `Handle`s; parameters, buffers, the batch and `p.grad` stay ordinary
-tensors. Before an op runs, its inputs are brought back and room is made for its results, whose sizes are known beforehand
-(`outlook`); so live bytes do not pass the budget. The decisions are the pool's, and its clock counts costs, not seconds, so
-they are those that were predicted.
+From the model's forward on, the results of ops are returned as `Handle`s; parameters, buffers, the batch and `p.grad` stay
+ordinary tensors. Before an op runs, its evicted inputs are recomputed and room is made for its results, whose sizes `outlook`
+predicts, so live bytes stay within the budget. The pool decides, and its clock counts costs instead of seconds, so a run takes
+the decisions that the simulation predicted.
 
-The mode is entered once, below the ledger, and looks only at ops of a forward, of a backward, or on handles.
+The mode is entered once, below the ledger, and handles only ops of a forward, of a backward, or on handles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdall.runtime.eviction.recipe import Constant, RandomState, Recipe, Spot,
 from holdall.runtime.eviction.storages import Maker, Storage
 
 _aten = torch.ops.aten
-MakePool = Callable[["Evictor", int], Pool]  # (driver, bytes in use when a step begins) -> its pool
+MakePool = Callable[["Evictor", int], Pool]  # (driver, bytes in use at the start of a step) -> pool
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Handle)
 See = Callable[[torch.UntypedStorage, str], None]
 
@@ -52,18 +52,18 @@ class Evictor(TorchDispatchMode):
         self._outlook = outlook
         self._live = live
         self._see = see
-        self._tick = tick  # an op is over
-        self._quiet = quiet  # ops inside are not counted against the budget yet
-        self._waits = waits  # a step ends with an optimizer's; else with the forward after a backward
-        self._depth = 0  # forwards under way
-        self._is_over = True  # the step before is settled
-        self._went_back = False  # a backward was seen since the step began
+        self._tick = tick  # called after each op
+        self._quiet = quiet  # a context whose ops are not counted against the budget
+        self._waits = waits  # a step ends with the optimizer's; otherwise with the forward after a backward
+        self._depth = 0  # nesting depth of forwards
+        self._is_over = True  # the previous step has been settled
+        self._went_back = False  # a backward has run in this step
         self._cells: weakref.WeakSet[Cell] = weakref.WeakSet()
-        self._handed: dict[int, tuple[weakref.ref[Any], Storage]] = {}  # gradients that parameters took over
+        self._handed: dict[int, tuple[weakref.ref[Any], Storage]] = {}  # gradients that parameters own now
         self.pool = make_pool(self, 0)
         self.ops = 0
-        self.seconds = 0.0  # spent here beside the ops themselves
-        self.past: list[Counts] = []  # of the steps before
+        self.seconds = 0.0  # overhead, without the ops themselves
+        self.past: list[Counts] = []  # of earlier steps
 
     # steps
 
@@ -81,7 +81,7 @@ class Evictor(TorchDispatchMode):
         self._depth = max(0, self._depth - 1)
 
     def settle(self) -> None:
-        """Parameters are about to change: what is still referred to stays as it is, for good; the step is over."""
+        """End the step before parameters change: storages still referenced are kept for good."""
         if self._is_over:
             return
         with torch._C._DisableTorchDispatch():
@@ -90,14 +90,14 @@ class Evictor(TorchDispatchMode):
                     self.pool.fix(cell.value)
             for _, value in list(self._handed.values()):
                 if value.maker is not None:
-                    self.pool.fix(value)  # so that nothing is kept for making gradients again
+                    self.pool.fix(value)  # so that nothing is kept to recompute gradients
         for cell in list(self._cells):
-            cell.value.place = None  # its arena ends with the step
+            cell.value.place = None  # the arena ends with the step
         self._is_over = True
         self.past.append(self.pool.counts)
 
     def close(self) -> None:
-        """What the program still holds goes on working, without a budget; what is evicted comes back if it is asked for."""
+        """Leave the program's handles usable, without a budget; evicted ones are recomputed on access."""
         self._depth = 0
         self.pool.budget, self.pool.patience = 2**62, math.inf
         for cell in list(self._cells):
@@ -126,7 +126,7 @@ class Evictor(TorchDispatchMode):
         flat, spec = flatten(args, kwargs)
         handles = [x for x in flat if isinstance(x, Handle)]
         foreign = any(isinstance(x, torch.Tensor) and type(x) not in _ORDINARY for x in flat)
-        with nullcontext() if foreign else torch._C._DisableTorchDispatch():  # what is done here is nobody else's business
+        with nullcontext() if foreign else torch._C._DisableTorchDispatch():  # hide the work here from other modes
             if nature.is_view:
                 out = self._view(func, flat, spec, handles, accumulates)
             elif nature.only_looks:
@@ -140,7 +140,8 @@ class Evictor(TorchDispatchMode):
         return out
 
     def _view(self, func: Any, flat: list[Any], spec: Spec, handles: list[Handle], accumulates: bool) -> Any:
-        """Another look at the same bytes, which need not be there. A gradient that a parameter takes over becomes ordinary."""
+        """A view of the same storage, which may be evicted. A gradient that a parameter takes over becomes an
+        ordinary tensor."""
         if not handles:
             args, kwargs = unflatten(flat, spec)
             return func(*args, **kwargs)
@@ -232,7 +233,7 @@ class Evictor(TorchDispatchMode):
         return x
 
     def _wrap(self, out: Any, real: list[Any], flat: list[Any], made: Sequence[Storage], handles: list[Handle]) -> Any:
-        """Results as the program sees them: what it gave comes back as it was given."""
+        """The results as the program sees them: handles for new storages; arguments that are returned stay the same objects."""
         same = {id(r): x for r, x in zip(real, flat, strict=True) if isinstance(r, torch.Tensor)}
         cells: dict[int, Cell] = {h.cell.value.bytes._cdata: h.cell for h in handles if h.cell.value.bytes is not None}
         for s in made:
@@ -249,7 +250,7 @@ class Evictor(TorchDispatchMode):
         return map_tensors(out, handle)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """Where the device finds no place for a result although bytes are free, more goes until it does."""
+        """Run an op; on an out-of-memory error (fragmentation) evict more and try again."""
         while True:
             try:
                 return call()
@@ -267,11 +268,11 @@ class Evictor(TorchDispatchMode):
         value = handle.cell.value
         if not value.is_there:
             self.pool.prepare([value], ())
-            self.pool.failed([value])  # nothing was made of it
+            self.pool.failed([value])  # unlock it: no op ran
         return over(value.bytes, geometry(handle))
 
     def _hand_over(self, handle: Handle) -> torch.Tensor:
-        """A parameter takes this gradient: from here on it is an ordinary tensor, and its bytes live as long as that."""
+        """Turn a gradient into an ordinary tensor that its parameter owns."""
         cell = handle.cell
         given = self.plain(handle)
         storage, value, pool = cell.value.bytes, cell.value, self.pool
@@ -312,7 +313,7 @@ class Evictor(TorchDispatchMode):
 
 
 def _ghost(handle: Handle) -> torch.Tensor:
-    """The same look at bytes that do not exist."""
+    """The same view on the meta device."""
     size = handle.cell.value.size
     whole = torch.empty(size // handle.dtype.itemsize, dtype=handle.dtype, device="meta")
     return whole.as_strided(handle.shape, handle.stride(), handle.storage_offset())

@@ -1,7 +1,7 @@
-"""What a program holds instead of a tensor that may be evicted: shape, strides and dtype, and a cell that knows the bytes.
+"""A handle replaces a tensor that may be evicted: shape, strides, dtype, and a cell that knows the bytes.
 
-Handles are made below autograd, so whatever autograd saves is a handle too. All handles of one storage share one `Cell`; when
-the last of them dies, so does the cell, and the pool hears of it at once.
+Handles are made below autograd, so autograd saves handles too. All handles of one storage share a `Cell`; when the last handle
+dies, so does the cell, and the pool is told.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from holdall.runtime.eviction.evictor import Evictor
     from holdall.runtime.eviction.pool import Pool
 
-Geometry = tuple[Any, ...]  # shape, strides, offset, dtype
+Geometry = tuple[Any, ...]  # (shape, strides, offset, dtype)
 
 
 class Cell:
-    """One storage as the program sees it; `value` changes when an op changes it in place."""
+    """One storage as the program sees it; an in-place op replaces `value`."""
 
     __slots__ = ("__weakref__", "pool", "value")
 
     def __init__(self, value: Storage, pool: Pool) -> None:
         self.value = value
-        self.pool: Pool | None = pool  # None: someone else watches over the bytes
+        self.pool: Pool | None = pool  # None: the pool no longer manages the bytes
 
     def __del__(self) -> None:
         if self.pool is not None:
@@ -34,7 +34,7 @@ class Cell:
 
 
 class Handle(torch.Tensor):
-    """A tensor whose bytes may be elsewhere in time. Works wherever a tensor works; `plain()` is an ordinary one."""
+    """A tensor whose bytes may be evicted. Works wherever a tensor works; `plain()` returns an ordinary one."""
 
     cell: Cell
     evictor: Evictor
@@ -66,10 +66,10 @@ class Handle(torch.Tensor):
         raise AssertionError("no handle among the arguments")
 
     def plain(self) -> torch.Tensor:
-        """An ordinary tensor over the same bytes, which are brought back if need be. Not differentiable."""
+        """An ordinary tensor over the same bytes, recomputed if evicted. Not differentiable."""
         return self.evictor.plain(self)
 
-    # what goes around the dispatcher
+    # methods that bypass the dispatcher
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain().requires_grad_(self.requires_grad).numpy(*args, **kwargs)
@@ -97,6 +97,6 @@ def geometry(t: torch.Tensor) -> Geometry:
 
 
 def over(storage: Any, form: Geometry) -> torch.Tensor:
-    """An ordinary tensor of that form over a storage's bytes."""
+    """An ordinary tensor of this geometry over a storage's bytes."""
     shape, stride, offset, dtype = form
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)

@@ -1,4 +1,4 @@
-"""Bring an eviction policy to a model, and take it off again."""
+"""Installs an eviction policy on a model and removes it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from holdall.units import format_seconds
 
 log = logging.getLogger("holdall")
 
-MakePool = Callable[[Evictor, int, Callable[[], int]], Pool]  # (driver, bytes there before the step, live bytes)
+MakePool = Callable[[Evictor, int, Callable[[], int]], Pool]  # (driver, bytes in use before the step, live bytes)
 
 
 def install(harness: Any, make_pool: MakePool, rates: Rates, *, align: int = 1) -> Evictor:
-    """Hooks that say when a step begins and ends, and the mode that sees its ops."""
+    """Install the hooks that mark the beginning and end of a step, and the mode that handles its ops."""
     model = harness.model
     live = _live_bytes(harness)
 
@@ -60,7 +60,7 @@ def install(harness: Any, make_pool: MakePool, rates: Rates, *, align: int = 1) 
         _unwrap_buffers(model)
         if evictor.ops:
             per_op = format_seconds(evictor.seconds / evictor.ops)
-            log.info("holdall: evict took %s per op beside the ops themselves (%d ops)", per_op, evictor.ops)
+            log.info("holdall: evict added %s of overhead per op (%d ops)", per_op, evictor.ops)
 
     harness.on_close(close)
     return evictor
@@ -76,7 +76,7 @@ def _live_bytes(harness: Any) -> Callable[[], int]:
 
 
 def _unwrap_buffers(model: torch.nn.Module) -> None:
-    """Buffers that a forward made anew become ordinary tensors."""
+    """Turn buffers that a forward replaced by handles into ordinary tensors."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Handle):

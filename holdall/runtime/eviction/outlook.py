@@ -1,7 +1,7 @@
-"""What an op will make, before it runs: bytes of its results, from the shapes alone; and what it costs.
+"""Predicts the bytes of an op's results, from the shapes alone, and the op's cost.
 
-Answers are remembered by op and shapes. The first time, the op is tried on the meta device, which takes no memory; where that
-does not work (results whose shape depends on values), the answer is None, and room is made afterwards.
+Answers are cached by op and shapes. The first time, the op runs on the meta device, which takes no memory. Where that fails
+(shapes that depend on values), the answer is None and room is made afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _REMEMBERED = 8192
 
 
 class Nature(NamedTuple):
-    """What an op's schema says about it."""
+    """Properties of an op, from its schema."""
 
-    is_view: bool  # all that it returns shares bytes with what it was given
+    is_view: bool  # every result shares memory with an argument
     only_looks: bool  # returns no tensor
     is_random: bool
     is_batch_norm: bool
-    changed: tuple[tuple[int, str], ...]  # arguments that it changes in place: position and name
+    changed: tuple[tuple[int, str], ...]  # (position, name) of arguments that it changes in place
 
 
 @lru_cache(maxsize=4096)
@@ -44,7 +44,7 @@ def nature_of(func: Any) -> Nature:
 
 
 def changed_arguments(func: Any, nature: Nature, args: Any, kwargs: Any) -> list[Any]:
-    """Tensors that the op changes in place; batch norm's running statistics too, which its schema does not say."""
+    """Tensors that the op changes in place, including batch norm's running statistics, which its schema omits."""
     found = [args[i] if i < len(args) else kwargs.get(name) for i, name in nature.changed]
     if nature.is_batch_norm:
         values = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments)}
@@ -61,14 +61,14 @@ class Outlook:
         self._costs: dict[Any, int] = {}
 
     def key(self, func: Any, flat: list[Any], split: int) -> Any:
-        """What the answer depends on."""
+        """The key that an answer is cached under."""
         parts = [
             (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (x if _is_plain(x) else str(x)) for x in flat
         ]
         return (func, split, *parts)
 
     def sizes(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
-        """Bytes of each storage that the op will make; None: it has to be run to know."""
+        """Bytes of each storage that the op will make; None: unknown before it runs."""
         if key not in self._sizes:
             if len(self._sizes) > _REMEMBERED:
                 self._sizes.clear()
@@ -84,7 +84,7 @@ class Outlook:
         return round_up(size, self._align)
 
     def cost(self, key: Any, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        """By the policy's clock."""
+        """The op's cost on the policy's clock."""
         found = self._costs.get(key)
         if found is None:
             tensors = [*tensors_in(args), *tensors_in(list(kwargs.values())), *tensors_in(out)]
@@ -97,7 +97,7 @@ class Outlook:
         try:
             with torch.no_grad():
                 out = func(*ghosts, **named)
-        except Exception:  # whatever an op without a meta kernel may raise
+        except Exception:  # an op without a meta kernel may raise anything
             return None
         given = {t.untyped_storage()._cdata for t in tensors_in([ghosts, list(named.values())])}
         made = {}
@@ -113,7 +113,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _ghost(value: Any) -> Any:
-    """The same argument without bytes."""
+    """The same argument on the meta device."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, torch.device):

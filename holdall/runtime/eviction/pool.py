@@ -1,8 +1,8 @@
-"""The cache: which storages are there, which may go, and how one that went comes back.
+"""The cache: which storages are on the device, which can be evicted, and how an evicted one is recomputed.
 
-One pool serves a simulated step and a real one. The driver says what happens (`prepare`, `made`, `release`); the pool answers
-by calling the driver's `rerun` (run this op again) and `drop` (these bytes go). The clock is the sum of the ops' costs, not
-wall time, so that the same step takes the same decisions wherever it is played.
+The same pool serves a simulated step and a real one. The driver reports events (`prepare`, `made`, `release`); the pool calls
+the driver's `rerun` (run this op again) and `drop` (free these bytes). The clock is the sum of the ops' costs, not wall time,
+so a step takes the same decisions in simulation and in a run.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from holdall.units import format_bytes
 
 class Driver(Protocol):
     def rerun(self, maker: Maker, consumes: bool) -> None:
-        """Run an op again; `consumes`: what it changes in place may be changed, else a copy of it."""
+        """Run an op again. `consumes`: it may change its in-place arguments; otherwise it changes copies."""
         ...
 
     def drop(self, storage: Storage) -> None:
-        """The bytes of this storage go."""
+        """Free the bytes of this storage."""
         ...
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What the policy did."""
+    """Statistics of the policy."""
 
     evictions: int = 0
-    scored: int = 0  # storages looked at while choosing
+    scored: int = 0  # storages scored while choosing
     reruns: int = 0
     useful: float = 0  # cost of ops run for the first time
-    again: float = 0  # cost of ops run again
-    over: int = 0  # requests for which nothing more could go
+    again: float = 0  # cost of recomputation
+    over: int = 0  # requests that could not be met
 
 
 class Pool:
@@ -62,17 +62,17 @@ class Pool:
         self.driver = driver
         self.clock: float = 0
         self.counts = Counts()
-        self.there = 0  # bytes of storages that are there
-        self.outside = outside  # bytes that are none of the pool's
-        self.present: dict[Storage, None] = {}  # what is there
-        self.candidates: dict[Storage, None] = {}  # may be evicted; in the order of their last unlock
+        self.there = 0  # bytes of storages on the device
+        self.outside = outside  # bytes in use that the pool does not manage
+        self.present: dict[Storage, None] = {}  # storages on the device
+        self.candidates: dict[Storage, None] = {}  # can be evicted; in the order of their last unlock
         self.dead = dead
-        self.patience = patience  # recomputation per useful work, beyond which it is thrashing
-        self.strict = strict  # raise when nothing can go; else go over the budget and count it
+        self.patience = patience  # limit of recomputation per useful work; beyond it the run is thrashing
+        self.strict = strict  # raise when nothing can be evicted; otherwise exceed the budget and count it
         self._live = live
-        self._keeps = keep_trace  # never forget storages that nobody needs
+        self._keeps = keep_trace  # keep the records of storages that cannot be needed again
         self._born = 0
-        self._readers: dict[Any, list[Maker]] = {}  # what is none of the pool's -> ops that read it
+        self._readers: dict[Any, list[Maker]] = {}  # tensor outside the pool -> ops that read it
         needs = getattr(room.score, "needs", frozenset({"components", "spreads"}))
         self._components = "components" in needs
         self._spreads = "spreads" in needs
@@ -92,7 +92,7 @@ class Pool:
     # a step
 
     def prepare(self, inputs: Iterable[Storage], sizes: Sequence[Bytes], label: str = "") -> None:
-        """Before an op: its inputs are locked and there, and there is room for what it makes."""
+        """Before an op: lock its inputs, recompute evicted ones, and make room for its results."""
         locked = list(inputs)
         self._lock(locked)
         for s in locked:
@@ -108,7 +108,7 @@ class Pool:
         changes: Sequence[tuple[Storage, Storage]] = (),
         backward: bool = False,
     ) -> None:
-        """After an op: what it made is there, what it changed has a new value, its inputs are free again."""
+        """After an op: add its results, replace the values that it changed, and unlock its inputs."""
         self.clock += maker.cost
         self.counts.useful += maker.cost
         maker.outputs = tuple(storages)
@@ -128,11 +128,11 @@ class Pool:
         self.room.settle()
 
     def failed(self, inputs: Iterable[Storage]) -> None:
-        """The op raised: its inputs are free again."""
+        """The op raised: unlock its inputs."""
         self._unlock(inputs)
 
     def release(self, s: Storage) -> None:
-        """The last reference from outside went."""
+        """The last reference from the program died."""
         s.alive = False
         if self.dead == "ignore":
             return
@@ -142,7 +142,7 @@ class Pool:
         self._bury(s)
 
     def fix(self, s: Storage) -> None:
-        """From here on it is never evicted: bring it back if need be, and forget how it was made."""
+        """Never evict this storage again: recompute it if necessary, and forget how it was made."""
         if not s.is_there:
             s.locks += 1
             self._bring_back(s)
@@ -155,12 +155,12 @@ class Pool:
                 self._forget(idle)
 
     def reads_outside(self, maker: Maker, keys: Iterable[Any]) -> None:
-        """The op can be run again only while these keep their value."""
+        """The op can be repeated only while these tensors keep their values."""
         for key in keys:
             self._readers.setdefault(key, []).append(maker)
 
     def changes_outside(self, keys: Iterable[Any]) -> None:
-        """These are about to change: what was made from them and may still be asked for is kept from here on."""
+        """These tensors are about to change: keep every storage that was computed from them and may still be needed."""
         for key in keys:
             for maker in self._readers.pop(key, ()):
                 for s in (*maker.outputs, *(new for _, new in maker.changes)):
@@ -175,7 +175,7 @@ class Pool:
             self._refuse(sum(sizes), label)
 
     def give_way(self) -> bool:
-        """Evict one more than the budget asks for, where the allocator has holes that nothing fits. Whether one could go."""
+        """Evict one storage more than the budget requires, against fragmentation. Returns whether one could be evicted."""
         chosen = self.room.choose(self)
         if chosen is not None:
             self.evict(chosen)
@@ -186,21 +186,21 @@ class Pool:
         self._go(s)
 
     def _go(self, s: Storage) -> None:
-        """Its bytes go; it can be asked for again."""
+        """Evict a storage."""
         self._leave(s)
         self._join(s)
         self._stir(s)
 
-    # coming and going
+    # entering and leaving the cache
 
     def _enter(self, s: Storage, maker: Maker | None) -> None:
-        """It is there, with a value."""
+        """The storage is on the device."""
         s.is_there = True
         if s.place is None:
             self.room.place(s, maker)
         self.there += s.size
         self.present[s] = None
-        if s.born == 0:  # one that comes back keeps the time at which it was asked for
+        if s.born == 0:  # a recomputed storage keeps the time of its request
             s.last = self.clock
             self._born += 1
             s.born = self._born
@@ -219,7 +219,7 @@ class Pool:
         self.driver.drop(s)
 
     def _take_over(self, old: Storage, new: Storage) -> None:
-        """The new value lies where the old one lay; the old one is as if evicted, and nobody outside sees it."""
+        """The new value takes the old one's memory; the old one counts as evicted and unreferenced."""
         self.candidates.pop(old, None)
         old.is_there = False
         old.alive = False
@@ -231,7 +231,7 @@ class Pool:
         self._stir(old)
 
     def _join(self, s: Storage) -> None:
-        """An evicted storage hangs together with its evicted neighbours."""
+        """Add an evicted storage to the component of its evicted neighbours."""
         if not self._components:
             return
         s.root = Component(s.cost)
@@ -240,7 +240,7 @@ class Pool:
                 s.root = join(s.root, x.root)
 
     def _stir(self, s: Storage) -> None:
-        """Storages around one that came or went must count their neighbourhood again."""
+        """Invalidate the cached neighbourhood costs around a storage that entered or left."""
         if not self._spreads:
             return
         s.spread = None
@@ -267,13 +267,13 @@ class Pool:
                 self._offer(s)
 
     def _offer(self, s: Storage) -> None:
-        """It may be evicted from here on, unless something forbids it."""
+        """Make the storage a candidate for eviction, unless it is locked or fixed."""
         self.candidates.pop(s, None)
         if s.is_there and not s.pinned and not s.fresh and not s.locks and self.room.may_go(s):
             self.candidates[s] = None
 
     def _bury(self, s: Storage) -> None:
-        """Nobody outside refers to it: its bytes go if it can be made again or nobody could ask for it."""
+        """The program no longer refers to the storage: free it if it can be recomputed or cannot be needed."""
         needed = bool(s.children)
         if self.dead == "banish":
             if not any(not c.is_there for c in s.children):
@@ -288,7 +288,7 @@ class Pool:
             self._forget(s)
 
     def _banish(self, s: Storage) -> None:
-        """Free for good: whoever was made from it can no longer be made again."""
+        """Free a storage for good: results computed from it can no longer be recomputed."""
         if s.is_there:
             self._leave(s)
         for child in s.children:
@@ -297,7 +297,7 @@ class Pool:
         s.children.clear()
 
     def _forget(self, s: Storage) -> None:
-        """It is gone and nobody can ask for it; so may be what it was made from."""
+        """Drop the record of a storage that cannot be needed again, and of its inputs where the same holds."""
         todo = [s]
         while todo:
             gone = todo.pop()
@@ -310,7 +310,7 @@ class Pool:
                 todo += self._unlink(gone, maker)
 
     def _unlink(self, s: Storage, maker: Maker) -> list[Storage]:
-        """Its makers' inputs no longer need to be kept for it; those that nobody needs at all."""
+        """Remove the storage from its maker's inputs' children; returns the inputs that nothing needs any more."""
         idle = []
         for p in maker.inputs:
             p.children.pop(s, None)
@@ -321,10 +321,10 @@ class Pool:
                 idle.append(p)
         return idle
 
-    # coming back
+    # recomputation
 
     def _bring_back(self, wanted: Storage) -> None:
-        """Run again whatever it takes; a stack instead of recursion, because chains are long."""
+        """Recompute a storage and everything it needs; with a stack, because chains are long."""
         stack: list[Maker] = [self._begin(wanted)]
         while stack:
             maker = stack[-1]
@@ -336,12 +336,12 @@ class Pool:
             stack.pop()
 
     def _begin(self, s: Storage) -> Maker:
-        assert s.maker is not None, f"{s} is gone and nothing makes it"
+        assert s.maker is not None, f"{s} is evicted and cannot be recomputed"
         self._lock(s.maker.inputs)
         return s.maker
 
     def _again(self, maker: Maker) -> None:
-        """One op, once more. All it makes takes room; what is there already is freed at once."""
+        """Run one op again. All its results take memory; those already on the device are freed at once."""
         consumes = all(old.locks == 1 for old, _ in maker.changes)
         sizes = [s.size for s in maker.outputs]
         if not consumes:
@@ -360,7 +360,7 @@ class Pool:
                 if consumes:
                     self._take_over(old, new)
                 back.append(new)
-            elif consumes:  # it was changed on the way to something else
+            elif consumes:  # it was changed on the way to another result
                 self._go(old)
         for s in back:
             self._enter(s, maker)
@@ -374,7 +374,7 @@ class Pool:
             raise OverBudget(
                 f"thrashing: {self.counts.again / self.counts.useful:.0f} times the step's own work went into recomputation "
                 f"within {format_bytes(self.budget)}",
-                hint="use a larger budget, or a larger `patience`",
+                hint="use a larger budget, or pass the planner a larger `patience=`",
             )
 
     def _refuse(self, size: Bytes, label: str) -> None:
@@ -388,7 +388,7 @@ class Pool:
 
 
 def wants(s: Storage, maker: Maker) -> bool:
-    """Whether what the op makes again is to stay: it is gone, and someone may ask for it."""
+    """Keep this result of a repeated op? Yes if it is evicted and may be needed."""
     return not s.is_there and s.maker is maker
 
 

@@ -1,4 +1,4 @@
-"""An op as it was called, so that it can be called again: arguments by storage and form, random state, results in order."""
+"""A recorded op call that can be repeated: arguments by storage and geometry, random state, results in order."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from holdall.runtime.eviction.storages import Storage
 
 
 class Spot(NamedTuple):
-    """An argument whose bytes are a storage's."""
+    """An argument in a storage of the pool."""
 
-    input: int  # its number among the inputs of the op
+    input: int  # index among the op's inputs
     form: Geometry
 
 
 class Constant(NamedTuple):
-    """An argument that is none of the pool's: a parameter, a buffer, the batch."""
+    """An argument outside the pool: a parameter, a buffer, the batch."""
 
     tensor: torch.Tensor
     version: int
-    changed: bool  # the op changes it; a copy takes its place when it runs again
+    changed: bool  # the op changes it; a repetition uses a copy
 
 
 class Recipe:
@@ -34,13 +34,13 @@ class Recipe:
 
     def __init__(self, func: Any, flat: list[Any], spec: Spec, random: RandomState | None) -> None:
         self.func = func
-        self.flat = flat  # Spot and Constant in the place of tensors
+        self.flat = flat  # arguments with tensors replaced by Spot and Constant
         self.spec = spec
         self.random = random
-        self.grads = torch.is_grad_enabled()  # some kernels look: they make more for a backward
+        self.grads = torch.is_grad_enabled()  # some kernels compute more when gradients are on
 
     def run(self, inputs: Sequence[Storage], instead: dict[int, Any]) -> list[torch.UntypedStorage]:
-        """The storages that it makes, in order. `instead`: bytes to use for an input, by its index."""
+        """Run the op; returns the storages that it makes, in order. `instead`: bytes to use for an input, by index."""
         given: set[int] = set()
         flat = [self._argument(x, inputs, instead) for x in self.flat]
         for t in flat:
@@ -60,7 +60,7 @@ class Recipe:
                 return x.tensor.detach().clone()
             if version_of(x.tensor) != x.version:
                 raise Unsupported(
-                    f"`{self.func}` cannot be run again: a tensor of shape {list(x.tensor.shape)} that it read was changed",
+                    f"`{self.func}` cannot be recomputed: its input of shape {list(x.tensor.shape)} was changed in place",
                     hint="do not change parameters or inputs between forward and backward",
                 )
             return x.tensor
@@ -68,7 +68,7 @@ class Recipe:
 
 
 def new_storages(out: Any, given: set[int]) -> list[torch.UntypedStorage]:
-    """Storages among the results that were not among the arguments, each once."""
+    """Storages of the results that are not arguments, each once."""
     found: dict[int, torch.UntypedStorage] = {}
     for t in tensors_in(out):
         storage = t.untyped_storage()
@@ -82,7 +82,7 @@ def version_of(t: torch.Tensor) -> int:
 
 
 class RandomState:
-    """Of the generators before an op drew from them."""
+    """State of the random generators before an op drew from them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,7 +91,7 @@ class RandomState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the same numbers; the generators are then as they were."""
+        """Draw the same numbers again; restores the generators afterwards."""
         now = RandomState(self._device)
         self._set()
         try:

@@ -1,4 +1,4 @@
-"""A step that was written down, played under a policy: extra compute, evictions, fragmentation."""
+"""Simulates a recorded step under an eviction policy: recomputation cost, evictions, fragmentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = Hashable
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """An op. What is read and was not made by the program is there for good."""
+    """An op. Inputs that no op of the program made are always on the device."""
 
     reads: tuple[Key, ...] = ()
     writes: tuple[tuple[Key, Bytes], ...] = ()
@@ -22,16 +22,16 @@ class Call:
     cost: float = 1.0
     label: str = ""
     backward: bool = False
-    pinned: tuple[Key, ...] = ()  # of what it makes: never evicted
-    number: int = -1  # the caller's
-    outside: tuple[Key, ...] = ()  # read, and none of the program's making
-    alters: tuple[Key, ...] = ()  # changed in place, and none of the program's making
-    scratch: Bytes = 0  # to be set aside when it runs again
+    pinned: tuple[Key, ...] = ()  # results that are never evicted
+    number: int = -1  # the caller's number of this op
+    outside: tuple[Key, ...] = ()  # inputs that the program did not make
+    alters: tuple[Key, ...] = ()  # tensors changed in place that the program did not make
+    scratch: Bytes = 0  # bytes of copies needed when the op is repeated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Free:
-    """The last reference to a storage goes."""
+    """The last reference to a storage dies."""
 
     key: Key
 
@@ -43,16 +43,16 @@ Program = Iterable["Call | Free"]
 class Played:
     counts: Counts
     peak: Bytes
-    fragmentation: float | None  # mean free share of the arena at the requests that found no hole; None: no arena or no such
+    fragmentation: float | None  # mean free share of the arena at requests without a hole; None: no arena or no such
 
     @property
     def extra(self) -> float:
-        """Cost of ops that ran again."""
+        """Cost of recomputation."""
         return self.counts.again
 
 
 class Silent:
-    """A driver that only takes note of the peak."""
+    """A driver that only records the peak."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -65,7 +65,7 @@ class Silent:
 
 
 def play(program: Program, make_pool: Callable[[Silent], Pool], *, stop: float | None = None) -> Played:
-    """Run a program through a pool. `stop`: give up when recomputation has cost more than this."""
+    """Run a program through a pool. `stop`: give up when recomputation exceeds this cost."""
     driver = Silent()
     pool = make_pool(driver)
     player = Player(pool)
@@ -80,7 +80,7 @@ def play(program: Program, make_pool: Callable[[Silent], Pool], *, stop: float |
 
 
 class Player:
-    """Feeds a program to a pool; `values` is the present value of every storage that the program made."""
+    """Feeds a program to a pool; `values`: the current value of every storage that the program made."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -100,9 +100,7 @@ class Player:
         maker = Maker(inputs=tuple(inputs), cost=op.cost, payload=op, label=op.label, scratch=op.scratch)
         made = [Storage(key, size, maker) for key, size in op.writes]
         for s in made:
-            if (
-                s.key in op.pinned
-            ):  # nothing makes it again; it stays as long as anything that was made from it may be asked for
+            if s.key in op.pinned:  # it cannot be recomputed: keep it as long as results computed from it may be needed
                 s.pinned, s.maker = True, None
         changes = []
         for key in op.changes:

@@ -1,4 +1,4 @@
-"""How room is made when an op's results do not fit: one storage at a time by score (DTR, MegTaiChi), or a window (Coop)."""
+"""How room is made for an op's results: one storage at a time by score (DTR, MegTaiChi), or a window (Coop)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Room:
-    """Bytes are all that counts, addresses do not: DTR.
+    """DTR: counts bytes and ignores addresses.
 
-    `sample`: score about sqrt(n) candidates, found by random strides, and none below `small` of the mean size.
+    `sample`: score about sqrt(n) candidates, found by random strides, skipping those below `small` of the mean size.
     """
 
     arena: Arena | None = None
-    drops_temporaries = False  # storages that came back only on the way to another go as soon as they can
+    drops_temporaries = False  # evict storages recomputed on the way to another as soon as possible
 
     def __init__(self, score: Score, *, sample: bool = False, small: float = 0.01, least: Bytes = 0, seed: int = 0) -> None:
         self.score = score
@@ -33,7 +33,7 @@ class Room:
         self._random = random.Random(seed)
 
     def make(self, pool: Pool, sizes: Sequence[Bytes], label: str) -> bool:  # noqa: ARG002
-        """Evict until `sizes` fit; whether they do."""
+        """Evict until `sizes` fit; returns whether they do."""
         need = sum(sizes)
         if pool.live + need <= pool.budget:
             return True
@@ -54,12 +54,12 @@ class Room:
                 best, least = s, value
                 if value == 0:
                     break
-        if best is None and self.sample:  # the sample was all small
+        if best is None and self.sample:  # only small ones were sampled
             best = next(iter(pool.candidates), None)
         return best
 
     def _sampled(self, pool: Pool) -> Iterable[Storage]:
-        """Candidates at random strides in [1, sqrt(n)] such that about sqrt(n) are met; tiny ones are passed over."""
+        """Candidates at random strides in [1, sqrt(n)], about sqrt(n) of them; tiny ones are skipped."""
         all_of = list(pool.candidates)
         count = len(all_of)
         if count <= 4:
@@ -78,20 +78,20 @@ class Room:
         return s.size >= self.least and s.size > 0
 
     def place(self, s: Storage, maker: Maker | None) -> None:
-        """It has come: give it an address, where there are any."""
+        """Give a new storage an address, if the policy has addresses."""
 
     def leave(self, s: Storage) -> None:
-        """It goes."""
+        """The storage is evicted or freed."""
 
     def settle(self) -> None:
-        """What was set aside for an op and not used is free again."""
+        """Free the space reserved for an op that it did not use."""
 
     def restart(self, arena: Bytes) -> None:
-        """A new step, with that many bytes for what it makes."""
+        """Begin a new step, with this many bytes for its results."""
 
 
 class _Addressed(Room):
-    """Room in an arena. Pieces are set aside before an op runs and handed to what it made."""
+    """Room in an arena. Pieces are reserved before an op runs and assigned to its results."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Addressed(Room):
     ) -> None:
         super().__init__(score, sample=sample, least=least, seed=seed)
         self.arena: Arena = Arena(arena, align=align)
-        self.tiny = tiny  # storages up to this size live elsewhere and are never looked at
+        self.tiny = tiny  # storages up to this size are outside the arena and never evicted
         self._aside: list[Piece] = []
 
     def make(self, pool: Pool, sizes: Sequence[Bytes], label: str) -> bool:
@@ -119,7 +119,7 @@ class _Addressed(Room):
                 if not self._clear(pool, self.arena.rounded(size)):
                     return False
             piece = self.arena.take(_ASIDE, size, where=self._side(label))
-            assert piece is not None, "room was made and is not there"
+            assert piece is not None, "the reserved piece is missing"
             self._aside.append(piece)
         need = sum(sizes)
         while pool.live + need > pool.budget:
@@ -130,7 +130,7 @@ class _Addressed(Room):
         return True
 
     def _clear(self, pool: Pool, size: Bytes) -> bool:
-        """Evict until there is a hole of `size`; whether there is."""
+        """Evict until there is a hole of `size`; returns whether there is."""
         while self.arena.largest() < size:
             chosen = self.choose(pool)
             if chosen is None:
@@ -154,7 +154,7 @@ class _Addressed(Room):
         piece = next((p for p in self._aside if p.size == size), None)
         if piece is not None:
             self._aside.remove(piece)
-        else:  # it came unannounced
+        else:  # nothing was reserved for it
             piece = self.arena.take(s, size, where=self._side(maker.label if maker is not None else ""))
         if piece is not None:
             piece.owner, s.place = s, piece
@@ -177,11 +177,11 @@ class _Addressed(Room):
 
 
 class Holes(_Addressed):
-    """One storage at a time until there is a hole that is large enough: MegTaiChi, and DTR on the same arena."""
+    """MegTaiChi, and DTR on the same arena: evict one storage at a time until a hole is large enough."""
 
 
 class Windows(_Addressed):
-    """The run of neighbours whose eviction costs least, all at once; cheap and expensive results from different ends: Coop."""
+    """Coop: evict the cheapest run of adjacent storages at once; place cheap and expensive results at different ends."""
 
     drops_temporaries = True
 
@@ -211,6 +211,6 @@ _EXPENSIVE_PREFIXES = ("_scaled_dot_product", "convolution", "mkldnn_rnn", "_gro
 
 
 def is_expensive(label: str) -> bool:
-    """Whether an op, by its name, is one of the few that cost much per byte that they make."""
+    """Is this op, by its name, one of the few that cost much per byte of result?"""
     name = label.removeprefix("aten.").split(".")[0]
     return name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES)

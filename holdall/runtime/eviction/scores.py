@@ -1,9 +1,9 @@
-"""Scores of storages: the pool evicts the one with the least.
+"""Scores of storages: the pool evicts the lowest.
 
-After "Dynamic Tensor Rematerialization" (Kirisame et al., ICLR 2021, arXiv 2006.09616): cost to bring it back, over its bytes
-and the time since its last use. The parts can be chosen freely, which is the paper's ablation; named ones are its heuristics.
+After "Dynamic Tensor Rematerialization" (Kirisame et al., ICLR 2021, arXiv 2006.09616): recomputation cost over bytes and
+staleness. The factors can be combined freely, as in the paper's ablation; the named combinations are its heuristics.
 `megtaichi` follows MegTaiChi (ICS 2022, doi 10.1145/3524059.3532394): free neighbours in the arena count as bytes, and storages
-that were computed again often are spared.
+that were recomputed often are spared.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 Score = Callable[["Pool", Storage], float]
 
-# what it costs to bring back, its evicted neighbourhood included
+# recomputation cost, including the evicted neighbourhood
 
 
 class Component:
-    """A union-find node of evicted storages that hang together; the sum lives at the root.
+    """A union-find node of connected evicted storages; the sum is kept at the root.
 
-    Components are never split: a storage that comes back only takes its own cost out, so sums are approximate, as in the paper.
+    Components are never split: a recomputed storage only subtracts its own cost, so sums are approximate, as in the paper.
     """
 
     __slots__ = ("parent", "rank", "sum")
@@ -61,13 +61,13 @@ def join(first: Component, second: Component) -> Component:
 
 
 def neighbours(s: Storage) -> Iterable[Storage]:
-    """Evicted storages that it was made from, or that were made from it."""
+    """Evicted direct inputs and results of a storage."""
     yield from (p for p in s.parents if not p.is_there and not p.pinned)
     yield from (c for c in s.children if not c.is_there)
 
 
 def reach(s: Storage, *, up: bool) -> tuple[list[Storage], list[Storage]]:
-    """(evicted storages reachable through evicted ones in one direction, those there at the border)."""
+    """(evicted storages reachable through evicted ones in one direction, storages on the device at the border)."""
     inside: dict[Storage, None] = {}
     border: dict[Storage, None] = {}
     todo = [s]
@@ -90,7 +90,7 @@ def spread(s: Storage) -> tuple[float, float]:
 
 
 def whole_neighbourhood(s: Storage) -> float:
-    """e*: all evicted ancestors and descendants that it hangs together with."""
+    """e*: all connected evicted ancestors and descendants."""
     return s.cost + sum(spread(s))
 
 
@@ -124,7 +124,7 @@ COSTS: dict[str, Callable[[Storage], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """One cell of the ablation grid: a cost, over bytes, over staleness."""
+    """One combination of the ablation: a cost, over bytes, over staleness."""
 
     cost: str
     size: bool
@@ -132,7 +132,7 @@ class Parts:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the pool must keep up to date for it."""
+        """What the pool must keep up to date for this score."""
         return frozenset({"e*": {"spreads"}, "ancestors": {"spreads"}, "eq": {"components"}}.get(self.cost, ()))
 
     def __call__(self, pool: Pool, s: Storage) -> float:
@@ -143,7 +143,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Random:
-    """Any storage; the same for the same seed and storage."""
+    """A random score, determined by seed and storage."""
 
     seed: int = 0
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -154,8 +154,9 @@ class Random:
 
 @dataclass(frozen=True, kw_only=True)
 class MegTaiChi:
-    """`credit`: how much free neighbours count; `base`: growth per earlier recomputation; `tiny`: against division by zero, in
-    units of the clock."""
+    """`credit`: weight of free neighbours; `base`: growth per earlier recomputation; `tiny`: added against division by zero, in
+    units of the clock.
+    """
 
     credit: float = 1.0
     base: float = 1.0001
@@ -171,7 +172,7 @@ class MegTaiChi:
 
 @dataclass(frozen=True, kw_only=True)
 class Coop:
-    """What one storage adds to the cost of a window; always finite, because windows are sums."""
+    """The cost of one storage in a window; always finite, because windows are sums."""
 
     tiny: float = 1e-9
     needs: ClassVar[frozenset[str]] = frozenset({"components"})
@@ -191,7 +192,7 @@ NAMED: dict[str, Score] = {
     "megtaichi": MegTaiChi(),
     "coop": Coop(),
 }
-"""Names that an action may be given. `coop` is what one storage adds to a window: its bytes are the constraint already."""
+"""Scores by name. `coop` is the cost of one storage in a window: bytes are already the constraint there."""
 
 GRID = tuple(
     Parts(cost=cost, size=size, staleness=staleness)

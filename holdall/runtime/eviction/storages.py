@@ -1,8 +1,7 @@
 """The nouns of eviction: a storage (bytes with one value) and the op that makes it.
 
-An op that changes a storage in place makes a new `Storage` in the same bytes: the old value becomes one that is not there and
-can be computed again, and whoever was recorded as its reader goes on reading the old value (Coop, NeurIPS 2023, calls this
-recomputable in-place).
+An op that changes a storage in place makes a new `Storage` in the same memory: the old value counts as evicted and can be
+recomputed, and ops recorded as its readers go on reading the old value (Coop, NeurIPS 2023, calls this recomputable in-place).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ TICK = 1e-12  # seconds
 
 
 class Maker:
-    """An op as it must be run again. `changes`: pairs (old, new) of storages that it changes in place."""
+    """An op that can be repeated. `changes`: pairs (old, new) of storages that it changes in place."""
 
     __slots__ = ("changes", "cost", "inputs", "label", "outputs", "payload", "ran", "scratch")
 
@@ -29,16 +28,16 @@ class Maker:
     ) -> None:
         self.inputs = inputs  # each once
         self.cost = cost
-        self.payload = payload  # the driver's: an op's number, or a closure
-        self.label = label  # the op's name; Coop's groups go by it
+        self.payload = payload  # for the driver: an op's number, or a closure
+        self.label = label  # the op's name; Coop groups by it
         self.outputs: tuple[Storage, ...] = ()
         self.changes: tuple[tuple[Storage, Storage], ...] = ()
-        self.scratch = scratch  # bytes of copies that stand for what it changes and must not change twice
-        self.ran = 1  # how often, the first run included
+        self.scratch = scratch  # bytes of the copies that a repetition changes instead of its inputs
+        self.ran = 1  # number of runs, including the first
 
 
 class Storage:
-    """Bytes with one value, there or evicted."""
+    """Bytes with one value, on the device or evicted."""
 
     __slots__ = (
         "alive",
@@ -63,25 +62,25 @@ class Storage:
     def __init__(self, key: Any, size: int, maker: Maker | None = None) -> None:
         self.key = key
         self.size = size
-        self.maker = maker  # None: cannot be computed again
-        self.children: dict[Storage, None] = {}  # made by ops that read it
-        self.last = 0.0  # the clock at its last use
+        self.maker = maker  # None: cannot be recomputed
+        self.children: dict[Storage, None] = {}  # results of ops that read it
+        self.last = 0.0  # clock at its last use
         self.locks = 0
         self.pinned = maker is None
-        self.fresh = False  # made in backward and read by nobody yet
+        self.fresh = False  # made in backward and not read yet
         self.is_there = False
-        self.alive = True  # someone outside refers to it
-        self.doomed = False  # died while locked
-        self.times = 0  # computed again
-        self.born = 0  # number in the order of making
-        self.root: Any = None  # of its union-find component while it is evicted
+        self.alive = True  # the program refers to it
+        self.doomed = False  # its last reference died while it was locked
+        self.times = 0  # number of recomputations
+        self.born = 0  # sequence number
+        self.root: Any = None  # its union-find component while it is evicted
         self.spread: tuple[float, float] | None = None  # cached cost of evicted (ancestors, descendants)
-        self.bytes: Any = None  # the driver's: the real bytes
+        self.bytes: Any = None  # for the driver: the real storage
         self.place: Any = None  # its piece of the arena
 
     @property
     def cost(self) -> float:
-        """Of the op that makes it."""
+        """Cost of the op that makes it."""
         return self.maker.cost if self.maker is not None else 0.0
 
     @property
@@ -94,9 +93,9 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What an op costs, from numbers that a trace and a running op both know: the policy's clock runs by it.
+    """The cost of an op, from numbers known both in a trace and at run time; the policy's clock counts it.
 
-    Costs are whole ticks, so that sums do not depend on the order in which storages happen to die.
+    Costs are whole ticks, so that sums do not depend on the order in which storages die.
     """
 
     flops: float

@@ -1,1 +1,1 @@
-"""A vocabulary head that never holds all logits."""
+"""A vocabulary head that never materialises all logits."""

@@ -1,16 +1,16 @@
-"""Cross entropy of a linear head, soft-capped or scaled perhaps (`elementwise.py`), whose logits never exist whole.
+"""Cross entropy of a linear head in chunks of rows, so that the logits are never materialised whole.
 
-A few rows at a time: their logits, their losses and, while the logits are there, their gradient, in the memory that held them
-(the idea of Liger-Kernel, arXiv 2410.10989). Softmax, which is wider, takes fewer of them at once than the products, of which
-there are three, as without chunks. What waits for backward is the gradient of the hidden rows and of the weight. Two kinds of
-loss must know the incoming gradient before they can do so, and compute their logits again in backward: one loss per row, and
-float16, whose gradients vanish unless they are scaled first.
+For each chunk: logits, losses and, in the logits' memory, their gradient (the idea of Liger-Kernel, arXiv 2410.10989). The
+logits may be soft-capped or scaled (`elementwise.py`). The softmax is computed in float32 and takes fewer rows at a time than
+the three matrix products. The gradients of the hidden rows and of the weight are kept for backward. Two kinds of loss need the
+incoming gradient first and recompute their logits in backward: one loss per row, and float16, whose gradients vanish unless
+they are scaled.
 
-Tolerance, measured on a CPU as the norm of the difference over the norm of the truth. float32, 8 chunks, against the whole:
-loss 1e-7, gradients 4e-7. bfloat16, against exact arithmetic: loss 4e-5 and the hidden rows' gradient 4e-3, both as the whole
-has them (one chunk gives its very bits); the weight's gradient 5e-3 over 8 chunks, 7e-3 over 32 and 1e-2 over 128, where the
-whole has 4e-3, because bfloat16 sums are rounded once per chunk, as they are over micro-batches. Soft-capping and scaling of
-the logits leave these figures as they are.
+Tolerance, measured on a CPU as the norm of the difference over the norm of the reference. float32, 8 chunks against the whole:
+loss 1e-7, gradients 4e-7. bfloat16 against exact arithmetic: loss 4e-5 and gradient of the hidden rows 4e-3, both the same as
+without chunks (one chunk gives the same bits); gradient of the weight 5e-3 over 8 chunks, 7e-3 over 32 and 1e-2 over 128,
+against 4e-3 without chunks, because bfloat16 sums are rounded once per chunk, as over micro-batches. Soft-capping and scaling
+do not change these figures.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import torch
 
 from holdall.runtime.head.elementwise import NO_CHAIN, Chain, Stretch
 
-_WIDE = 2**27  # bytes of the softmax of a few rows: enough for a GPU to be busy, a quarter of what a chunk of them would take
+_WIDE = 2**27  # bytes of float32 softmax at a time: enough to keep a GPU busy, a quarter of a whole chunk's
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What `torch.nn.functional.cross_entropy` was asked for."""
+    """The arguments of a call of `torch.nn.functional.cross_entropy`."""
 
-    rows: int  # how many at a time
+    rows: int  # rows per chunk
     dtype: torch.dtype  # of the loss
     ignore_index: int
     reduction: str
     smoothing: float
-    chain: Chain = NO_CHAIN  # what is done to the logits before
+    chain: Chain = NO_CHAIN  # elementwise ops on the logits before the loss
 
 
 def chunked_cross_entropy(
@@ -69,9 +69,9 @@ class _ChunkedLoss(torch.autograd.Function):
         ignored = labels == asked.ignore_index
         labels = labels.masked_fill(ignored, 0)
         share = torch.ones_like(labels, dtype=wide) if importance is None else importance.to(wide)[labels]
-        share.masked_fill_(ignored, 0)  # [N], how much each row counts
+        share.masked_fill_(ignored, 0)  # [N], the weight of each row
         total = share.sum()
-        # with nothing but ignored rows the mean is nan and its gradient zero, as in torch
+        # if all rows are ignored, the mean is nan and its gradient zero, as in torch
         scale = (share / total).masked_fill_(ignored, 0) if asked.reduction == "mean" else share
         ctx.wants = tuple(live and needed for needed in ctx.needs_input_grad[:3])
         ctx.asked = asked
@@ -92,7 +92,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, incoming: torch.Tensor) -> tuple[Any, ...]:
         if ctx.now:
-            # a graph that is kept may be walked again and needs its gradients unscaled
+            # a retained graph may be used again and needs unscaled gradients
             again = torch._C._autograd._get_current_graph_task_keep_graph()
             scaled = (g if g is None else g * incoming if again else g.mul_(incoming) for g in ctx.saved_tensors)
             return (*scaled, None, None, None, None)
@@ -110,7 +110,7 @@ def _walk(
     scale: torch.Tensor | None,
     wants: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor, Gradients]:
-    """The loss of every row and, if `scale` says how much each counts, the wanted gradients of their sum."""
+    """The loss of every row and, if `scale` gives their weights, the wanted gradients of the weighted sum."""
     tokens, vocab = hidden.shape[0], weight.shape[0]
     rows = min(asked.rows, tokens)
     with no_autocast(hidden.device.type):
@@ -164,8 +164,10 @@ def _softmax(
     smoothing: float,
     after: Stretch,
 ) -> None:
-    """The losses of some rows of logits and, if `share` says how much each counts, the gradient in place of the logits.
-    `wide`: room for them as wide as softmax is taken; `after`: what is done to them there."""
+    """Losses of some rows of logits; if `share` gives their weights, the gradient overwrites the logits.
+
+    `wide`: a float32 buffer for the softmax. `after`: elementwise ops applied in float32.
+    """
     p = z if z.dtype == wide.dtype else wide[: z.shape[0]].copy_(z)
     after.apply(p)
     torch.log_softmax(p, 1, out=p)  # every kernel reads an element before it writes it
@@ -186,7 +188,7 @@ def _softmax(
 
 
 class _Sum:
-    """The weight's gradient, summed over the chunks in the weight's dtype: under autocast in float32, a part at a time."""
+    """Sums the weight's gradient over chunks in the weight's dtype; under autocast in float32, a part at a time."""
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
         self.total = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -206,5 +208,5 @@ class _Sum:
 
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Dtypes are chosen already, whatever the state of autocast where the loss or backward is called."""
+    """Turn autocast off: dtypes are already chosen, whatever the loop's autocast is."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""Ops on every element of the logits, done to a few rows of them at a time: soft-capping, scaling, a bias of the vocabulary.
+"""Elementwise ops on logits in chunks of rows: soft-capping, scaling, a bias over the vocabulary.
 
-Each is done in place to a chunk of logits, with the kernel and in the dtype of the op that the model called, so that forward
-rounds as it does over the whole; the gradient of the chunk is led back through them in place, too. `tanh` needs its result for
-that: one more chunk of memory. No operand may want a gradient.
+Each op runs in place on a chunk, with the kernel and dtype that the model used, so the forward rounds as without chunks. The
+gradient is propagated back through the ops in place, too. `tanh` needs its result for that: one more chunk of memory. No
+operand may require a gradient.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ COMMUTATIVE = frozenset(op for op, name in OPS.items() if name in ("mul", "add")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One op, by the name of its method. `operand`: a number, or a tensor that is the same for every row; None for `tanh`."""
+    """One op, by method name. `operand`: a number, or a tensor that is the same for every row; None for `tanh`."""
 
     name: str
     operand: Operand | None = None
-    version: int = 0  # of the operand, if that is a tensor
+    version: int = 0  # version of a tensor operand
 
     @property
     def needs_result(self) -> bool:
-        """Whether its derivative is computed from its result."""
+        """Is its derivative computed from its result?"""
         return self.name == "tanh"
 
     def check(self) -> None:
-        """The operand must still have the values that it had when the op was called."""
+        """Raise if the operand has changed since the op was called."""
         if isinstance(self.operand, Tensor) and version_of(self.operand) != self.version:
             raise Unsupported(
-                f"the logits are asked for after an operand of their `{self.name}` was changed in place",
-                hint="read them before it is changed",
+                f"the logits were read after an operand of their `{self.name}` was changed in place",
+                hint='read the logits before changing it, or call fit(..., head="whole")',
             )
 
     def apply(self, z: Tensor) -> None:
-        """Do it to logits, in place."""
+        """Apply the op to logits, in place."""
         if self.name == "tanh":
             z.tanh_()
-        else:  # a number is no tensor on its way to the kernel, which a trace would count
+        else:  # a number stays a number: a trace would count a tensor
             op = getattr(torch.ops.aten, f"{self.name}_")
             (op.Tensor if isinstance(self.operand, Tensor) else op.Scalar)(z, self.operand)
 
     def pull_back(self, g: Tensor, result: Tensor | None) -> None:
-        """From the gradient of its result to that of its input, in place."""
+        """Turn the gradient of its result into that of its input, in place."""
         if self.name == "tanh":
             torch.ops.aten.tanh_backward.grad_input(g, result, grad_input=g)
         elif self.name in ("mul", "div"):
@@ -67,13 +67,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What is done to every logit: `before`, in the head's dtype; then they are cast to float32; then `after`."""
+    """Ops on every logit: `before` in the head's dtype, then a cast to float32, then `after`."""
 
     before: tuple[Link, ...] = ()
     after: tuple[Link, ...] = ()
 
     def then(self, link: Link, *, cast: bool) -> Chain:
-        """With one more op, on logits that were cast up or not."""
+        """The chain with one more op, on logits that were cast to float32 or not."""
         return Chain(self.before, (*self.after, link)) if cast else Chain((*self.before, link), self.after)
 
     def check(self) -> None:
@@ -85,7 +85,7 @@ NO_CHAIN = Chain()
 
 
 class Stretch:
-    """Links one after the other, on chunks of rows; has room for the results that their derivatives need."""
+    """Applies links in order to chunks of rows, and keeps the results that their derivatives need."""
 
     def __init__(self, links: Sequence[Link], like: Tensor, *, differentiable: bool) -> None:
         self._links = links
@@ -95,14 +95,14 @@ class Stretch:
         return bool(self._links)
 
     def apply(self, z: Tensor) -> None:
-        """Do them to the logits of some rows, in place."""
+        """Apply the links to the logits of some rows, in place."""
         for link, room in zip(self._links, self._rooms, strict=True):
             link.apply(z)
             if room is not None:
                 room[: z.shape[0]].copy_(z)
 
     def pull_back(self, g: Tensor) -> None:
-        """The gradient of those rows, in place."""
+        """Propagate the gradient of those rows back, in place."""
         for link, room in zip(reversed(self._links), reversed(self._rooms), strict=True):
             link.pull_back(g, None if room is None else room[: g.shape[0]])
 
@@ -112,9 +112,9 @@ def version_of(tensor: Tensor) -> int:
 
 
 def link_for(func: Any, args: Sequence[Any], logits: Tensor) -> tuple[Link, torch.dtype] | None:
-    """(the link for an op on logits, the dtype of its result); None: it cannot be done to each row by itself.
+    """(the link for an op on logits, the dtype of its result); None: the op cannot be applied row by row.
 
-    Of `logits` only what is known of them without their values is looked at.
+    Uses only the metadata of `logits`, not their values.
     """
     name = OPS[func]
     if name == "tanh" or len(args) != 1:
@@ -129,7 +129,7 @@ def link_for(func: Any, args: Sequence[Any], logits: Tensor) -> tuple[Link, torc
 
 
 def _is_same_for_every_row(operand: Tensor, logits: Tensor) -> bool:
-    """Whether it is a constant that has one element, or one for every entry of the vocabulary."""
+    """Is it a constant with one element, or with one per vocabulary entry?"""
     if is_traceable_wrapper_subclass(operand) or operand.is_complex() or (operand.requires_grad and torch.is_grad_enabled()):
         return False
     if operand.device != logits.device and operand.dim():

@@ -1,14 +1,14 @@
-"""Logits that are not computed until somebody looks at them.
+"""Logits that are computed only when their values are read.
 
-The logits of a big vocabulary are the largest tensor of a step, and a loss makes two or three more of their size. Here the head
-returns a tensor that knows its shape but not its values. What a causal language model's loss does on the way to
-`cross_entropy` (cut off a position, flatten) happens to the hidden states instead. What it does to every logit (soft-cap,
-scale, add a bias, cast up) is remembered (`elementwise.py`). The loss is taken a few rows at a time (`chunked_loss.py`, which
-states the tolerance). Whatever else is done with it computes the whole, once, with its graph, and goes on with that: changes in
-place, sampling, metrics and printing give what they always gave.
+The logits of a large vocabulary are the largest tensor of a step, and a loss makes two or three more of their size. Here the
+head returns a tensor with a shape but no values. Ops that a language model's loss applies on the way to `cross_entropy`
+(slicing off a position, flattening) are applied to the hidden states instead. Elementwise ops (soft-cap, scale, bias, cast up)
+are recorded (`elementwise.py`). The loss is computed in chunks of rows (`chunked_loss.py`, which states the tolerance). Any
+other op computes the logits whole, once, with their graph, and uses them: in-place changes, sampling, metrics and printing
+behave as usual.
 
-Who holds whom: the lazy tensor holds the hidden states and the weight, as the graph of plain logits would. Looking at it after
-the weight has changed would give other values than the call had, and is refused.
+Ownership: the lazy tensor holds the hidden states and the weight, as the graph of ordinary logits would. Reading it after the
+weight has changed would give different values, and is refused.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from holdall.runtime.head.chunked_loss import Asked, chunked_cross_entropy, no_a
 from holdall.runtime.head.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, Stretch, link_for, version_of
 from holdall.runtime.head.row_layout import TAKES
 
-_CHUNK = 2**29  # bytes of one chunk's logits in float32: large enough for a GPU to be busy, small beside a model
-_STEP = 128  # rows; matrix products are made of such tiles
-_FEWEST = 256  # rows; below, reading the weight takes longer than computing with it
+_CHUNK = 2**29  # bytes of float32 logits per chunk: large enough to keep a GPU busy, small against a model
+_STEP = 128  # rows; the tile size of matrix products
+_FEWEST = 256  # rows; below this, reading the weight takes longer than computing with it
 
 
 def head_of(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
-    """Path and module of the model's vocabulary head; None if it names none (as Hugging Face models do) or it is not linear."""
+    """(path, module) of the model's vocabulary head; None: it names none (as Hugging Face models do), or it is not linear."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     if not isinstance(head, torch.nn.Module) or _obstacle(head):
@@ -43,24 +43,24 @@ def head_of(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
 
 
 def rows_for(tokens: int, vocab: int) -> int:
-    """How many rows at a time: at most 512 MiB of float32 logits, in chunks of nearly equal size."""
+    """Rows per chunk: at most 512 MiB of float32 logits, in chunks of nearly equal size."""
     most = max(_FEWEST, _CHUNK // (4 * vocab) // _STEP * _STEP)
     chunks = max(1, -(-tokens // most))
     return max(_FEWEST, -(-tokens // (chunks * _STEP)) * _STEP)
 
 
 def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
-    """Let a linear head return lazy logits, whose loss is taken `rows` at a time; call the result to undo it."""
+    """Make a linear head return lazy logits whose loss takes `rows` at a time; call the result to undo it."""
     if rows < 1:
-        raise InvalidInput(f"`rows` is {rows}", hint="use at least 1, or `rows_for(tokens, vocab)`")
+        raise InvalidInput(f"`rows` is {rows}", hint='use 1 or more, such as head=1024, or head="auto"')
     why_not = _obstacle(head)
     if why_not:
-        raise Unsupported(f"{type(head).__name__} cannot be evaluated in chunks: {why_not}", hint="leave its logits whole")
+        raise Unsupported(f"{type(head).__name__} cannot be evaluated in chunks: {why_not}", hint='use head="whole"')
     plain = head.forward
 
     def chunked(*args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())  # `input`, by position or by name
-        # the parameters of this moment: they may be others by the next call
+        # the current parameters: they may be replaced before the next call
         call = _call(hidden, head.weight, head.bias, rows)  # type: ignore[arg-type]
         whole: Tensor
         if call is None:
@@ -94,28 +94,28 @@ class _Call:
 
     weight: Tensor
     bias: Tensor | None
-    dtype: torch.dtype  # of the logits
+    dtype: torch.dtype  # dtype of the logits
     rows: int
-    given: list[tuple[Tensor, int]]  # what the logits depend on, each with its version then
+    given: list[tuple[Tensor, int]]  # inputs of the logits, each with its version at the call
     whole: Tensor | None = None
-    version: int = 0  # of `whole` when it was made
-    spent: bool = False  # a loss that requires gradients was taken in chunks
+    version: int = 0  # version of `whole` when it was made
+    spent: bool = False  # a loss that requires gradients was computed in chunks
 
     def check(self) -> None:
         for tensor, version in self.given:
             if version_of(tensor) != version:
                 raise Unsupported(
-                    "the logits are asked for after the head's weight or its input was changed in place",
-                    hint="read them before `optimizer.step()`",
+                    "the logits were read after the head's weight or its input was changed in place",
+                    hint='read them before `optimizer.step()`, or call fit(..., head="whole")',
                 )
             if tensor.numel() and not tensor.untyped_storage().nbytes():
                 raise Unsupported(
-                    "the logits are asked for after the head's weight or its input has left the device",
-                    hint="let the head's weights stay until its loss is computed",
+                    "the logits were read after the head's weight or its input left the device",
+                    hint='compute the loss before reading them elsewhere, or call fit(..., head="whole")',
                 )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `torch.nn.functional.linear` made them, or would have under the autocast of the call."""
+        """The logits as `torch.nn.functional.linear` computes them under the autocast of the call."""
         self.check()
         with no_autocast(hidden.device.type):
             bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -123,10 +123,10 @@ class _Call:
 
 
 def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> _Call | None:
-    """None: the plain forward knows better, be it how to do this or how to refuse it."""
+    """Record a call of the head; None: use the plain forward, which handles or rejects this input."""
     given = [hidden, weight] if bias is None else [hidden, weight, bias]
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None  # these look into tensors in ways of their own
+        return None  # these subclasses handle ops themselves
     if any(is_traceable_wrapper_subclass(t) for t in given):
         return None
     dtypes = {t.dtype for t in given}
@@ -140,12 +140,12 @@ def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> _Ca
 
 
 class LazyLogits(torch.Tensor):
-    """`linear(hidden, weight, bias)` and what was done to it, not computed. Made by `chunk_head` and by lazy ops on others."""
+    """`linear(hidden, weight, bias)` and later ops on it, not computed. Made by `chunk_head` and by lazy ops."""
 
     _call: _Call
     _hidden: Tensor  # [..., H] for logits [..., V]
-    _made: tuple[LazyLogits, Any, tuple[Any, ...], dict[str, Any]] | None  # from which other, and how; None: by the head
-    _chain: Chain  # what is done to each of the logits of `_hidden`
+    _made: tuple[LazyLogits, Any, tuple[Any, ...], dict[str, Any]] | None  # (lazy input, op, arguments); None: made by the head
+    _chain: Chain  # elementwise ops on the logits of `_hidden`
     _live: bool  # gradients flow through it
     _value: Tensor | None
 
@@ -169,29 +169,29 @@ class LazyLogits(torch.Tensor):
                     return out
             if func in _HOOKS and first._call.spent:
                 raise Unsupported(
-                    "the gradient of the logits is asked for after their loss was taken without them",
-                    hint="ask before the loss is computed",
+                    "a hook for the gradient of the logits was registered after their loss was computed in chunks",
+                    hint='register it before the loss is computed, or call fit(..., head="whole")',
                 )
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Only where `__torch_function__` is switched off; autograd has led the result to `_Graph` by then."""
+        """Reached only with `__torch_function__` off; autograd has then connected the result to `_Graph`."""
         args, kwargs = tree_map_only(LazyLogits, lambda lazy: lazy.whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _is_adopted(self) -> bool:
-        """An autograd function has returned it as its own result (reentrant checkpointing does): its graph is not ours."""
+        """Did an autograd function return it (as reentrant checkpointing does)? Then its graph is not ours."""
         return bool(self._live != _plainly(self, _getter("requires_grad")))
 
     @property
     def is_spent(self) -> bool:
-        """Whether a loss was taken of them in rows: no gradient will arrive at them."""
+        """Was their loss computed in chunks? Then no gradient will arrive at the logits."""
         return self._call.spent
 
     def leave_graph(self) -> None:
-        """Hold nothing of the graph that they came from; their values can still be had."""
+        """Release the autograd graph; the values can still be computed."""
         call, lazy = self._call, self
         call.given = [(t if t.is_leaf else t.detach(), version) for t, version in call.given]
         call.whole = None if call.whole is None else call.whole.detach()
@@ -204,9 +204,9 @@ class LazyLogits(torch.Tensor):
             lazy = lazy._made[0]
 
     def whole(self) -> Tensor:
-        """The logits, with the graph that they would have had; computed by the first who asks."""
+        """The logits with their ordinary graph; computed at the first call."""
         if self._value is None:
-            # turning inference mode off also lets autograd in again where a dispatcher has shut it out
+            # turning inference mode off also re-enables autograd inside a dispatcher
             with torch.inference_mode(False), torch.set_grad_enabled(self._live):
                 self._value = self._compute()
         return self._value
@@ -222,20 +222,20 @@ class LazyLogits(torch.Tensor):
         value = parent.whole()
         if call.whole is not None and call.whole._version != call.version:
             raise Unsupported(
-                "the logits were changed in place after a part or a copy of them was taken",
-                hint="change them before, or keep the head whole",
+                "the logits were changed in place after a slice or a copy of them was made",
+                hint='change them before, or call fit(..., head="whole")',
             )
         made: Tensor = func(value, *args, **kwargs)
         return made
 
 
 def _getter(name: str) -> Any:
-    """How `__torch_function__` names the reading of a property."""
+    """The function that `__torch_function__` receives when a property is read."""
     return getattr(Tensor, name).__get__
 
 
 def _plainly(lazy: LazyLogits, func: Any) -> Any:
-    """What the tensor says of itself, its values aside."""
+    """Call a method that needs only the tensor's metadata."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(lazy)
 
@@ -248,13 +248,13 @@ def _lazy(call: _Call, hidden: Tensor, dtype: torch.dtype, made: Any, chain: Cha
 
 
 class _Graph(torch.autograd.Function):
-    """Ties lazy logits to the graph, for those who go past `__torch_function__`: an autograd function applied to them."""
+    """Connects lazy logits to the graph for code that bypasses `__torch_function__`, such as autograd functions."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, dtype: torch.dtype, chain: Chain
     ) -> Tensor:
-        # not through `save_for_backward`: this backward hardly ever runs, and nobody should plan for it
+        # not `save_for_backward`: this backward hardly ever runs, and no plan should count its tensors
         ctx.given = (hidden, weight, bias, call, chain)
         shape = (*hidden.shape[:-1], weight.shape[0])
         made: Tensor = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=hidden.device)
@@ -281,7 +281,7 @@ class _Graph(torch.autograd.Function):
 
 
 def _pulled_back(g: Tensor, z: Tensor, chain: Chain) -> Tensor:
-    """From the gradient of what a chain makes of logits to that of the logits."""
+    """Turn the gradient of a chain's result into that of its input logits."""
     before = Stretch(chain.before, z, differentiable=True)
     before.apply(z)
     p = z.to(g.dtype)
@@ -294,7 +294,7 @@ def _pulled_back(g: Tensor, z: Tensor, chain: Chain) -> Tensor:
     return g
 
 
-# what can be done lazily: each returns its result, or NotImplemented where only the whole will do
+# lazy ops: each returns its result, or NotImplemented if the logits must be computed
 
 
 def _derive(
@@ -306,7 +306,7 @@ def _derive(
     dtype: torch.dtype | None = None,
     chain: Chain | None = None,
 ) -> Tensor:
-    """The result of an op that does to the logits' rows what `take` does to the hidden ones. `chain`: what is done to each."""
+    """The lazy result of an op that does to rows of logits what `take` does to hidden rows. `chain`: its elementwise ops."""
     with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
         made = (lazy, func, args, kwargs)
         return _lazy(lazy._call, take(lazy._hidden), dtype or lazy.dtype, made, chain or lazy._chain)
@@ -329,7 +329,7 @@ def _to(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     try:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
-    except (TypeError, RuntimeError):  # `copy` by position, or nonsense: let the whole say
+    except (TypeError, RuntimeError):  # `copy` by position, or an invalid call: let the computed logits decide
         return NotImplemented
     if layout is not None or (device is not None and device != lazy.device):
         return NotImplemented
@@ -337,7 +337,7 @@ def _to(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(lazy: LazyLogits, func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    """Only upwards: the loss is computed in float32 from logits of `call.dtype`, without another rounding between."""
+    """Cast upwards only: the loss is computed in float32 from logits of `call.dtype`, without another rounding."""
     if dtype not in (lazy.dtype, torch.promote_types(lazy.dtype, torch.float32)):
         return NotImplemented
     return _derive(lazy, func, args, kwargs, _same, dtype)
@@ -386,7 +386,7 @@ def _loss(
     lazy._chain.check()
     dtype = lazy.dtype
     if torch.is_autocast_enabled(lazy.device.type):
-        dtype = torch.promote_types(dtype, torch.float32)  # where autocast takes every loss
+        dtype = torch.promote_types(dtype, torch.float32)  # the dtype of a loss under autocast
     asked = Asked(
         rows=call.rows,
         dtype=dtype,
@@ -408,7 +408,7 @@ _STEPS: dict[Any, Callable[[LazyLogits, Any, Any, Any], Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys(TAKES, _arranged),
     **dict.fromkeys(OPS, _elementwise),
-    # for those who count bytes and watch graphs: what it stands on until it is computed
+    # for byte counts and graph walks: report the hidden states until the logits are computed
     Tensor.untyped_storage: lambda lazy, *_: lazy._hidden.untyped_storage(),
     _getter("grad_fn"): lambda lazy, *_: lazy._hidden.grad_fn,
 }
@@ -426,5 +426,5 @@ _KNOWN = frozenset(
     }
 )
 
-# known of what a head makes, not of its parts
+# known of the head's direct result, not of its slices
 _LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})

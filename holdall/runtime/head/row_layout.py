@@ -1,7 +1,7 @@
-"""Ops that choose or arrange rows of logits `[..., V]`, done to the hidden rows `[..., H]` that they are computed from.
+"""Applies ops that select or rearrange rows of logits `[..., V]` to the hidden rows `[..., H]` instead.
 
-Each function is given the logits, of which it looks at the shape alone, and the op's other arguments. It returns what to do to
-the hidden rows, or None where the op does not leave the last dimension as it is.
+Each function takes the logits, of which it uses the shape alone, and the op's other arguments. It returns the op to apply to
+the hidden rows, or None if the op changes the last dimension.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _index(logits: Tensor, args: Any, kwargs: Any) -> Take | None:
 
 
 def _leaves_last(key: tuple[Any, ...], dims: int) -> bool:
-    """Whether an index takes the last dimension as it is."""
+    """Does an index keep the last dimension whole?"""
     taken, dots = 0, 0
     for item in key:
         if item is Ellipsis:

@@ -1,1 +1,1 @@
-"""Blocks that run op by op, in an order of the plan's own."""
+"""Runs blocks op by op, in an order that the plan chooses."""

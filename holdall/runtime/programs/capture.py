@@ -1,8 +1,8 @@
-"""One block call as a list of ops, forward and backward, so that they can be run in another order and more than once.
+"""Captures one block call as a list of ops, forward and backward, so that they can run in another order and more than once.
 
-The block is run once on fake tensors under `make_fx`, forward and its own backward by autograd: the same ops in the same order
-as eager training runs them, nothing fused, nothing decomposed. Views are folded into the tensor that owns the bytes, exactly
-as in a trace, so that op number n here is op number n of the block there.
+The block runs once on fake tensors under `make_fx`, with its backward by autograd: the same ops in the same order as in eager
+training, nothing fused or decomposed. Views are folded into the tensor that owns the bytes, as in a trace, so op number n here
+is op number n of the block there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Slot = int  # a storage
 
 
 class Ref(NamedTuple):
-    """A tensor argument: a storage and how to look at it. `size` None: as it was made."""
+    """A tensor argument: a storage and a view of it. `size` None: the whole storage as it was made."""
 
     slot: Slot
     size: tuple[int, ...] | None = None
@@ -33,7 +33,7 @@ class Ref(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,18 +45,18 @@ class Layout(NamedTuple):
         return Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether its elements lie so; where there is one alone, its stride says nothing."""
+        """Does the tensor have this layout? The strides of a single element do not matter."""
         pairs = zip(self.stride, tensor.stride(), tensor.shape, strict=False)
         return tensor.dim() == len(self.shape) and all(a == b or n == 1 for a, b, n in pairs)
 
 
 class View(NamedTuple):
-    """The op that first looked at a storage in some way, on `Ref`s to the same storage."""
+    """The op that first made a certain view of a storage, with `Ref`s to the same storage as arguments."""
 
     func: Any
     args: Any
     kwargs: Any
-    leaf: int | None  # of the list that it returns; None: it returns one tensor
+    leaf: int | None  # index in the list that it returns; None: it returns one tensor
 
 
 @dataclass(slots=True)
@@ -64,9 +64,9 @@ class Instruction:
     """One op that makes or changes storages."""
 
     func: Any
-    args: Any  # nested, with `Ref`s in the places of tensors
+    args: Any  # nested, with `Ref`s in place of tensors
     kwargs: Any
-    makes: tuple[tuple[int, Slot], ...]  # (leaf of the result, storage)
+    makes: tuple[tuple[int, Slot], ...]  # (index of the result, storage)
     reads: tuple[Slot, ...]
     mutates: tuple[Slot, ...]
     random: bool
@@ -75,29 +75,29 @@ class Instruction:
 
 @dataclass(slots=True)
 class Graph:
-    """What a block call does. Forward ops come first, then those of its backward."""
+    """The ops of a block call: first the forward's, then the backward's."""
 
     ops: list[Instruction]
-    forward: int  # how many of them are the forward's
-    inputs: list[Slot]  # of the tensors that it was called with, then parameters and buffers
-    starts: list[int]  # storage offset of each input when it was captured
+    forward: int  # number of forward ops
+    inputs: list[Slot]  # tensors that it was called with, then parameters and buffers
+    starts: list[int]  # storage offset of each input at capture
     tangents: list[Slot]
-    outputs: list[Any]  # leaves of what it returns: a `Ref`, or a plain value
+    outputs: list[Any]  # the results: a `Ref`, or a plain value
     spec: TreeSpec
-    wanted: list[int]  # outputs that have a gradient
+    wanted: list[int]  # outputs that receive a gradient
     gradients: list[Ref | None]  # one per input
     constants: dict[Slot, torch.Tensor]
     made: set[Slot] = field(default_factory=set)
-    layouts: dict[Slot, Layout] = field(default_factory=dict)  # of every storage as it was made
-    views: dict[Ref, View] = field(default_factory=dict)  # how the model itself comes to look at storages otherwise
+    layouts: dict[Slot, Layout] = field(default_factory=dict)  # layout of every storage as it was made
+    views: dict[Ref, View] = field(default_factory=dict)  # how the model itself made each view
 
     def names(self) -> list[str]:
-        """The ops by name, as a trace calls them; a constant is copied here, since it is there for every call."""
+        """The op names as a trace has them. Constants are copied here (`lift_fresh_copy`), since all calls share them."""
         return [str(op.func).replace("lift_fresh_copy", "lift_fresh") for op in self.ops]
 
 
 class _Shim(torch.nn.Module):
-    """Lets `functional_call` reach a forward that the harness has put another in front of."""
+    """Lets `functional_call` reach the original forward behind the harness's replacement."""
 
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -123,15 +123,16 @@ def capture(
     wanted: Sequence[int] | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> Graph:
-    """The ops of this call; Unsupported if they depend on values, or if somebody listens inside.
+    """The ops of this call; `Unsupported` if they depend on values, or if a submodule has hooks.
 
-    `loss_alone`: of what it returns, only scalars will be given a gradient. `wanted`: these leaves of it will, and no others.
-    `state`: what to compute with in the place of the module's own parameters and buffers.
+    `loss_alone`: only scalar outputs will receive a gradient. `wanted`: only these outputs will. `state`: tensors to use
+    instead of the module's parameters and buffers.
     """
     for path, inner in module.named_modules():
         if inner is not module and (inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks):
             raise Unsupported(
-                f"`{path}` has hooks, which a captured block would not run", hint="remove them, or recompute whole blocks"
+                f"`{path}` has hooks, which a captured block would not run",
+                hint='remove them, or call fit(..., planner="chen")',
             )
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -155,10 +156,10 @@ def capture(
         wanted = [i for i in wanted if (i in chosen if chosen is not None else out[i].numel() == 1 or not loss_alone)]
         trained = [i for i, t in enumerate(tensors) if t.requires_grad]
         if not wanted or not trained:
-            raise Unsupported("the block has no backward", hint="keep it")
+            raise Unsupported("the block has no backward", hint="a block without trained parameters or inputs is kept")
         with torch.no_grad():
             tangents = [torch.ones_like(out[i]) for i in wanted]
-        with without_autocast():  # which loops leave before they call backward
+        with without_autocast():  # loops leave autocast before they call backward
             grads = torch.autograd.grad([out[i] for i in wanted], [tensors[i] for i in trained], tangents, allow_unused=True)
         per_input: list[Any] = [None] * len(tensors)
         for i, g in zip(trained, grads, strict=True):
@@ -186,20 +187,23 @@ def _trace(joint: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.Gr
             made = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
             if random.getstate() != drawn:
                 random.setstate(drawn)
-                raise Unsupported("the block draws from Python's random numbers", hint="recompute whole blocks")
+                raise Unsupported(
+                    "the block draws from Python's random numbers", hint='recompute whole blocks: fit(..., planner="chen")'
+                )
             return made
     except Unsupported:
         raise
-    except Exception as error:  # whatever a model does that a graph cannot say
+    except Exception as error:  # a model may do anything that a graph cannot express
         line = str(error).strip().split("\n")[0][:200]
         raise Unsupported(
-            f"the block cannot be captured ({type(error).__name__}: {line})", hint="recompute whole blocks"
+            f"the block cannot be captured ({type(error).__name__}: {line})",
+            hint='recompute whole blocks: fit(..., planner="chen")',
         ) from error
 
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Whatever is drawn inside, the loop goes on with the numbers it would have had."""
+    """Restore the random generators afterwards."""
     states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
@@ -210,7 +214,7 @@ def same_random_numbers() -> Iterator[None]:
 
 
 class _no_autocast_cache:  # noqa: N801
-    """A cast that autocast remembers would be a fake tensor for whoever comes next."""
+    """Keep autocast from caching casts that are fake tensors."""
 
     def __enter__(self) -> None:
         self._was = torch.is_autocast_cache_enabled()
@@ -222,7 +226,7 @@ class _no_autocast_cache:  # noqa: N801
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """For ops that are captured: casts are among them already."""
+    """Turn autocast off for captured ops, which include the casts."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
@@ -234,11 +238,11 @@ class _Builder:
         self.gm = gm
         self.real = inputs
         self.found = found
-        self.slots: dict[int, Slot] = {}  # address of a fake storage -> slot
-        self.bases: dict[Slot, torch.Tensor] = {}  # the tensor as it was made
+        self.slots: dict[int, Slot] = {}  # id of a fake storage -> slot
+        self.bases: dict[Slot, torch.Tensor] = {}  # each tensor as it was made
         self.constants: dict[Slot, torch.Tensor] = {}
-        self.views: dict[Ref, View | None] = {}  # None: it was given, or made, so
-        self.alive: list[Any] = []  # fakes, so that no address is used twice
+        self.views: dict[Ref, View | None] = {}  # None: an input or a result, not a view
+        self.alive: list[Any] = []  # fake tensors, kept so that no id is reused
 
     def build(self) -> Graph:
         ops: list[Instruction] = []
@@ -276,7 +280,10 @@ class _Builder:
         own = set(inputs)
         for out in outputs:
             if isinstance(out, Ref) and out.slot in own:
-                raise Unsupported("the block returns what it was given, or a view of it", hint="keep or recompute it whole")
+                raise Unsupported(
+                    "the block returns one of its inputs or a view of one",
+                    hint='recompute whole blocks: fit(..., planner="chen")',
+                )
         made = {s for op in kept for _, s in op.makes}
         return Graph(
             ops=kept,
@@ -309,18 +316,20 @@ class _Builder:
         slot = self._slot(value)
         base = self.bases[slot]
         if value.dtype is not base.dtype:
-            raise Unsupported("the block looks at a tensor as another dtype", hint="keep or recompute it whole")
+            raise Unsupported(
+                "the block views a tensor as another dtype", hint='recompute whole blocks: fit(..., planner="chen")'
+            )
         mine = (tuple(value.shape), tuple(value.stride()), int(value.storage_offset()))
         if mine == (tuple(base.shape), tuple(base.stride()), int(base.storage_offset())):
             return Ref(slot)
         return Ref(slot, *mine)
 
     def _view(self, node: torch.fx.Node, value: Any) -> None:
-        """Remember how this look at a storage comes about."""
-        with suppress(Unsupported):  # another dtype, which is refused where it is used
+        """Record how this view of a storage is made."""
+        with suppress(Unsupported):  # a view as another dtype is refused where it is used
             args, kwargs = _with_refs(node.args, self._ref), _with_refs(node.kwargs, self._ref)
             given = refs_of((args, kwargs))
-            self.views.update((r, None) for r in given if r not in self.views)  # no look is made from itself
+            self.views.update((r, None) for r in given if r not in self.views)  # no view is made from itself
             for i, leaf in enumerate(tree_iter(value)):
                 if not isinstance(leaf, torch.Tensor):
                     continue
@@ -346,7 +355,8 @@ class _Builder:
             return None
         if "rnn" in str(node.target):
             raise Unsupported(
-                f"`{node.target}` keeps its workspace only under autograd", hint="keep or recompute the block whole"
+                f"`{node.target}` keeps its workspace only under autograd",
+                hint='recompute whole blocks: fit(..., planner="chen")',
             )
         args = _with_refs(node.args, self._ref)
         kwargs = _with_refs(node.kwargs, self._ref)

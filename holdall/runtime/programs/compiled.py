@@ -1,10 +1,10 @@
-"""The two halves of a block's program through a back end of `torch.compile`: fused kernels in the place of single ops.
+"""Compiles the two halves of a block's program with a back end of `torch.compile`: fused kernels instead of single ops.
 
-Two halves (`fx_function.py`) with the same code on tensors of the same layouts are one function: a model of many equal blocks
-is compiled once.
+Halves (`fx_function.py`) with the same code on tensors of the same layouts share one function: a model of many equal blocks is
+compiled once.
 
-A back end that fails, as it compiles or at the first call, costs speed and not the run: such halves run op by op. Therefore
-the first call holds on to what it is given, if there is room.
+A back end that fails, while compiling or at the first call, costs speed and not the run: such halves run op by op. So the first
+call keeps its arguments alive, if there is room.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Boxed = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties the li
 
 
 class Compiler:
-    """Compiles programs, equal ones once. Belongs to a harness and goes with it."""
+    """Compiles programs, equal ones once. Belongs to a harness."""
 
     def __init__(self, backend: str, note: Callable[[str], None]) -> None:
         self.backend = backend
-        self.count = 0  # functions that were compiled, and have not failed since
+        self.count = 0  # functions compiled that have not failed
         self.faults: list[str] = []  # tracebacks of back ends that failed
         self._note = note
-        self._functions: dict[Any, Function | str] = {}  # by code and layouts; or why there is none
+        self._functions: dict[Any, Function | str] = {}  # by code and layouts; or the reason why there is none
 
     def expect(self, programs: Iterable[bool]) -> None:
-        """Say it if a plan has no programs."""
+        """Show a note if the plan has no programs."""
         if not any(programs):
             self._note("nothing is compiled: the plan runs no block op by op")
 
     def compile(self, graph: Graph, orders: Orders, saved: Sequence[Slot]) -> Halves | None:
-        """Both halves of a program; None: it runs op by op, and it is said."""
+        """Compile both halves of a program; None: it runs op by op, and a note says why."""
         try:
             why = obstacle(graph)
             if why:
-                raise Unsupported(f"blocks {why} are run op by op: they are not compiled")
+                raise Unsupported(f"blocks {why} run op by op: they cannot be compiled")
             forward, backward = (
                 written(graph, order, wanted, Writer(graph), partial(self._function, graph))
                 for order, wanted in zip(orders, wanted_of(graph, saved), strict=True)
@@ -56,7 +56,7 @@ class Compiler:
         except Unsupported as error:
             self._note(error.fact)
             return None
-        self._note(f"blocks are compiled by `{self.backend}`: times and peaks were predicted for eager kernels")
+        self._note(f"blocks are compiled by `{self.backend}`; predicted times and peaks are those of eager kernels")
         return Halves(forward=forward, backward=backward)
 
     def _function(self, graph: Graph, module: torch.fx.GraphModule, taken: Sequence[Ref], given: Sequence[Slot]) -> Function:
@@ -67,46 +67,46 @@ class Compiler:
             try:
                 self._functions[key] = Function(_compile(module, self.backend, takes), gives, self._broken)
                 self.count += 1
-            except Exception as error:  # whatever a back end does not know
+            except Exception as error:  # a back end may raise anything
                 self._functions[key] = f"`{self.backend}` cannot compile a block ({self._fault(error)})"
         found = self._functions[key]
         if isinstance(found, str):
-            raise Unsupported(f"{found}: such blocks are run op by op")
+            raise Unsupported(f"{found}: such blocks run op by op")
         return found
 
     def _broken(self, error: Exception) -> None:
         self.count -= 1
         why = self._fault(error)
-        self._note(f"what `{self.backend}` made of a block failed at its first call ({why}): such blocks are run op by op")
+        self._note(f"a block compiled by `{self.backend}` failed at its first call ({why}): such blocks run op by op")
 
     def _fault(self, error: Exception) -> str:
-        """What went wrong in a line; where, as text, since a traceback would hold tensors."""
+        """The error in one line; its traceback is kept as text, since a real one would hold tensors."""
         self.faults.append("".join(traceback.format_exception(error, limit=-12)))
         line = str(error).strip().split("\n")[0][:200]
         return f"{type(error).__name__}: {line}"
 
 
 class Function:
-    """A compiled half, with results that lie in memory as those of the single ops would."""
+    """A compiled half whose results have the same layouts as those of the single ops."""
 
     def __init__(self, run: Boxed, gives: Sequence[Layout], broken: Callable[[Exception], None]) -> None:
         self.is_broken = False
         self._run = run
         self._gives = gives
         self._tell = broken
-        self._odd: list[int] | None = None  # results that lie otherwise; None: it has not run yet
+        self._odd: list[int] | None = None  # results with another layout; None: it has not run yet
 
     @property
     def is_new(self) -> bool:
         return self._odd is None and not self.is_broken
 
     def attempt(self, boxed: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """A first call, by someone who still holds what is given. None: it is broken, or there was no room for holding that."""
+        """A first call whose caller keeps the arguments. None: it failed, or there was no room to keep them."""
         try:
             return self(boxed)
         except (torch.OutOfMemoryError, MemoryError):
             return None
-        except Exception as error:  # kernels are finished only now, and results were promised but not seen
+        except Exception as error:  # kernels may be compiled only now, and results are checked for the first time
             self.is_broken = True
             self._tell(error)
             return None
@@ -118,8 +118,8 @@ class Function:
         return found
 
     def _first(self, boxed: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Kernels may be finished only now, and results are seen for the first time."""
-        given = {StorageWeakRef(t.untyped_storage()) for t in boxed}  # while these are there, no address is used twice
+        """The first call: kernels may be compiled only now, and the layouts of the results are checked."""
+        given = {StorageWeakRef(t.untyped_storage()) for t in boxed}  # keeps their ids from being reused
         with _same_environment(), same_random_numbers():
             found = list(self._run(boxed))
         self._odd = [i for i, (t, layout) in enumerate(zip(found, self._gives, strict=True)) if _is_odd(t, layout, given)]
@@ -127,7 +127,7 @@ class Function:
 
 
 def _is_odd(tensor: torch.Tensor, layout: Layout, given: set[StorageWeakRef]) -> bool:
-    """Another shape or other strides, a piece of something larger, or memory that was handed in."""
+    """Does it have another shape or strides, or share memory with something larger or with an argument?"""
     is_alike = tensor.shape == layout.shape and layout.fits(tensor) and not tensor.storage_offset()
     return not is_alike or StorageWeakRef(tensor.untyped_storage()) in given
 
@@ -135,12 +135,12 @@ def _is_odd(tensor: torch.Tensor, layout: Layout, given: set[StorageWeakRef]) ->
 def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A copy with this shape and these strides.
 
-    Inductor of torch 2.11 returns a sum that keeps its dimensions as a flat one, where one kernel adds along rows and columns.
+    Inductor of torch 2.11 returns a keepdim sum flattened where one kernel sums along rows and columns.
     """
     if tensor.shape != layout.shape:
         mine, asked = ([n for n in shape if n != 1] for shape in (tensor.shape, layout.shape))
         if mine != asked and (tensor.dim() != 1 or tensor.numel() != math.prod(asked)):
-            raise Unsupported(f"a compiled block gives {list(tensor.shape)} where {list(layout.shape)} was asked for")
+            raise Unsupported(f"a compiled block returned a tensor of {list(tensor.shape)} instead of {list(layout.shape)}")
         tensor = tensor.reshape(layout.shape)
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -167,13 +167,13 @@ def resolve_backend(asked: bool | str) -> str | None:
 
 
 def _compile(module: torch.fx.GraphModule, backend: str, takes: Sequence[Layout]) -> Boxed:
-    """The module by a back end, without the frontend of `torch.compile`: it is a graph already."""
+    """Compile the module with a back end directly: it is already a graph, so the frontend of `torch.compile` is not needed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with _undisturbed():
         compile_graph = _graph_compiler(backend)
-        if compile_graph is None:  # through the frontend, then: what is kept is freed a little later
+        if compile_graph is None:  # use the frontend: kept tensors are freed slightly later
             return torch.compile(module, backend=backend, dynamic=False)  # type: ignore[return-value]
         with FakeTensorMode(shape_env=ShapeEnv()):
             fakes = [torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=t.device) for t in takes]
@@ -181,7 +181,7 @@ def _compile(module: torch.fx.GraphModule, backend: str, takes: Sequence[Layout]
 
 
 def _graph_compiler(backend: str) -> Callable[..., Any] | None:
-    """The back end itself, where torch still hands it out."""
+    """The back end's own function, if torch exposes it."""
     import torch._dynamo
 
     look_up = getattr(torch._dynamo, "lookup_backend", None)
@@ -190,7 +190,7 @@ def _graph_compiler(backend: str) -> Callable[..., Any] | None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Compiling sees nothing of the loop around it, and leaves nothing behind."""
+    """Isolate compilation from the loop's modes, autocast, random state and environment."""
     import torch._inductor.config as inductor
 
     with ExitStack() as stack:
@@ -199,14 +199,14 @@ def _undisturbed() -> Iterator[None]:
         stack.enter_context(without_autocast())
         stack.enter_context(same_random_numbers())
         stack.enter_context(_same_environment())
-        # recorded launches would want the same addresses at every call; frozen weights would be constants
+        # CUDA graphs need the same addresses at every call; freezing would make weights constants
         stack.enter_context(inductor.patch({"triton.cudagraphs": False, "freezing": False}))
         yield
 
 
 @contextmanager
 def _same_environment() -> Iterator[None]:
-    """Compilers write the folders of their caches into the process's environment."""
+    """Undo changes to the process's environment (compilers set their cache folders there)."""
     before = dict(os.environ)
     try:
         yield

@@ -1,11 +1,11 @@
-"""A half of a block's program as one function of fx: ops in a row, each result freed at its last use.
+"""One half of a block's program as an fx function: ops in order, each result freed at its last use.
 
-The function has one argument, a list of tensors that it empties, so that whatever nobody else holds is freed in time.
-Parameters are among the arguments at every call, never constants. Only whole storages are returned, each once and none that
-was given; whoever calls looks at them as the captured block does, so that nothing aliases that did not before.
+The function takes a list of tensors and empties it, so that tensors without another owner are freed in time. Parameters are
+arguments at every call, never constants. It returns whole storages only, each once and no argument; the caller makes the views
+that the captured block makes, so no new aliasing appears.
 
-Written for a compiler, views are made by the model's own view ops, which compilers see through. Written to be run as it is, a
-half launches the kernels that the single ops would, to the bit, and the launching thread has less to do: nothing is looked up.
+For a compiler, views are made by the model's own view ops, which compilers understand. Run without a compiler, a half launches
+the same kernels as the single ops, with the same bits, and with less work for the launching thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Look = Callable[[Ref, Values], torch.Tensor]
 
 
 class Runnable(Protocol):
-    """What runs a half. The list that it is given is empty afterwards."""
+    """Runs a half. Empties the list that it is given."""
 
     is_broken: bool
 
@@ -39,15 +39,15 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """A function and where its arguments and results belong in one program."""
+    """A function, with the storages of its arguments and results in one program."""
 
     function: Runnable
     takes: tuple[Ref, ...]
     gives: tuple[Slot, ...]
-    lets_go: tuple[Slot, ...]  # storages that nobody asks for afterwards
+    lets_go: tuple[Slot, ...]  # storages not needed afterwards
 
     def run(self, values: Values, look: Look) -> bool:
-        """All ops of the half at once, on these storages. False: it cannot, and they are as they were."""
+        """Run all ops of the half on these storages. False: it cannot, and `values` is unchanged."""
         found: Sequence[torch.Tensor] | None = None
         if self.function.is_new:
             found = self.function.attempt([look(ref, values) for ref in self.takes])
@@ -66,17 +66,17 @@ class Halves:
     backward: Half
 
 
-Orders = tuple[Sequence[int], Sequence[int]]  # numbers of ops: of the forward, and of the backward
+Orders = tuple[Sequence[int], Sequence[int]]  # op numbers of the forward and of the backward
 
 
 def wanted_of(graph: Graph, saved: Sequence[Slot]) -> tuple[list[Slot], list[Slot]]:
-    """Storages that somebody asks for after the forward and after the backward."""
+    """Storages needed after the forward, and after the backward."""
     outputs = [r.slot for r in graph.outputs if isinstance(r, Ref)]
     return [*outputs, *saved], [g.slot for g in graph.gradients if g is not None]
 
 
 def written(graph: Graph, order: Sequence[int], wanted: Sequence[Slot], writer: Writer, run: Callable[..., Runnable]) -> Half:
-    """A half by a writer; `run` makes a function of the module and of what is taken and given."""
+    """Write a half; `run` turns (module, arguments, results) into a function."""
     for n in order:
         writer.write(graph.ops[n])
     gives = tuple(s for s in dict.fromkeys(wanted) if s in writer.made)
@@ -90,7 +90,7 @@ def written(graph: Graph, order: Sequence[int], wanted: Sequence[Slot], writer: 
 
 
 def plain_halves(graph: Graph, orders: Orders, saved: Sequence[Slot]) -> Halves | None:
-    """Both halves, to be run as they are; None: some op wants more than its arguments, as a generator's state."""
+    """Both halves without a compiler; None: an op needs more than its arguments, such as a generator's state."""
     if any(op.random or op.mutates for op in graph.ops):
         return None
     try:
@@ -104,7 +104,7 @@ def plain_halves(graph: Graph, orders: Orders, saved: Sequence[Slot]) -> Halves 
 
 
 class _Plain:
-    """The code that fx writes, called without a module around it."""
+    """The code that fx generates, called without its module."""
 
     is_broken = False
     is_new = False
@@ -113,7 +113,7 @@ class _Plain:
         self._run = module.forward
 
     def attempt(self, _: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        raise AssertionError("it is never new")
+        raise AssertionError("a plain half needs no first attempt")
 
     def __call__(self, boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         found: Sequence[torch.Tensor] = self._run(boxed)
@@ -121,7 +121,7 @@ class _Plain:
 
 
 def obstacle(graph: Graph) -> str:
-    """Which kind of block this is that cannot be compiled; empty if it can."""
+    """The kind of block that cannot be compiled, as a phrase; empty: it can."""
     if any(op.random for op in graph.ops):
         return "with random ops (dropout)"
     if any(slot not in graph.made for op in graph.ops for slot in op.mutates):
@@ -130,9 +130,9 @@ def obstacle(graph: Graph) -> str:
 
 
 class Writer:
-    """Writes instructions into an fx graph. A storage is the node that made it; one that nobody has made yet is an argument.
+    """Writes instructions into an fx graph. A storage is the node that made it, or an argument.
 
-    `plain`: to be run as it is. Then arguments are taken out of the list one by one, and views are made by strides.
+    `plain`: for running without a compiler; arguments are popped from the list one by one, and views are made by strides.
     """
 
     def __init__(self, graph: Graph, *, plain: bool = False) -> None:
@@ -142,12 +142,12 @@ class Writer:
         self._plain = plain
         self._out = torch.fx.Graph()
         self._boxed = self._out.placeholder("boxed")
-        self._boxed.meta["steal_arg"] = True  # the list is emptied
+        self._boxed.meta["steal_arg"] = True  # the function empties the list
         self._at: dict[Ref, torch.fx.Node] = {}
 
     def write(self, op: Instruction) -> None:
         for slot in op.mutates:
-            if slot not in self.made:  # kept from the forward: the op is to change a copy, which compilers do without
+            if slot not in self.made:  # kept from the forward: the op changes a copy, which compilers optimise away
                 self._make(slot, self._call(torch.ops.aten.clone.default, (self._node(Ref(slot)),)))
         result = self._call(op.func, self._fill(op.args), self._fill(op.kwargs))
         for leaf, slot in op.makes:
@@ -162,7 +162,7 @@ class Writer:
 
     def _make(self, slot: Slot, node: torch.fx.Node) -> None:
         for ref in [r for r in self._at if r.slot == slot]:
-            del self._at[ref]  # views of what was there before
+            del self._at[ref]  # views of the old value
         self._at[Ref(slot)] = node
         self.made.add(slot)
 
@@ -191,23 +191,23 @@ class Writer:
             if self._plain:
                 return self._out.call_method("as_strided", strides)
             return self._call(torch.ops.aten.as_strided.default, strides)
-        self.takes.append(ref)  # whoever calls looks at it, and knows where its storage begins
+        self.takes.append(ref)  # the caller makes the view, and knows the storage offset
         if self._plain:
-            return self._out.call_method("pop", (self._boxed, 0))  # they are asked for in this order
+            return self._out.call_method("pop", (self._boxed, 0))  # they are taken in this order
         return self._call(operator.getitem, (self._boxed, len(self.takes) - 1))
 
 
 def _as_view(func: Any) -> Any:
-    """The op, if compilers know that its result is a view and need not know where the storage begins; else None."""
+    """The op, if compilers treat its result as a view and need no storage offset; otherwise None."""
     if func is torch.ops.aten._unsafe_view.default:
-        return torch.ops.aten.view.default  # what is changed through one must be seen through the other
+        return torch.ops.aten.view.default  # a change through one view must show in the other
     is_known = any(r.alias_info is not None for r in func._schema.returns)
     return func if is_known and func is not torch.ops.aten.as_strided.default else None
 
 
 def _is_one(func: Any) -> bool:
-    """Whether the op returns one tensor rather than several."""
+    """Does the op return a single tensor?"""
     returns = func._schema.returns
     if len(returns) > 1 and any("[]" in str(r.type) for r in returns):
-        raise Unsupported(f"`{func}` returns lists among tensors: such blocks are run op by op")
+        raise Unsupported(f"`{func}` returns a list besides tensors: such blocks run op by op")
     return len(returns) == 1 and str(returns[0].type) == "Tensor"

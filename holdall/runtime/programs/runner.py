@@ -1,8 +1,8 @@
-"""A captured block under a schedule of its own: ops in any legal order, some run again, each result freed at its last use.
+"""Runs a captured block by a program: ops in any legal order, some repeated, each result freed at its last use.
 
-`Program` pairs a `Graph` with two lists of op numbers, one to run in forward and one in backward. A number of the forward's
-ops in the second list is a recomputation. What must survive from one to the other follows from the lists; so does every free.
-Autograd sees one node per block, so whatever hangs on gradients (hooks, streamed weights, updates in backward) works as before.
+`Program` pairs a `Graph` with two lists of op numbers, one for forward and one for backward. A forward op in the second list is
+a recomputation. The tensors kept between the two, and every free, follow from the lists. Autograd sees one node per block, so
+hooks, streamed weights and updates in backward work as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdall.types.trace import digest_of
 
 Values = dict[Slot, torch.Tensor]
 _SETTINGS = (bool, int, float, str)
-_MOST = 16  # kinds of calls of one block that are captured; more come from a value that changes with every call
+_MOST = 16  # captured signatures per block; more come from a value that changes with every call
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class _Turn:
 
     op: int
     again: bool
-    keep_state: bool  # of the generator: it will be run again
-    frees: tuple[Slot, ...]  # what nobody needs any more
+    keep_state: bool  # keep the generator's state: the op will be repeated
+    frees: tuple[Slot, ...]  # storages not needed any more
 
 
 class Program:
-    """What to run, and when to let go of what. `compiler`: runs each half as one compiled function, where that can be done."""
+    """The ops to run and the frees between them. `compiler`: compiles each half into one function where possible."""
 
     def __init__(self, graph: Graph, forward: Sequence[int], backward: Sequence[int], compiler: Compiler | None = None) -> None:
         self.graph = graph
@@ -49,27 +49,30 @@ class Program:
         ops = [Effect(op.reads, tuple(s for _, s in op.makes), op.mutates) for op in graph.ops]
         wrong = fault(ops, graph.forward, forward, backward)
         if wrong:
-            raise InvalidInput(f"the program of a block is not one: {wrong}", hint="write the plan again")
+            raise InvalidInput(
+                f"the plan holds an invalid program for a block: {wrong}",
+                hint="make the plan again with `holdall.plan` or `holdall.fit`",
+            )
         again_later = set(backward)
         last = {r.slot for r in graph.outputs if isinstance(r, Ref)}
         needed = self._needed_first(backward)
         self.saved: list[Slot] = sorted(needed & self._own)
         self.kept_inputs: list[Slot] = sorted(needed - self._own - set(graph.tangents) - set(graph.constants))
-        own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: what is run again gets copies of them
+        own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: repeated ops get copies of them
         self.watched = [s for s in self.kept_inputs if s not in own_changes]
         seen: set[int] = set()
         self.forward = self._turns(forward, last | set(self.saved), seen, again_later)
         ends = {g.slot for g in graph.gradients if g is not None}
         self.backward = self._turns(backward, ends, seen, set())
         looks = refs_of([graph.gradients, *((op.args, op.kwargs) for op in graph.ops)])
-        self.viewed = {r.slot for r in looks if r.size is not None}  # otherwise than as they were made
+        self.viewed = {r.slot for r in looks if r.size is not None}  # storages read through views
         orders = (forward, backward)
         self.halves = compiler.compile(graph, orders, self.saved) if compiler is not None else None
         self.is_compiled = self.halves is not None
         self.halves = self.halves or plain_halves(graph, orders, self.saved)
 
     def _needed_first(self, order: Sequence[int]) -> set[Slot]:
-        """Storages that the backward reads before it has made them."""
+        """Storages that the backward reads before it makes them."""
         made: set[Slot] = set()
         needed: set[Slot] = set()
         for n in order:
@@ -81,7 +84,7 @@ class Program:
 
     def _turns(self, order: Sequence[int], stay: set[Slot], seen: set[int], again_later: set[int]) -> list[_Turn]:
         turns: list[_Turn] = []
-        wanted = set(stay)  # needed by what comes after, walking from the end
+        wanted = set(stay)  # needed later, walking from the end
         frees: list[tuple[Slot, ...]] = []
         for n in reversed(order):
             op = self.graph.ops[n]
@@ -116,9 +119,9 @@ class Program:
 
 
 class Runner:
-    """Runs a block by its program, captured at the first call of each kind.
+    """Runs a block by its program, captured at the first call of each signature.
 
-    A block that is not what was planned for is recomputed whole, and it is said.
+    A block with other ops than planned is recomputed whole, with a note.
     """
 
     def __init__(
@@ -132,11 +135,11 @@ class Runner:
         *,
         wanted: Sequence[int] | None = None,
     ) -> None:
-        self._wanted = wanted  # of what it returns, what got a gradient when the plan was made
+        self._wanted = wanted  # the outputs that received a gradient when the plan was made
         self._name = name
         self._forward = forward
         self._backward = backward
-        self._ops = ops  # digest of the names of the ops that the plan was made for
+        self._ops = ops  # digest of the op names that the plan was made for
         self._note = note
         self._compiler = compiler
         self._programs: dict[Any, Program | None] = {}
@@ -174,10 +177,12 @@ class Runner:
         try:
             odd = odd_argument((args, kwargs))
             if odd:
-                raise Unsupported(f"it is called with a {odd}", hint="recompute whole blocks")
+                raise Unsupported(f"it is called with a {odd}", hint='recompute whole blocks: fit(..., planner="chen")')
             graph = capture(module, forward, args, kwargs, loss_alone=not self._name, wanted=self._wanted)
             if digest_of(graph.names()) != self._ops:
-                raise Unsupported("it runs other ops than were planned for", hint="plan again for this model")
+                raise Unsupported(
+                    "it runs other ops than were planned for", hint="trace and plan this model again, or call `fit`"
+                )
             return Program(graph, self._forward, self._backward, self._compiler)
         except Unsupported as error:
             why = str(error).split("\n")[0]
@@ -186,14 +191,15 @@ class Runner:
 
 
 class _Parts:
-    """A module with all that is inside of it, walked through once: parameters and buffers may be others at every call, and in
-    the order of `tensors_of`."""
+    """A module and its submodules, found once. Parameters and buffers may be replaced at every call; they are listed in the
+    order of `tensors_of`.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._all = [(m, [*m._modules.values()]) for m in module.modules()]
 
     def are_of(self, module: torch.nn.Module) -> bool:
-        """Whether they still are, to the last child."""
+        """Are they still the submodules of this module?"""
         return self._all[0][0] is module and all([*m._modules.values()] == children for m, children in self._all)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -203,12 +209,12 @@ class _Parts:
         return [*parameters.values()], [*buffers.values()]
 
     def settings(self) -> tuple[Any, ...]:
-        """Plain values that modules hold, such as whether they train: a captured graph has them as they were."""
+        """Plain attributes of modules, such as `training`, which a captured graph has fixed."""
         return tuple([v for m, _ in self._all for v in m.__dict__.values() if type(v) in _SETTINGS])
 
 
 def _signature(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], settings: tuple[Any, ...]) -> Any:
-    """What a captured graph depends on."""
+    """Everything that a captured graph depends on."""
     given = [
         (t.dtype, t.device, t.shape, t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
         for t in leaves
@@ -225,9 +231,9 @@ class _Call:
         self.program = program
         self.inputs: Sequence[torch.Tensor] | None = inputs
         self.is_trained = [t.requires_grad for t in inputs]
-        self.kept: dict[Slot, Any] = {}  # tensors, or what stands for them while they are parked
+        self.kept: dict[Slot, Any] = {}  # tensors, or placeholders while they are offloaded
         self.versions: dict[Slot, int] = {}
-        self.states: dict[int, Any] = {}  # op -> state of the generator before it first ran
+        self.states: dict[int, Any] = {}  # op -> generator state before its first run
         self.shifts: dict[Slot, int] = {}
         graph = program.graph
         for slot, t, start in zip(graph.inputs, inputs, graph.starts, strict=True):
@@ -248,7 +254,7 @@ class _Call:
                 for turn in program.forward:
                     self._run(turn, values)
         for slot in program.saved:
-            self.kept[slot] = values[slot].detach()  # an output itself would hold this call, and be held by it
+            self.kept[slot] = values[slot].detach()  # detached: an output would form a cycle with this call
         self.versions = {s: self.kept[s]._version for s in program.watched}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
 
@@ -261,8 +267,8 @@ class _Call:
         program, graph = self.program, self.program.graph
         if not self.kept and (program.saved or program.kept_inputs):
             raise Unsupported(
-                "a second backward through a block that runs by a program",
-                hint="do not retain the graph, or recompute whole blocks",
+                "a second backward through a block that runs op by op",
+                hint='call backward once per forward, or recompute whole blocks: fit(..., planner="chen")',
             )
         for slot, version in self.versions.items():
             if self.kept[slot]._version != version:
@@ -282,8 +288,9 @@ class _Call:
         return found
 
     def _as_captured(self, slot: Slot, tangent: torch.Tensor) -> torch.Tensor:
-        """A gradient may come as a piece of another, or expanded from one element: then looking at it by strides would read
-        other elements."""
+        """A gradient in the captured layout: one that is a slice or an expanded view must be copied, or strides would read
+        other elements.
+        """
         layout = self.program.graph.layouts[slot]
         if not layout.fits(tangent) and (slot in self.program.viewed or self.program.is_compiled):
             return in_layout(tangent, layout)
@@ -295,7 +302,7 @@ class _Call:
         if turn.keep_state:
             self.states[turn.op] = _state(op.device)
         aside: Values = {}
-        if turn.again and op.mutates:  # buffers have had their change; what the program made itself is to change again
+        if turn.again and op.mutates:  # buffers have already changed; the program's own storages must change again
             for slot in op.mutates:
                 if slot not in self.program.graph.made:
                     aside[slot] = values[slot]
@@ -353,13 +360,13 @@ class _Block(torch.autograd.Function):
         call, ctx.call = ctx.call, None
         if call is None:
             raise Unsupported(
-                "a second backward through a block that runs by a program",
-                hint="do not retain the graph, or recompute whole blocks",
+                "a second backward through a block that runs op by op",
+                hint='call backward once per forward, or recompute whole blocks: fit(..., planner="chen")',
             )
         if any(g is not None and i not in ctx.wanted for i, g in enumerate(grads)):
             raise Unsupported(
-                "a gradient came for something that the block returns and that had none when it was planned",
-                hint="trace the step with the loss that the loop uses",
+                "a block's output received a gradient that it did not receive in the traced step",
+                hint="pass the loop's loss: fit(..., loss=lambda model, batch: ...)",
             )
         given = [grads[i] if grads[i] is not None else _zeros(*ctx.shapes[i]) for i in ctx.wanted]
         return None, *call.backward(given)

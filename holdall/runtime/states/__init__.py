@@ -1,1 +1,1 @@
-"""Model states in a run: weights streamed, gradients offloaded, updates made on device and host."""
+"""Model states in a run: streamed weights, offloaded gradients, updates on the device and on the host."""

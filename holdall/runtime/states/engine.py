@@ -1,21 +1,22 @@
-"""Model states under a plan: weights come and go, gradients leave, updates happen where and when the plan says.
+"""Runs a plan's placement of model states: streams weights, offloads gradients, and makes the optimizer's updates.
 
-One step, as the engine sees it:
+One step:
 
-    forward    working weights take the homes' places in the modules; a unit's forward waits for its update and its weights
-    backward   streamed weights come back; when a unit's last gradient is there, it leaves the device (or stays, or is used up)
-    step()     the user's optimizer finds nothing to do; the engine makes the updates, at once ("step"), or beside the next
-               forward ("spill"), or has made them already ("backward")
+    forward    working weights replace the masters in the modules; a block waits for its unit's update and weights
+    backward   streamed weights are fetched again; when the last gradient of a unit is there, it is copied to the host
+               (or kept on the device, or used by an update at once)
+    step()     the user's optimizer has nothing left to do: the engine makes the updates, at once ("step"), overlapping
+               the next forward ("spill"), or has already made them ("backward")
 
-Between backward and `step()` every home has a `.grad`; where that is not a plain tensor, it is a `Gradient`. Whoever touches a
-home whose update is still under way waits for it.
+Between backward and `step()` every master (in code: home) has a `.grad`; where that is not a plain tensor, it is a `Gradient`.
+Code that touches a master whose update is still running waits for it.
 
-The engine sets the units up, hears of all this by hooks, and says in which order its parts do their work:
+The engine creates the units, receives the hooks, and calls its parts in order:
 
-    streaming.py    weights that come and go         evaluating.py      forwards without gradients, and memory lent to weights
-    collecting.py   gradients, until their update    ahead.py           updates begun before the loop can clip
-    stepping.py     updates, when they are due       weights_first.py   updates whose weights are wanted before the rest of them
-    pending.py      updates that are under way
+    weight_streaming.py  streamed weights                 evaluation.py            forwards without gradients, cached weights
+    grad_store.py        gradients until their update     update_speculative.py    updates begun before the loop can clip
+    optimizer_step.py    updates when they are due        update_weights_first.py  updates whose weights are computed first
+    pending.py           updates that are running
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class Engine:
         self.device = device
         self.when = placing.when if optimizer is not None else STEP
         self.is_swapped = False  # modules hold the working weights
-        self._release = placing.release  # the block call at whose forward the memory that updates pass through is given back
+        self._release = placing.release  # block call whose forward frees the device memory for updates via device
         self._undo: list[Callable[[], object]] = []
-        self._queued = False  # a callback at the end of this backward
-        self.away: set[int] = set()  # storages in another tier, which whoever counts the device's memory leaves out
+        self._queued = False  # a callback at the end of this backward is queued
+        self.away: set[int] = set()  # storages on the host, which the device's byte count leaves out
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         self._passing = UpdateViaDevice(self.updater) if self.updater is not None else None
         _check(model, optimizer)
@@ -89,12 +90,12 @@ class Engine:
             self._take_slots_off()
             raise
         self._move_buffers()
-        self._left: dict[str, int] = {u.name: u.expected for u in self.units}  # gradients that are still to come
-        early = calls if placing.overlap else ()  # else weights set out when they are needed
+        self._left: dict[str, int] = {u.name: u.expected for u in self.units}  # gradients still to arrive per unit
+        early = calls if placing.overlap else ()  # without overlap, weights are fetched when they are needed
         self.streaming = Streaming(model, self.units, early, store=store, device=device, tell=tell)
         self._evaluating = Evaluating(self, self.streaming)
         self._pending = Pending(self.units, device, self.settle)
-        is_beside = placing.ahead and self.when == SPILL  # there is room for values beside the old ones
+        is_beside = placing.ahead and self.when == SPILL  # host memory for out-of-place updates is planned
         self._beside = beside = OutOfPlaceUpdate(self.updater) if self.updater is not None else None
         ahead = Ahead(beside, optimizer, is_on=is_beside) if beside is not None and optimizer is not None else None
         self.were_ahead: list[bool] = ahead.were_right if ahead is not None else []
@@ -146,7 +147,7 @@ class Engine:
         try:
             for unit in self.units:
                 self._set_up_unit(unit, into_store=into_store, share=share)
-        except BaseException:  # no room for all of it: as if nothing had been moved
+        except BaseException:  # not enough memory: undo everything
             for unit in self.units:
                 unit.put_back(self.store, in_store=False)
             raise
@@ -190,7 +191,7 @@ class Engine:
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
 
     def _hear(self, unit: PlacedUnit) -> None:
-        """Of the gradients of working copies; the loop may want those of others later on."""
+        """Register hooks for gradients of working copies; the loop may unfreeze more parameters later."""
         for m in unit.members:
             if m.is_swapped and m.work.requires_grad and not m.is_heard:
                 m.is_heard = True
@@ -198,7 +199,7 @@ class Engine:
                 self._undo.append(m.work.register_post_accumulate_grad_hook(hook).remove)
 
     def close(self) -> None:
-        """Everything as it was, whatever happens; then whatever happened is said."""
+        """Restore everything, even after an error; then raise the error."""
         try:
             self.rest()
         finally:
@@ -233,10 +234,10 @@ class Engine:
     # forward
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A forward begins: modules get the working weights, and inputs are on the device."""
+        """A forward begins: give modules the working weights and move inputs to the device."""
         self._pending.guard.lower()
         self._reads.turn += 1
-        if self._queued:  # a backward that failed half way
+        if self._queued:  # the previous backward failed half way
             self._queued = False
             self._left = {u.name: u.expected for u in self.units}
             for unit in self.units:
@@ -245,7 +246,7 @@ class Engine:
                         m.work.grad = None
         self._evaluating.begin(args, kwargs)
         reads_homes = self._stepping is not None and self._stepping.reads_homes
-        if reads_homes or self._collector.held:  # no step since the backward: weights may have to be made from the homes again
+        if reads_homes or self._collector.held:  # no step since the backward: weights may have to be copied again
             self._pending.finish_all()
         self._collector.make_way()
         self._swap(True)
@@ -256,7 +257,7 @@ class Engine:
         return t if t.device.type == self.device.type else t.to(self.device, non_blocking=True)
 
     def need(self, call: str) -> None:
-        """The forward of this block call begins: its weights must be there, the next one's may set out."""
+        """Before the forward of this block call: make its weights available and prefetch the next call's."""
         if call == self._release and self._passing is not None:
             self._passing.leave_room()
         if not self.is_swapped:
@@ -271,32 +272,32 @@ class Engine:
             self.streaming.fetch(follower)
 
     def _bring(self, unit: PlacedUnit) -> None:
-        """Whoever reads the unit's weights finds those of the last update, on the device."""
+        """Make the unit's latest weights available on the device before they are read."""
         self._make_new(unit)
         self.streaming.arrive(unit)
         unit.check()
         unit.turn = self._reads.turn
 
     def _catch_up(self, unit: PlacedUnit) -> None:
-        """Somebody walks over the unit's weights, which need not mean that he reads them."""
+        """Code iterates over the unit's weights, maybe without reading them: wait, but fetch nothing."""
         self._make_new(unit)
         self.streaming.wait_if_coming(unit)
 
     def _make_new(self, unit: PlacedUnit) -> None:
-        """The working weights are those of the homes: after their update, and after what the loop itself wrote into them."""
+        """Bring the working weights up to date with the masters: after their update and after writes by the loop."""
         self._pending.finish(unit)
         if unit.needs_work and unit.was_written():
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # what lies on the host may still be on its way from there
+                torch.cuda.synchronize(self.device)  # copies from host memory may still be running
             unit.copy_from_homes(self.store)
 
     def leave(self, call: str) -> None:
-        """The forward of this block call is over: streamed weights that nobody needs before backward go."""
+        """After the forward of this block call: free streamed weights that are not needed before backward."""
         for unit in self.streaming.used_by(call):
             self._evaluating.leave(unit)
 
     def end_forward(self, *, failed: bool = False) -> None:
-        """Without a backward to come, the homes return at once."""
+        """After a forward: if no backward can follow, give modules the masters back."""
         if torch.is_grad_enabled() and not failed:
             self.watch()
             return
@@ -306,12 +307,12 @@ class Engine:
         self.watch()
 
     def stop_watching(self) -> None:
-        """What happens to the model until `watch` is not the loop's doing."""
+        """Ignore accesses to the model until `watch`: they are not the loop's."""
         self._pending.guard.lower()
 
     def watch(self) -> None:
-        """The loop goes on by itself: should it read a home whose update has not come to its end, it waits."""
-        if self.is_swapped:  # a backward is to come
+        """The loop continues: make it wait if it reads a master whose update is not finished."""
+        if self.is_swapped:  # a backward will follow
             if self.optimizer is not None and (self._pending.count_late() or self._pending.are_some):
                 self._pending.raise_guard(self.optimizer)
         elif self.optimizer is not None:
@@ -322,15 +323,15 @@ class Engine:
     # backward
 
     def before_backward(self) -> None:
-        self._pending.guard.lower()  # it would look at every op
-        if self._collector.held and not self.is_swapped:  # a graph that was kept is used again
+        self._pending.guard.lower()  # the guard would inspect every op
+        if self._collector.held and not self.is_swapped:  # a retained graph is used again
             self._collector.make_way()
 
     def after_backward(self) -> None:
         self.watch()
 
     def after_grad(self, inputs: Sequence[Any]) -> None:
-        """The loop has asked for gradients by itself. Where they are of parameters, it will put them into the homes."""
+        """After `torch.autograd.grad`: if it was for parameters, the loop will put the gradients into the masters."""
         if any(id(t) in self._standing_for for t in inputs):
             self.streaming.release_all()
             self._swap(False)
@@ -346,7 +347,7 @@ class Engine:
         return arrived
 
     def _other_hook(self, member: Member) -> Callable[[torch.Tensor], None]:
-        """For parameters that this optimizer does not train, or did not when the plan was applied."""
+        """A hook for parameters that this optimizer does not train, or did not when the plan was applied."""
 
         def arrived(_: torch.Tensor) -> None:
             self._queue_end()
@@ -368,7 +369,7 @@ class Engine:
         for n in which:
             unit.trained[n].work.grad = None
         if unit.is_whole:
-            self.streaming.release(unit)  # frozen ones may still be needed for what comes before
+            self.streaming.release(unit)  # a unit with frozen members may still be needed by earlier blocks
         held = self._collector.collect(unit, which, grads)  # type: ignore[arg-type]
         if self.when == BACKWARD:
             assert self.optimizer is not None and self._stepping is not None
@@ -376,7 +377,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._queued = False
-        for unit in self.units:  # parameters that were not used leave their unit unfinished
+        for unit in self.units:  # units with unused parameters are still incomplete
             if 0 < self._left[unit.name] < unit.expected:
                 self._gradient_ready(unit)
         self._collector.let_go()
@@ -389,14 +390,16 @@ class Engine:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(a is not None for a in (*args[1:], *kwargs.values())):
-            raise Unsupported("a closure would run the model inside the step", hint="run forward and backward before the step")
+            raise Unsupported(
+                "`optimizer.step(closure)` cannot run under this plan", hint="run forward and backward, then `optimizer.step()`"
+            )
         self._pending.guard.lower()
         for unit in self.units:
             for m in unit.members:
                 if m.is_swapped:
                     m.hand_over(instead=True)  # the loop has put it there
         self._swap(False)
-        self.streaming.release_all()  # weights that an evaluation kept will be old
+        self.streaming.release_all()  # weights cached for evaluations will be stale
         assert self._stepping is not None
         self._stepping.before(optimizer)
 
@@ -404,10 +407,10 @@ class Engine:
         assert self._stepping is not None
         self._stepping.after(optimizer)
 
-    # what others may want of it at any time
+    # may be called at any time
 
     def settle(self) -> None:
-        """Every update is over, on the host too; an error in one of them is raised when all are."""
+        """Finish every update, also on the host; raise their errors after all have finished."""
         self._pending.finish_all()
         if self._passing is not None:
             self._passing.leave_room()
@@ -416,47 +419,47 @@ class Engine:
         self._pending.guard.calm()
 
     def rest(self) -> None:
-        """Everything that is under way comes to its end, and modules hold the homes."""
+        """Finish everything that is running and give modules the masters back."""
         self.settle()
         self.streaming.release_all()
         self._swap(False)
 
     def refresh(self) -> None:
-        """The homes were changed from outside: working weights follow."""
+        """The masters were changed from outside: copy them to the working weights."""
         self._pending.finish_all()
         for unit in self.units:
             unit.copy_from_homes(self.store)
-            unit.end_update()  # whatever became of it
+            unit.end_update()  # whatever its outcome
             unit.turn = -1
 
     def forget_gradients(self) -> None:
-        """The backward that they came from will be made again, from the weights as they are."""
+        """Drop the gradients of a backward that will be repeated with the same weights."""
         self._collector.forget()
-        self.refresh()  # gradients may have taken the place of weights that come and go
+        self.refresh()  # gradients may have overwritten the host copy of streamed weights
 
     def _states_loaded(self) -> None:
-        """The optimizer has new states: those on the host move into their places again."""
+        """The optimizer has loaded new states: copy those on the host into their buffers."""
         self.settle()
         if self._passing is not None:
             self._passing.refill_chunks(self.units)
 
     def work_of(self, tensor: Any) -> Any:
-        """The working copy that modules use in the place of a parameter now; anything else is itself."""
+        """The working copy that currently replaces a parameter; any other tensor is returned as it is."""
         return self._works.get(id(tensor), tensor) if self.is_swapped else tensor
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """`model.zero_grad()` between forward and backward: it is the homes that have gradients."""
+        """`model.zero_grad()` between forward and backward: clear the masters' gradients."""
         was_swapped = self.is_swapped
         self._swap(False)
         type(self.model).zero_grad(self.model, set_to_none)
         self._swap(was_swapped)
 
     def homes(self) -> dict[int, torch.nn.Parameter]:
-        """Working copies, by `id`, and the parameters that they stand for."""
+        """id of a working copy -> the master parameter that it stands for."""
         return {id(m.work): m.home for u in self.units for m in u.members if m.is_swapped}
 
     def others(self) -> list[torch.nn.Parameter]:
-        """Parameters whose gradients come to them by way of working copies, and which this optimizer does not train."""
+        """Masters with working copies that this optimizer does not train."""
         return [m.home for u in self.units for m in u.members if m.is_swapped and not m.trained]
 
     def _swap(self, working: bool) -> None:
@@ -474,7 +477,7 @@ class Engine:
             else:
                 unit.swap_out()
 
-    # what is where
+    # locations
 
     @property
     def held(self) -> dict[str, GradEntry]:
@@ -483,7 +486,7 @@ class Engine:
 
     @property
     def lender(self) -> Lender | None:
-        """Of memory to weights, in evaluations."""
+        """The cache of streamed weights for evaluations."""
         return self._evaluating.lender
 
     @lender.setter
@@ -491,7 +494,7 @@ class Engine:
         self._evaluating.lender = lender
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the engine holds on the device: working weights, and homes and states that are updated there."""
+        """The engine's tensors on the device: working weights, and masters and states that are updated there."""
         found = [u.flat for u in self.units if u.flat is not None]
         for unit in self.units:
             if unit.stays:
@@ -502,14 +505,14 @@ class Engine:
         return found
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Device memory that holds parameters, so that nobody mistakes it for activations."""
+        """Device memory that holds parameters, so that it is not counted as activations."""
         found = [u.flat.untyped_storage() for u in self.units if u.flat is not None]
         found += [m.home.untyped_storage() for u in self.units for m in u.members if not u.needs_work]
         return found
 
     @property
     def outside(self) -> int:
-        """Bytes of homes and states that lie in the host's ordinary memory."""
+        """Bytes of masters and states in ordinary (not the store's) host memory."""
         homes = (
             sum(m.home.nbytes for u in self.units if u.update == HOST and u.homes is None for m in u.members)
             if self.device.type == "cuda"
@@ -519,15 +522,15 @@ class Engine:
 
 
 def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """What the engine could not do justice to is refused."""
+    """Refuse models and optimizers that the engine cannot handle."""
     if optimizer is not None and not is_separable(optimizer):
         raise Unsupported(
-            f"{type(optimizer).__name__} looks at all parameters at once, so its update cannot be taken apart",
-            hint="use an optimizer that updates each parameter by itself, or a plan without `place`",
+            f"{type(optimizer).__name__} updates all parameters together, so its update cannot be split into units",
+            hint='use an elementwise optimizer, or keep its states on the device: fit(..., allow={"recompute", "offload"})',
         )
     for name, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise Unsupported(
-                f"`{name}` has gradient hooks of its own, which would not see its gradient any more",
-                hint="remove the hooks, or plan without `place`",
+                f"`{name}` has gradient hooks, which would not receive its gradient under this plan",
+                hint='remove the hooks, or keep model states on the device: fit(..., allow={"recompute", "offload"})',
             )

@@ -1,12 +1,11 @@
-"""Forwards without gradients: how they are entered, and what memory they lend to weights that come and go.
+"""Forwards without gradients: how they begin, and how they cache streamed weights.
 
-No backward follows an evaluation, so the homes return to the modules as soon as its forward is over. As a rule it begins with a
-call of the model, which the harness hears of. It may also begin below: PEFT's `generate` calls a module that holds the blocks
-by itself, so every such module is an entry, too.
+No backward follows an evaluation, so the masters return to the modules right after its forward. Usually it begins with a call
+of the model, which the harness sees. It may also begin below: PEFT's `generate` calls a module that contains the blocks
+directly, so every such module is an entry point, too.
 
-How much of the device's memory weights may keep from one evaluation to the next is the lender's business (`weight_cache.py`),
-who is also told of the forwards of steps, for which it gives everything back. Without a lender, weights go as soon as they
-were used.
+The lender (`weight_cache.py`) decides how much device memory weights may keep from one evaluation to the next; it is also told
+of the forwards of steps, for which it frees everything. Without a lender, weights are freed right after use.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from holdall.runtime.switching.submodule_calls import holders
 
 
 class Forwards(Protocol):
-    """Who gives modules their working weights for a forward, and the homes after it."""
+    """Gives modules their working weights for a forward, and the masters after it."""
 
     @property
     def is_swapped(self) -> bool: ...
@@ -34,18 +33,18 @@ class Forwards(Protocol):
 
 
 class Evaluating:
-    """Told of every forward by its owner, whom it tells of those that did not begin with the model."""
+    """Tracks forwards without gradients, including those that begin below the model."""
 
     def __init__(self, forwards: Forwards, streaming: Streaming) -> None:
         self._forwards = forwards
         self._streaming = streaming
-        self.lender: Lender | None = None  # of memory to weights, in evaluations; the harness knows what there is
-        self._entered: torch.nn.Module | None = None  # by which an evaluation came that the model itself was not called for
+        self.lender: Lender | None = None  # caches weights in evaluations; set by the harness, which knows the free memory
+        self._entered: torch.nn.Module | None = None  # the module through which an evaluation began below the model
 
     # entries below the model
 
     def watch(self, model: torch.nn.Module, calls: Sequence[str]) -> list[Callable[[], object]]:
-        """Hear of modules that hold blocks when they are called by themselves; returns what ends this."""
+        """Hook the modules that contain blocks, for direct calls; returns the undo functions."""
         undo: list[Callable[[], object]] = []
         for module in holders(model, calls):
             undo.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True).remove)
@@ -53,7 +52,7 @@ class Evaluating:
         return undo
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A module that holds blocks is called by itself, as by PEFT's `generate`: that is an evaluation, too."""
+        """A module that contains blocks is called directly, as by PEFT's `generate`: an evaluation begins."""
         if torch.is_grad_enabled() or self._forwards.is_swapped:
             return None
         self._entered = module
@@ -72,19 +71,19 @@ class Evaluating:
             self.lender.begin(args, kwargs)
 
     def look(self) -> None:
-        """Other weights are about to come."""
+        """Other weights are about to be fetched."""
         if self.lender is not None:
             self.lender.look()
 
     def leave(self, unit: PlacedUnit) -> None:
-        """A unit was just used."""
+        """A unit has just been used."""
         if self.lender is not None:
             self.lender.leave(unit)
         else:
             self._streaming.release(unit)
 
     def end(self, *, failed: bool) -> list[PlacedUnit]:
-        """An evaluation is over, or some forward failed; returns the units whose weights stay on the device."""
+        """An evaluation is over, or a forward failed; returns the units whose weights stay on the device."""
         kept: list[PlacedUnit] = []
         if self.lender is not None and not failed:
             self.lender.end()

@@ -13,24 +13,24 @@ from holdall.tiers._keepers import Keepers
 
 
 class GradEntry:
-    """On the device, on their way to the host, or there; and what is known of them."""
+    """Gradients on the device, being copied to the host, or there; with their norms."""
 
     def __init__(self, unit: PlacedUnit, store: Keepers | None) -> None:
         self.unit = unit
         self.store = store
         self.which: tuple[int, ...] = ()
-        self.here: list[torch.Tensor] = []  # on the device, those of `which`
-        self.norms: torch.Tensor | None = None  # of `which`, on the device
-        self.sum: Ticket | None = None  # on the host, where more than one backward was added up
-        self.flat: torch.Tensor | None = None  # on the device, while it is being copied out
-        self.attempt: SpeculativeUpdate | None = None  # its update, if one was begun ahead
-        self.host_norms: torch.Tensor | None = None  # the same on the host, valid after `norms_event`
-        self._each: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())  # the norms, and they one by one
+        self.here: list[torch.Tensor] = []  # on the device, for the members `which`
+        self.norms: torch.Tensor | None = None  # norms of `which`, on the device
+        self.sum: Ticket | None = None  # on the host, if several backwards were summed
+        self.flat: torch.Tensor | None = None  # on the device, while it is copied out
+        self.attempt: SpeculativeUpdate | None = None  # its speculative update, if one was begun
+        self.host_norms: torch.Tensor | None = None  # the norms on the host, valid after `norms_event`
+        self._each: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())  # the norms, and a view of each
         self.norms_event: Any = None
 
     @property
     def layout(self) -> Layout:
-        """Of the gradient on the host."""
+        """Layout of the gradient on the host."""
         return self.unit.grads if self.sum is None else self.unit.wide
 
     @property
@@ -40,13 +40,13 @@ class GradEntry:
         return ticket
 
     def on_host(self) -> list[torch.Tensor]:
-        """The gradients of `which` in the host's memory, when they are there."""
+        """The gradients of `which` in host memory; waits for them."""
         assert self.store is not None
         self.store.arrived(self.ticket)
         views = self.layout.views(self.store.memory(self.ticket))
         return [views[n] for n in self.which]
 
-    # what `Gradient` asks
+    # called by `Gradient`
 
     def norm(self, index: int) -> torch.Tensor | None:
         if self.sum is None:

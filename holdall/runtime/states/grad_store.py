@@ -1,8 +1,7 @@
-"""Gradients of units from their arrival in backward to their update: held, sent off, added up, and shown to the loop.
+"""Stores the gradients of units from backward to their update: keeps, offloads, accumulates, and shows them to the loop.
 
-What is held of a unit is a `GradEntry`; what the loop sees of it in the meantime is a `Gradient` in every home's `.grad`.
-Whatever the loop does to those is found out again at the step: a factor that is the same for all of a unit, or gradients that
-take the place of those that were held.
+A unit's gradients are a `GradEntry`; the loop sees them as a `Gradient` in each master's `.grad`. At the step, the store finds
+out what the loop did to them: one factor for the whole unit, or replaced gradients.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from holdall.tiers._keepers import Keepers
 
 
 class Collector:
-    """`are_used_up`: by updates in backward, so that nobody will ask for them. `overlap`: the device goes on while they leave.
-    `ahead`: may begin updates as they arrive."""
+    """`are_used_up`: updates in backward consume the gradients. `overlap`: computation continues while they are copied out.
+    `ahead`: may begin speculative updates as they arrive.
+    """
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Collector:
     # arriving
 
     def collect(self, unit: PlacedUnit, which: tuple[int, ...], grads: list[torch.Tensor]) -> GradEntry:
-        """A unit has got its gradients, those of the trained members `which`; they go to where the update will want them."""
+        """Store the gradients of a unit's trained members `which` where its update needs them."""
         if self._are_used_up and any(not _is_cleared(unit.trained[n].home.grad) for n in which):
             raise Unsupported(
-                "a second backward came before gradients were cleared, but the first one has already made the updates",
-                hint="plan with `clips=True`, or with `accumulate=` as many backwards as the loop makes per step",
+                "a second backward ran before `zero_grad()`, but the first has already made the updates",
+                hint="use fit(..., clips=True), or name the backwards per step, as in fit(..., accumulate=2)",
             )
         held = self.held.get(unit.name)
         if held is not None and _are_cleared(held):
@@ -77,7 +77,8 @@ class Collector:
             self._send(held, grads)
 
     def _send(self, held: GradEntry, grads: list[torch.Tensor]) -> None:
-        """Gather the gradients and let them leave; those sent before are let go first, so that one set is on the way."""
+        """Flatten the gradients and start the copy to the host; first wait for the previous copy, so that only one
+        is running."""
         assert self._store is not None
         self.let_go()
         unit = held.unit
@@ -95,7 +96,7 @@ class Collector:
             self.let_go()
 
     def let_go(self) -> None:
-        """Those that are on their way out have left; their memory on the device is free."""
+        """Wait for the copies to the host and free the device memory."""
         for held in self._leaving:
             assert self._store is not None and held.unit.buffer is not None
             self._store.wait(held.unit.buffer)
@@ -103,18 +104,18 @@ class Collector:
         self._leaving = []
 
     def _add(self, held: GradEntry, which: tuple[int, ...], grads: list[torch.Tensor]) -> None:
-        """Another backward before the update: gradients are added up in the homes' precision."""
+        """Accumulate another backward's gradients, in the masters' precision."""
         unit = held.unit
         if which != held.which:
             raise Unsupported(
-                f"`{unit.name}` got gradients for other parameters than in the backward before",
-                hint="step the optimizer after every backward, or plan without `place`",
+                f"`{unit.name}` received gradients for other parameters than in the previous backward",
+                hint='step after every backward, or keep model states on the device: fit(..., allow={"recompute", "offload"})',
             )
         grad_of = [unit.trained[n].home.grad for n in which]
         if any(not isinstance(g, Gradient) or g.here is not None or g.factor is not None for g in grad_of):
             raise Unsupported(
                 f"the gradient of `{unit.name}` was changed between two backwards of one step",
-                hint="change gradients after the last backward, or plan without `place`",
+                hint='change it after the last backward, or keep it on the device: fit(..., allow={"recompute", "offload"})',
             )
         held.norms = None
         if self._ahead is not None:
@@ -127,8 +128,8 @@ class Collector:
             return
         if unit.source is unit.buffer and unit.is_streamed:
             raise Unsupported(
-                "a second backward came before the step, but the plan lets gradients take the place of weights",
-                hint="plan with `accumulate=` as many backwards as the loop makes per step",
+                "this plan reuses weight buffers for gradients, so it allows one backward per step",
+                hint="name the backwards per step, as in fit(..., accumulate=2)",
             )
         assert self._store is not None and unit.buffer is not None
         layout = unit.wide
@@ -144,7 +145,7 @@ class Collector:
                 views[n].add_(new[n])
 
     def _widen(self, held: GradEntry) -> None:
-        """The gradients move out of their buffer, as wide as the homes."""
+        """Move the gradients out of their buffer, in the masters' precision."""
         assert self._store is not None
         layout = held.unit.wide
         with self._quiet():
@@ -153,10 +154,10 @@ class Collector:
             views = layout.views(self._store.memory(held.sum))
             torch._foreach_copy_([views[n] for n in held.which], first)
 
-    # what the loop sees
+    # the loop's view
 
     def send_norms(self) -> None:
-        """All norms to the host in one copy, so that whoever clips waits once."""
+        """Copy all norms to the host at once, so that clipping waits once."""
         known = [h for h in self.held.values() if h.norms is not None]
         if self._device.type != "cuda" or not known:
             return
@@ -170,7 +171,7 @@ class Collector:
             held.host_norms, held.norms_event = part, event
 
     def show(self) -> None:
-        """The backward is over: every home whose gradient came has a `.grad`."""
+        """After backward: give every master with a new gradient a `.grad`."""
         for held in self.held.values():
             for n in held.which:
                 home = held.unit.trained[n].home
@@ -179,33 +180,35 @@ class Collector:
                     grad = None
                 if grad is not None and not isinstance(grad, Gradient) and not self._are_used_up:
                     with torch.no_grad():
-                        grad.add_(held.bring(n))  # the loop's own, or of a use of the home itself: gradients add up
+                        grad.add_(held.bring(n))  # a gradient of the loop's own, or of the master itself: accumulate
                     continue
                 if grad is not None and (not isinstance(grad, Gradient) or grad.source is not held):
                     raise Unsupported(
-                        "gradients of the step before were not cleared, so this backward would add to them",
-                        hint="call `optimizer.zero_grad()` after every step, or plan without `place`",
+                        "gradients of the previous step were not cleared, so this backward would add to them",
+                        hint="call `optimizer.zero_grad()` after every step",
                     )
                 if grad is None:
                     grad = home.grad = Gradient(home, held, n)
                 assert isinstance(grad, Gradient)
                 grad.renew()
                 if self._are_used_up:
-                    grad.spent = "it was used up in backward, because the loop was said not to clip"
+                    grad.spent = "its update was made in backward, because of `clips=False`"
         if self._are_used_up:
             self.held = {}
 
     # leaving
 
     def take(self) -> dict[str, GradEntry]:
-        """They are the step's from here on."""
+        """Hand all entries over to the step."""
         held, self.held = self.held, {}
         return held
 
     def asked(self, held: GradEntry) -> torch.Tensor | None:
-        """What the loop did to the gradients: the factor, if it is the same for all; else they are replaced."""
+        """The factor that the loop applied, if all gradients have the same; otherwise replaces the entry's gradients and
+        returns None.
+        """
         grads = [held.unit.trained[n].home.grad for n in held.which]
-        kept = [n for n, m in enumerate(held.unit.trained) if m.home.grad is not None]  # also those that it has put there
+        kept = [n for n, m in enumerate(held.unit.trained) if m.home.grad is not None]  # includes those that the loop set
         is_ours = all(isinstance(g, Gradient) and g.source is held and g.here is None for g in grads)
         if not is_ours or len(kept) != len(grads):
             self._replace(held, kept)
@@ -218,7 +221,7 @@ class Collector:
         return None
 
     def given(self, unit: PlacedUnit) -> GradEntry | None:
-        """Gradients that the loop itself has put there, or zeroed and kept, where no backward has brought any."""
+        """Gradients that the loop set itself, or zeroed, where no backward brought any."""
         kept = [n for n, m in enumerate(unit.trained) if m.home.grad is not None and not _is_gone(m.home.grad)]
         if not kept:
             return None
@@ -227,7 +230,7 @@ class Collector:
         return held
 
     def _replace(self, held: GradEntry, kept: list[int]) -> None:
-        """The gradients as the loop left them take the place of those that were held."""
+        """Replace the entry's gradients by those the loop left."""
         unit = held.unit
         values = {}
         for n in kept:
@@ -251,13 +254,13 @@ class Collector:
                 views[n].copy_(values[n])
 
     def make_way(self) -> None:
-        """Where gradients took the place of weights and no step followed, the weights come back: a forward needs them."""
+        """Restore streamed weights whose host buffer holds unused gradients: a forward needs them."""
         for held in list(self.held.values()):
             unit = held.unit
-            shares = unit.buffer is not None and unit.source is unit.buffer  # neither: weights are made when they are used
+            shares = unit.buffer is not None and unit.source is unit.buffer  # otherwise weights have their own source
             if not unit.is_streamed or not shares or held.sum is not None:
                 continue
-            wait_for_attempt(held)  # it reads what will be overwritten
+            wait_for_attempt(held)  # it reads the memory to be overwritten
             if _are_cleared(held):
                 self._drop(held)
             else:
@@ -265,10 +268,10 @@ class Collector:
             unit.copy_from_homes(self._store)
 
     def forget(self) -> None:
-        """The backward that they came from will be made again."""
+        """Drop the gradients of a backward that will be repeated."""
         self.let_go()
         for held in list(self.held.values()):
-            wait_for_attempt(held)  # it reads the memory that the gradient comes to again
+            wait_for_attempt(held)  # it reads the memory that the repeated gradient is copied to
             self._drop(held)
 
     def _drop(self, held: GradEntry) -> None:
@@ -277,7 +280,7 @@ class Collector:
         del self.held[held.unit.name]
 
     def unused(self, units: Iterable[PlacedUnit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Gradients that no step has used yet, as plain tensors: the loop may go on without us."""
+        """Gradients that no step has used, as plain tensors, for the time after the harness."""
         found = []
         for home in (m.home for u in units if u.needs_work for m in u.members):
             if home.grad is not None and not _is_gone(home.grad):
@@ -289,15 +292,15 @@ class Collector:
 
 
 def spend(held: GradEntry) -> None:
-    """What held the gradient is the update's now; whoever still wants it is told so."""
+    """Mark gradients as consumed; later reads raise."""
     for m in held.unit.trained:
         if isinstance(m.home.grad, Gradient):
-            m.home.grad.spent = "the step has used it"
+            m.home.grad.spent = "`optimizer.step()` has used it"
             m.home.grad.here = None
 
 
 def is_spent(unit: PlacedUnit) -> bool:
-    """Whether a step has used the unit's gradient, and no other has come since."""
+    """Has a step used the unit's gradient, and no new one arrived since?"""
     return any(isinstance(m.home.grad, Gradient) and bool(m.home.grad.spent) for m in unit.trained)
 
 

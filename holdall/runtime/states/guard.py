@@ -1,12 +1,12 @@
-"""Nobody reads a parameter whose update is still under way.
+"""Makes the loop wait when it accesses a parameter whose update is still running.
 
-The guard looks at ops of the loop, not at those of forward and backward: these would become slow. The engine knows where its
-forwards begin and end; of backwards it hears by `watch_calls`.
+The guard checks ops of the loop only: in forward and backward it would cost time. The engine knows where its forwards begin and
+end; `watch_calls` reports backwards.
 
-Most reads are ops of the dispatcher. A few are not: printing turns all dispatch modes off, and `tolist`, `numpy`, `data_ptr`
-and pickling read the memory itself. These are methods of tensors, so a second mode sees them, one of torch functions (`Reads`).
-It is up whenever the loop is by itself between a backward and the next forward, since it also sees what no version tells:
-writes by way of `p.data`, and tensors that are put there.
+Most reads are dispatched ops. A few are not: printing turns off all dispatch modes, and `tolist`, `numpy`, `data_ptr` and
+pickling read memory directly. These are tensor methods, so a torch-function mode (`Reads`) sees them. It is on whenever the
+loop runs between a backward and the next forward, because it also detects writes that change no version counter: through
+`p.data`, and replaced tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.states.offloaded_grad import Gradient
 from holdall.updates.interception import Interception, current_backward
 
-_READS = frozenset(  # methods that read memory behind the dispatcher's back
+_READS = frozenset(  # methods that read memory without the dispatcher
     getattr(torch.Tensor, name)
     for name in (
         *("__repr__", "__format__", "tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
@@ -43,33 +43,33 @@ _GRAD = frozenset({torch.Tensor.grad.__get__, torch.Tensor.grad.__set__})  # typ
 
 
 class Owner(Protocol):
-    """Who knows the parameters that the guard looks after."""
+    """Knows the parameters that the guard protects."""
 
     def touched(self, key: int) -> None:
         """The storage of this key is about to be read or written."""
         ...
 
     def written(self, tensor: torch.Tensor) -> None:
-        """A parameter, or a tensor that shares its memory, may have been written into."""
+        """A parameter, or a tensor that shares its memory, may have been written to."""
         ...
 
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        """Write the value into a parameter whose `.data` it was to become; False: it may become that."""
+        """Handle `parameter.data = value` by copying the value; False: let the assignment happen."""
         ...
 
     def home_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter that a working copy stands for; any other tensor is itself."""
+        """The master of a working copy; any other tensor is returned as it is."""
         ...
 
 
 class Reads(TorchFunctionMode):
-    """Sees the methods that read or write a tensor's memory without an op."""
+    """Detects methods that read or write a tensor's memory without an op."""
 
     def __init__(self, owner: Owner) -> None:
         super().__init__()
         self._owner = owner
         self.is_on = False
-        self.is_guarding = False  # updates are under way
+        self.is_guarding = False  # updates are running
         self.is_retired = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +78,7 @@ class Reads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if isinstance(first, Gradient):
             return first.answer(func, args) if not kwargs else func(*args, **kwargs)
-        if func in _GRAD:  # twice for every parameter in every step
+        if func in _GRAD:  # called twice per parameter and step
             return func(self._owner.home_of(first), *args[1:])
         if func in _READS:
             if self.is_guarding:
@@ -93,32 +93,32 @@ class Reads(TorchFunctionMode):
             if self._owner.assign(first, args[1]):
                 return None
         elif self.is_guarding and torch.is_grad_enabled() and getattr(func, "__name__", "") not in _ABOUT:
-            for t in tree_iter((args, kwargs)):  # autograd notes versions before any op is dispatched
+            for t in tree_iter((args, kwargs)):  # autograd reads versions before any op is dispatched
                 if isinstance(t, torch.nn.Parameter):
                     self._owner.touched(_key(t))
         return func(*args, **(kwargs or {}))
 
 
 def _key(t: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunction():  # `Reads` would see it
+    with torch._C.DisableTorchFunction():  # hide it from `Reads`
         return int(t.untyped_storage()._cdata)
 
 
 class Guard(TorchDispatchMode):
-    """On while the loop is by itself and updates are under way: an op that touches a home waits for its update."""
+    """On while the loop runs and updates are running: an op on a master waits for its update."""
 
     supports_higher_order_operators = True
 
     def __init__(self, owner: Owner) -> None:
         super().__init__()
-        self._touched = owner.touched  # told the key of every storage that an op is about to use
+        self._touched = owner.touched  # receives the key of every storage that an op will use
         self._is_up = False
         self._is_on = False
         self._reads = Reads(owner)
         self._reads_are_up = False
 
     def can_rise(self) -> bool:
-        """Not inside of somebody else's mode: whoever left that would take this one from the stack in its place.
+        """Can the mode be entered? Not inside someone else's mode, whose exit would pop this one instead.
 
         A `DeviceContext` is always at the bottom of its stack and finds itself there.
         """
@@ -130,7 +130,7 @@ class Guard(TorchDispatchMode):
         return self._reads_are_up or methods is None or isinstance(methods, (Reads, DeviceContext))
 
     def rise(self) -> None:
-        """Updates are under way: whoever touches what they change waits."""
+        """Updates are running: make accesses to their tensors wait."""
         self.watch()
         self._is_on = self._reads.is_guarding = True
         if not self._is_up:
@@ -138,21 +138,21 @@ class Guard(TorchDispatchMode):
             self.__enter__()
 
     def watch(self) -> None:
-        """The loop is by itself: what it does to parameters without an op is noticed."""
+        """The loop runs: detect accesses to parameters without an op."""
         self._reads.is_on = True
         if not self._reads_are_up:
             self._reads_are_up = True
             self._reads.__enter__()
 
     def calm(self) -> None:
-        """No update is under way any more. Taken from the stack as soon as nothing lies above it there."""
+        """No update is running any more. Leave the mode stack as soon as this mode is on top."""
         self._is_on = self._reads.is_guarding = False
         if self._is_up and _get_current_dispatch_mode() is self:
             self._is_up = False
             self.__exit__(None, None, None)
 
     def lower(self) -> None:
-        """Neither; the loop is not by itself."""
+        """Turn both modes off: a forward or backward runs."""
         self.calm()
         self._reads.is_on = False
         if self._reads_are_up and _get_current_function_mode() is self._reads:
@@ -162,7 +162,7 @@ class Guard(TorchDispatchMode):
                 below.__exit__(None, None, None)
 
     def retire(self) -> None:
-        """Neither from here on. Where another harness's lies above it on its stack, it goes with that one."""
+        """Turn both modes off for good. If another harness's mode lies above on its stack, this one leaves with it."""
         self.lower()
         self._reads.is_retired = True
 
@@ -180,16 +180,16 @@ class Watcher(Protocol):
     def after_backward(self) -> None: ...
 
     def after_grad(self, inputs: Sequence[Any]) -> None:
-        """Of `torch.autograd.grad`, for these tensors."""
+        """After `torch.autograd.grad` for these tensors."""
         ...
 
     def work_of(self, tensor: Any) -> Any:
-        """The working copy that is used in the place of a parameter now; anything else is itself."""
+        """The working copy that currently replaces a parameter; any other tensor is returned as it is."""
         ...
 
 
 def _backward(original: Callable[..., None], watching: list[Watcher], *args: Any, **kwargs: Any) -> None:
-    if current_backward() >= 0:  # not of the loop
+    if current_backward() >= 0:  # called inside a backward, not by the loop
         watching = []
     for watcher in watching:
         watcher.before_backward()
@@ -201,7 +201,7 @@ def _backward(original: Callable[..., None], watching: list[Watcher], *args: Any
 
 
 def _grad(original: Callable[..., Any], watching: list[Watcher], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.grad`: parameters that it is asked for may have been used by their working copies."""
+    """`torch.autograd.grad` for parameters whose working copies were used in the forward."""
     if current_backward() >= 0:
         return original(outputs, inputs, *args, **kwargs)
     asked = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
@@ -224,7 +224,7 @@ _grads: Interception[Watcher] = Interception(torch.autograd, "grad", _grad)
 
 
 def watch_calls(watcher: Watcher) -> Callable[[], None]:
-    """From here on the watcher hears of backwards, however the loop calls them; returns what ends it."""
+    """Report every backward to the watcher, however the loop calls it; returns the undo function."""
     ends = _calls.watch(watcher), _grads.watch(watcher)
 
     def unwatch() -> None:
@@ -235,6 +235,6 @@ def watch_calls(watcher: Watcher) -> Callable[[], None]:
 
 
 def unwatch_calls() -> None:
-    """Those that were collected do not watch any more."""
+    """Stop watching for watchers that were garbage-collected."""
     _calls.unwatch()
     _grads.unwatch()

@@ -1,8 +1,8 @@
-"""How many threads an update on the host gets.
+"""Chooses the number of threads for an update on the host.
 
-While backward goes on, a quarter of the processors is left to whoever launches the device's work. An update that the next
-forward waits for may have all but one; whether that is faster depends on what limits the host, its cores or its memory. So the
-first of them are made with each number in turn, and the one that was faster stays.
+During backward, a quarter of the cores is left to the launching thread. An update that the next forward waits for may use all
+cores but one; whether that is faster depends on what limits the host, cores or memory. So the first such updates alternate
+between the two numbers, and the faster one is kept.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 
 import torch
 
-_EACH = 12  # updates with either number before one is chosen
-_GAIN = 1.03  # more threads must be faster by more than updates differ anyway
+_EACH = 12  # updates with each number before choosing
+_GAIN = 1.03  # more threads must be faster by more than the noise
 
 
 def host_threads(device: torch.device) -> tuple[int, int]:
-    """(beside a launcher that is busy, while everybody waits)"""
+    """(threads while the launching thread is busy, threads while it waits)."""
     if device.type == "cpu":
         return torch.get_num_threads(), torch.get_num_threads()
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -33,13 +33,13 @@ class Threads:
         self._seen: dict[int, tuple[int, int, float]] = {few: (0, 0, 0.0), many: (0, 0, 0.0)}  # updates, elements, seconds
 
     def awaited(self) -> int:
-        """For an update that the loop will wait for."""
+        """Threads for an update that the loop will wait for."""
         if self._chosen is not None:
             return self._chosen
         return min(self._seen, key=lambda n: (self._seen[n][0], n))
 
     def took(self, threads: int, elements: int, seconds: float) -> None:
-        """An update of this kind is over."""
+        """Record a finished update of this kind."""
         if self._chosen is not None:
             return
         updates, before, spent = self._seen[threads]

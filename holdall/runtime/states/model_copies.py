@@ -1,8 +1,8 @@
 """Copies of a model under a plan are ordinary models: `copy.deepcopy`, pickle, `torch.save`, `AveragedModel`.
 
-While a plan is on, modules have methods and hooks of ours, and maybe working copies in the place of their parameters. Python
-makes copies and pickles by `__reduce_ex__`; every module has one of its own here, which leaves all that out: the copy has the
-parameters themselves, after their updates, and nothing of the plan.
+Under a plan, modules have our methods and hooks, and maybe working copies instead of their parameters. Python copies and
+pickles through `__reduce_ex__`; each module gets one that leaves all that out: the copy has the master parameters, after their
+updates, and nothing of the plan.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 from holdall.runtime.patching import put_method, without_methods
 
 _OURS = ("holdall.runtime.", "holdall.integrations.")
-_ABOUT_HOOKS = ("_with_kwargs", "_always_called")  # ends of names: of a module's notes about its hooks
+_ABOUT_HOOKS = ("_with_kwargs", "_always_called")  # suffixes of a module's dictionaries about hooks
 
 
 class Placed(Protocol):
-    """Who knows where parameters live."""
+    """Knows where parameters live."""
 
     away: set[int]
 
     def settle(self) -> None: ...
 
     def homes(self) -> Mapping[int, torch.nn.Parameter]:
-        """Working copies, by `id`, -> the parameters that they stand for."""
+        """id of a working copy -> the master parameter that it stands for."""
         ...
 
 
 def copy_plainly(model: torch.nn.Module, placed: Callable[[], Placed | None], quiet: Callable[[], Any]) -> Callable[[], None]:
-    """From here on copies of the model and of its modules are without the plan; returns what ends this.
+    """Make copies of the model and its modules leave the plan out; returns the undo function.
 
-    `quiet`: copies of what is in another tier are not counted as the device's.
+    `quiet`: a context in which host copies are not counted as device memory.
     """
     undo = []
     for module in model.modules():
@@ -80,13 +80,13 @@ def _deepcopy(
 
 
 def _note(away: set[int], storage: torch.UntypedStorage) -> None:
-    """A storage that is another tier's, as long as it lives; then its address is another's."""
+    """Mark a storage as host memory while it lives; afterwards its address may be reused."""
     away.add(storage._cdata)
     weakref.finalize(storage, away.discard, storage._cdata).atexit = False
 
 
 def _plain(module: torch.nn.Module, state: Mapping[str, Any], homes: Mapping[int, torch.nn.Parameter]) -> dict[str, Any]:
-    """What a module holds, without what is ours."""
+    """A module's state without the plan's parts."""
     state = without_methods(module, state)
     left: set[Any] = set()
     for name, value in state.items():
@@ -103,7 +103,7 @@ def _plain(module: torch.nn.Module, state: Mapping[str, Any], homes: Mapping[int
 
 
 def _is_ours(hook: Any) -> bool:
-    if type(hook).__name__ == "_WrappedHook":  # torch's, around hooks that want the module
+    if type(hook).__name__ == "_WrappedHook":  # torch's wrapper around hooks that take the module
         hook = hook.hook
     hook = hook.func if isinstance(hook, partial) else hook
     hook = getattr(hook, "__func__", hook)

@@ -1,9 +1,8 @@
-"""What a parameter's `.grad` is while its gradient lies in another tier, or in another width.
+"""The `.grad` of a parameter while its gradient is on the host or in another precision.
 
-A training loop does two things with gradients between backward and step: it asks for their norms and multiplies them, to clip
-or to take the scale of a loss out again. Both can be answered without the gradient: norms are taken on the device as gradients
-leave, and a factor is written down and applied by the update. Everything else brings the gradient home first, as the plain
-tensor it stands for.
+Between backward and step, a training loop reads the norms of gradients and multiplies them, to clip or to unscale. Both work
+without the gradient: norms are computed on the device before it is copied out, and the update applies the recorded factor. Any
+other op fetches the gradient first, as a plain tensor.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _ALIASES = (aten.detach.default, aten.alias.default)
 
 
-_HINT = "look at gradients between backward and step, and plan with `clips=True`, which keeps them until then"
+_HINT = "read gradients between backward and step, and use fit(..., clips=True), which keeps them until then"
 
 
 class Source(Protocol):
-    """Who knows the gradients of some parameters."""
+    """Knows the gradients of some parameters."""
 
     def norm(self, index: int) -> torch.Tensor | None:
-        """The 2-norm of one, on the device of its parameter; None: not known."""
+        """The 2-norm of a gradient, on the device of its parameter; None: unknown."""
         ...
 
     def known_norm(self, index: int) -> torch.Tensor | None:
-        """The same where nothing must be computed for it; None: something must."""
+        """The norm, if it needs no computation; None: it does."""
         ...
 
     def bring(self, index: int) -> torch.Tensor:
-        """A copy of it, as wide as its parameter and where its parameter is."""
+        """A copy of the gradient in its parameter's dtype and on its device."""
         ...
 
 
 class Gradient(torch.Tensor):
-    """A gradient that is elsewhere. `factor` and `here` are what the loop has done to it."""
+    """An offloaded gradient. `factor` and `here` record what the loop did to it."""
 
     source: Source
-    place: int  # among the parameters that its source knows
+    place: int  # index among the source's parameters
     factor: torch.Tensor | None
-    here: torch.Tensor | None  # brought home: from then on it is the truth
-    spent: str  # why it must not be touched any more; empty: it may
-    is_cleared: bool  # set to zero: the next backward begins anew
+    here: torch.Tensor | None  # the fetched gradient; from then on the valid one
+    spent: str  # why it can no longer be read; empty: it can
+    is_cleared: bool  # set to zero: the next backward starts a new sum
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: Source, index: int) -> Gradient:
@@ -63,7 +62,7 @@ class Gradient(torch.Tensor):
         self.renew()
 
     def renew(self) -> None:
-        """A new gradient has come."""
+        """A new gradient has arrived."""
         self.factor, self.here, self.spent, self.is_cleared = None, None, "", False
 
     def value(self) -> torch.Tensor:
@@ -78,14 +77,14 @@ class Gradient(torch.Tensor):
         return self.here
 
     def times(self, factor: Any) -> None:
-        """Multiplied in place."""
+        """Multiply in place."""
         if self.spent or self.factor is not None or self.here is not None:
             self.value().mul_(factor)
         else:
             self.factor = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, dtype=self.dtype)
 
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What clipping asks of every gradient by itself, without the way through the dispatcher; anything else goes there."""
+        """Answer the ops of clipping without the dispatcher; pass anything else on to it."""
         if func is torch.linalg.vector_norm:
             found = self.source.known_norm(self.place) if all(o == 2 for o in args[1:]) and _is_untouched(self) else None
             if found is not None:
@@ -113,7 +112,7 @@ class Gradient(torch.Tensor):
                 every = [next(ours if isinstance(g, Gradient) else others) for g in _listed(first)]
                 return every if isinstance(first, (list, tuple)) else every[0]
         if func in _FACTORS and isinstance(_listed(first)[0], torch.Tensor) and _is_factor(args[1]):
-            if rest:  # of parameters that are not placed, or not in this optimizer
+            if rest:  # parameters that are not placed, or not in this optimizer
                 func(rest if isinstance(first, (list, tuple)) else first, args[1])
             for g in _listed(first):
                 if isinstance(g, Gradient):
@@ -149,7 +148,7 @@ def _is_untouched(g: Any) -> bool:
 
 
 def _are_finite(grads: Any) -> bool:
-    """Whether that follows from the norms of those that are elsewhere, so that a GradScaler need not see them."""
+    """Do the norms show that all gradients are finite? Then a GradScaler need not fetch them."""
     away = [g for g in grads if isinstance(g, Gradient)]
     norms = [g.source.norm(g.place) if _is_untouched(g) else None for g in away]
     return all(n is not None and bool(n.isfinite()) for n in norms)

@@ -1,9 +1,8 @@
-"""What `optimizer.step()` becomes: every unit's update, made when and where the plan says.
+"""Replaces `optimizer.step()`: makes every unit's update when and where the plan says.
 
-The user's optimizer finds nothing to do for the parameters that were placed: while its step runs, they are not in its groups.
-Their updates are made before: at once ("step"), or begun to go on beside the next forward ("spill"), or they were made as soon
-as the gradients were there ("backward"). How one is made: `updates.py`, `update_through_device.py`; who waits for it:
-`pending.py`.
+The user's optimizer does nothing for placed parameters: they are removed from its groups while its step runs. Their updates are
+made before that: at once ("step"), overlapping the next forward ("spill"), or already when the gradients arrived ("backward").
+`updates.py` and `update_through_device.py` make an update; `pending.py` waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BACKWARD, SPILL, STEP = "backward", "spill", "step"
 
 
 class Stepping:
-    """`slots`: how many units at most pass through the device at a time."""
+    """`slots`: the most units that are updated via the device at the same time."""
 
     def __init__(
         self,
@@ -59,13 +58,13 @@ class Stepping:
         self._device = updater.device
         self._when = when
         self._slots = slots
-        self.reads_homes = False  # gradients came by the parameters themselves, so that a forward reads these
+        self.reads_homes = False  # gradients arrived at the masters themselves, so a forward reads these
         self._aside: list[list[torch.Tensor]] = []  # the optimizer's groups, while its own step runs
 
     # around the optimizer's own step
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the updates, and leave to the optimizer what is not placed."""
+        """Make the updates and leave the other parameters to the optimizer."""
         groups = snapshot(optimizer)
         is_skipped = unscale(optimizer, self._units, are_used_up=self._when == BACKWARD)
         if not is_skipped:
@@ -76,7 +75,7 @@ class Stepping:
             group["params"] = [p for p in group["params"] if id(p) not in placed]
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has all its parameters again, and nobody reads one whose update is under way."""
+        """Give the optimizer its parameters back, and guard those whose update is running."""
         for group, params in zip(optimizer.param_groups, self._aside, strict=True):
             group["params"] = params
         self._pending.raise_guard(optimizer)
@@ -89,8 +88,8 @@ class Stepping:
                 continue
             if self._when != BACKWARD and is_spent(unit):
                 raise Unsupported(
-                    f"a second step without a backward: the gradient of `{unit.name}` was used by the first",
-                    hint="step once after every backward, and clear gradients in between",
+                    f"`optimizer.step()` was called twice after one backward: the first used the gradient of `{unit.name}`",
+                    hint="call `optimizer.step()` once per backward, and `optimizer.zero_grad()` in between",
                 )
             given = self._collector.given(unit)
             if given is not None:
@@ -102,7 +101,7 @@ class Stepping:
         chaos = current()
         first_elsewhere = sorted(
             self._units, key=lambda unit: unit.update == DEVICE
-        )  # the host works while this thread launches
+        )  # the host works while this thread launches kernels
         for unit in first_elsewhere if chaos is None else chaos.shuffled(self._units):
             if unit.name in held:
                 self.update(held[unit.name], groups, scales.get(unit.name))
@@ -115,7 +114,7 @@ class Stepping:
     # one update
 
     def update(self, held: GradEntry, groups: Groups, scale: torch.Tensor | None) -> None:
-        """Make the update, or have it made."""
+        """Make the update, or submit it."""
         unit, updater = held.unit, self._updater
         if not held.which:
             return
@@ -136,7 +135,7 @@ class Stepping:
             first = self._weights_first.take(held, order) if not is_right else None
             job = first or partial(self._on_host, held, order, is_right)
             is_first = not all(updater.states([unit.trained[n] for n in held.which]))
-            # a first step makes states, which whoever looks expects
+            # a first step creates the states, which the loop may read
             if self._when == STEP or (is_first and self._when == SPILL):
                 self._pending.add(unit, job())
                 self._pending.finish(unit)
@@ -150,12 +149,12 @@ class Stepping:
         event = self._updater.on_host(held.unit, order, grads)
         chaos = current()
         if chaos is not None and (held.sum is not None or not held.unit.returns_in_buffer):
-            chaos.poison(*grads)  # used up
+            chaos.poison(*grads)  # consumed
         self._free_sum(held)
         return event
 
     def _prepare_room(self, held: Iterable[GradEntry]) -> None:
-        """Memory for the units that pass through the device, from here until they all have."""
+        """Allocate device memory for updates via the device, until all are done."""
         those = [h for h in held if h.unit.update == THROUGH]
         for h in those:
             self._passing.adopt(h.unit)
@@ -165,7 +164,7 @@ class Stepping:
 
     def _pass_through(self, held: GradEntry, order: Order) -> None:
         inline = self._device.type != "cuda"
-        is_alone = inline or self._when == BACKWARD  # room for this unit alone; at a step, several share it
+        is_alone = inline or self._when == BACKWARD  # a slot for this unit alone; at a step, several units share slots
         if is_alone:
             self._passing.room(self._passing.through_bytes(held.unit, held.layout), 1)
         self._pending.add(held.unit, self._passing.through(held.unit, order, held.ticket, held.layout))

@@ -1,8 +1,8 @@
-"""Updates that are under way, and whoever must wait for them.
+"""Tracks running updates and waits for them.
 
-An update that is made beside the loop is known here by its unit, until somebody needs what it makes: the forward of a module
-that uses the unit; the loop, where it touches a parameter or a state (`guard.py` tells); or whoever wants all to be over. Where
-the weights are made first (`update_weights_first.py`), a forward waits for them alone, and the loop for the rest too.
+A running update is stored by its unit until its result is needed: by the forward of a module that uses the unit; by the loop,
+when it touches a parameter or a state (`guard.py` reports that); or by a call that finishes all. Where the weights are computed
+first (`update_weights_first.py`), a forward waits only for them, and the loop also for the rest.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from holdall.tiers import let_wait
 
 
 class Pending:
-    """`settle`: called when the loop touches what an update is about to change."""
+    """`settle`: called when the loop touches a tensor that a running update will change."""
 
     def __init__(self, units: Sequence[PlacedUnit], device: torch.device, settle: Callable[[], None]) -> None:
         self._units = units
         self._device = device
         self._settle = settle
         self._updates: dict[str, Any] = {}  # unit -> future or event of its update
-        self._rests: list[tuple[PlacedUnit, Future[None]]] = []  # of parameters and states whose new weights were made first
-        self._homes: set[int] = set()  # storages of homes whose update is under way
+        self._rests: list[tuple[PlacedUnit, Future[None]]] = []  # parameters and states whose new weights were computed first
+        self._homes: set[int] = set()  # storages of masters whose update is running
         self._by_home = {id(m.home): u for u in units for m in u.members if m.is_swapped}
         self._by_work = {id(m.work): m for u in units for m in u.members if m.is_swapped}
         self.guard = Guard(self)
 
     def add(self, unit: PlacedUnit, update: Any) -> None:
-        """An update was begun. `update`: a future of an event, an event, or None where it is over already."""
-        if unit.name in self._updates:  # nobody read the unit since the one before
+        """An update has begun. `update`: a future of an event, an event, or None if it is finished."""
+        if unit.name in self._updates:  # the unit was not read since its previous update
             self.finish(unit)
         self._updates[unit.name] = update
 
     def add_rest(self, unit: PlacedUnit, rest: Future[None]) -> None:
-        """The unit's weights are its update's; its parameters and states follow."""
+        """The unit's weights are new; its parameters and states follow."""
         self._rests.append((unit, rest))
 
     @property
     def are_some(self) -> bool:
-        """Whether updates were begun whose weights nobody has asked for yet."""
+        """Are there running updates whose weights were not needed yet?"""
         return bool(self._updates)
 
     def count_late(self) -> int:
-        """How many parameters and states have not followed their weights yet."""
+        """Number of units whose parameters and states are not updated yet."""
         over, self._rests = [r for r in self._rests if r[1].done()], [r for r in self._rests if not r[1].done()]
         for _, rest in over:
-            rest.result()  # an error is raised
+            rest.result()  # raises the update's error
         return len(self._rests)
 
     def finish(self, unit: PlacedUnit) -> None:
-        """From here on the unit's new weights may be used."""
+        """Wait until the unit's new weights can be used."""
         if unit.name not in self._updates:
             return
         update = self._updates.pop(unit.name)
@@ -68,12 +68,12 @@ class Pending:
             let_wait(event, self._device)
 
     def finish_all(self) -> None:
-        """The same of every unit, parameters and states too; an error in one of the updates is raised when all are over."""
+        """Wait for every unit, including parameters and states; raise the first error after all have finished."""
         wrong: Exception | None = None
         for finish in self._all():
             try:
                 finish()
-            except Exception as error:  # of the user's optimizer, or for want of memory
+            except Exception as error:  # from the user's optimizer, or out of memory
                 wrong = wrong or error
         self.guard.calm()
         if wrong is not None:
@@ -85,10 +85,10 @@ class Pending:
         yield from (rest.result for _, rest in rests)
 
     def raise_guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """The loop goes on by itself: what updates will still change is not to be read before."""
+        """The loop continues: make it wait before it reads what updates will change."""
         late = {u.name for u, rest in self._rests if not rest.done()} | set(self._updates)
         if late and not self.guard.can_rise():
-            self._settle()  # nobody would look
+            self._settle()  # the guard cannot be entered: finish now
             self.watch()
             return
         under_way = [m for u in self._units if u.name in late for m in u.trained]
@@ -102,17 +102,17 @@ class Pending:
             self.watch()
 
     def watch(self) -> None:
-        """The loop goes on by itself: what it writes into parameters is noticed, or assumed."""
+        """The loop continues: detect its writes to parameters, or assume them."""
         if self.guard.can_watch():
             self.guard.watch()
         else:
             for unit in self._units:
                 unit.is_doubtful = True
 
-    # what the guard asks
+    # called by the guard
 
     def written(self, tensor: torch.Tensor) -> None:
-        """A home, or what shares its memory, may have been written into without a version that tells."""
+        """A master, or a tensor sharing its memory, may have been written without a new version."""
         unit = self._by_home.get(id(tensor))
         if unit is not None:
             unit.is_doubtful = True
@@ -122,13 +122,13 @@ class Pending:
                 unit.is_doubtful |= any(m.home.untyped_storage()._cdata == key for m in unit.members if m.is_swapped)
 
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        """`home.data = value`: a home stays where its update happens, so the value is written into it."""
+        """`home.data = value`: copy the value, since a master stays where its update is made."""
         if id(tensor) not in self._by_home:
             return False
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise Unsupported(
-                f"a placed parameter of {list(tensor.shape)}, {tensor.dtype}, cannot become {list(value.shape)}, {value.dtype}",
-                hint="close the harness first, and call `fit` again afterwards",
+                f"a parameter of {list(tensor.shape)}, {tensor.dtype}, cannot become {list(value.shape)}, {value.dtype}",
+                hint="call `harness.close()`, change it, and call `fit` again",
             )
         with torch.no_grad():
             tensor.copy_(value)
@@ -139,7 +139,7 @@ class Pending:
         return tensor if member is None else member.home
 
     def touched(self, key: int) -> None:
-        """If the update of whoever owns this storage is under way, it comes to its end."""
+        """Finish the update that owns this storage, if it is running."""
         if key in self._homes:
             self._homes = set()
             self._settle()

@@ -1,4 +1,4 @@
-"""What a plan says about model states as a whole, and where the model computes."""
+"""The plan's settings for model states as a whole, and the device the model computes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdall.types import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """What an action says about model states as a whole; see `Engine`."""
+    """An action's settings for model states as a whole; see `Engine`."""
 
     units: tuple[Placement, ...]
     when: str
@@ -26,11 +26,13 @@ class Placing:
 
 
 def device_of(model: torch.nn.Module, plan: Plan) -> torch.device:
-    """Where the model computes: where it lies, or where the plan brings it."""
+    """The device the model computes on: its own, or the one the plan moves it to."""
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     if device.type == "meta":
-        raise Unsupported("the model has no weights (it lies on the meta device)", hint="build it on a real device")
+        raise Unsupported(
+            "the model has no weights (it is on the meta device)", hint="build it on a real device, such as the CPU"
+        )
     if device.type == "cpu" and plan.about.get("device") == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device

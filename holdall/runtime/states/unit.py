@@ -1,13 +1,13 @@
-"""Units at run time: where parameters live, and what modules compute with in their place.
+"""Units at run time: where parameters live, and what modules compute with.
 
-The user's parameter stays where its unit's update happens, in its own precision: its *home*. Where that is not the device, or
-is wider than the model computes in, modules are given a *working* parameter instead while a step runs: a view into one flat
-piece of device memory per unit, so that a unit moves by one copy.
+The user's parameter stays where its unit's update is made, in its own precision: the master (in code: *home*). Where that is
+not the device, or the model computes in a lower precision, modules get a *working* parameter while a step runs: a view into one
+flat buffer per unit on the device, so that a unit moves by one copy.
 
-    home      p.data, `optimizer.param_groups`, `state_dict()`     on the device, or in the host's memory
+    home      p.data, `optimizer.param_groups`, `state_dict()`     on the device, or in host memory
     working   `module._parameters[...]` from forward to the end of backward; autograd's leaf
-    buffer    in the host's memory: the gradient on its way to the update, then the new weights on their way back
-    chunk     in the host's memory: homes and optimizer states of a unit whose update passes through the device
+    buffer    in host memory: the gradient on its way to the update, then the new weights on their way back
+    chunk     in host memory: masters and optimizer states of a unit that is updated via the device
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEVICE, HOST, THROUGH = "device", "host", "through"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What the plan says about a unit."""
+    """The plan's placement of a unit."""
 
     unit: str
     params: tuple[str, ...]
@@ -47,20 +47,20 @@ class Member:
     """One parameter of a unit."""
 
     home: torch.nn.Parameter
-    work: torch.nn.Parameter  # `home` itself where the module may compute with it
+    work: torch.nn.Parameter  # `home` itself if the module can compute with it
     slots: list[tuple[dict[str, Any], str]]  # where modules hold it
     trained: bool
     came_from: torch.device
-    version: int = 0  # of the home when the working copy was last made from it
-    required: bool = True  # `requires_grad` of both when the module was last given the working copy
-    is_heard: bool = False  # somebody hears of gradients of the working copy
+    version: int = 0  # version of the master when the working copy was last made
+    required: bool = True  # `requires_grad` of both when the module last got the working copy
+    is_heard: bool = False  # the working copy has a gradient hook
 
     @property
     def is_swapped(self) -> bool:
         return self.work is not self.home
 
     def hand_over(self, *, instead: bool = False) -> None:
-        """A gradient of the working copy that no unit's update waits for becomes the home's, as the loop expects it there."""
+        """Move a gradient of the working copy that no unit's update waits for to the master, where the loop expects it."""
         grad, self.work.grad = self.work.grad, None
         if grad is None:
             return
@@ -72,11 +72,11 @@ class Member:
                 self.home.grad.add_(grad)
 
 
-Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
+Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # (shape, stride, dtype)
 
 
 def like(t: torch.Tensor, dtype: torch.dtype | None = None) -> Like:
-    """The pattern of a tensor that fills its own memory; of any other, the same shape in order."""
+    """The pattern of a dense tensor; for any other, the same shape, contiguous."""
     with torch._C._DisableTorchDispatch():
         dense = torch.empty_like(t, device="meta")
     return tuple(t.shape), tuple(dense.stride()), dtype or t.dtype
@@ -84,7 +84,7 @@ def like(t: torch.Tensor, dtype: torch.dtype | None = None) -> Like:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensors of given patterns one after the other in a flat piece of memory."""
+    """Offsets of tensors with given patterns in one flat buffer."""
 
     places: tuple[tuple[int, Like], ...]  # offset in bytes
     nbytes: int
@@ -99,7 +99,7 @@ class Layout:
         return Layout(tuple(places), end)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in `memory`, bytes of at least that length. No dispatch mode sees them made."""
+        """The tensors in `memory`, a byte buffer of at least that length. Hidden from dispatch modes."""
         storage, start = memory.untyped_storage(), memory.storage_offset()
         found = []
         with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -110,7 +110,7 @@ class Layout:
 
 
 class PlacedUnit:
-    """Parameters that move together. What happens to them and when is the engine's business."""
+    """Parameters that move together. The engine decides what happens to them and when."""
 
     def __init__(self, placement: Placement, members: list[Member], *, device: torch.device, dtype: torch.dtype | None) -> None:
         self.name = placement.unit
@@ -122,19 +122,19 @@ class PlacedUnit:
         self._dtype = dtype
         self.layout = Layout.of(like(m.home, self.width(m)) for m in members)
         self.grads = Layout.of(like(m.home, self.width(m)) for m in self.trained)
-        self.wide = Layout.of(like(m.home) for m in self.trained)  # as wide as the homes
+        self.wide = Layout.of(like(m.home) for m in self.trained)  # in the masters' precision
         self.flat: torch.Tensor | None = None  # working weights
         self.buffer: Ticket | None = None
         self.source: Ticket | None = None  # host memory that working weights are fetched from
-        self.homes: Ticket | None = None  # host memory that the homes were moved to
-        self.is_here = True  # the working weights are on the device, or on their way
-        self.updated: tuple[int, ...] = ()  # trained members that the latest update has changed
-        self.is_doubtful = False  # somebody may have written into the homes in a way that no version tells
-        self.follows = True  # working copies are made anew when somebody writes into the homes
-        self.due = 0  # updates that were asked for
-        self.made = 0  # of these, the one that the working weights, or what they are fetched from, are from
-        self.fetched = 0  # likewise, of working weights that come and go, when they last set out
-        self.turn = -1  # the forward in which its weights were last found there and up to date (`weight_slots.py`)
+        self.homes: Ticket | None = None  # host memory of the masters
+        self.is_here = True  # the working weights are on the device or being fetched
+        self.updated: tuple[int, ...] = ()  # trained members changed by the latest update
+        self.is_doubtful = False  # the masters may have been written without a new version
+        self.follows = True  # remake working copies when the masters are written
+        self.due = 0  # number of updates requested
+        self.made = 0  # number of the update that the working weights, or their source on the host, are from
+        self.fetched = 0  # the same for streamed weights at their last fetch
+        self.turn = -1  # the forward in which its weights were last found up to date on the device (`weight_slots.py`)
 
     def width(self, member: Member) -> torch.dtype:
         """The dtype that the module computes with."""
@@ -151,32 +151,32 @@ class PlacedUnit:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the working weights are made from homes on the device whenever they are used."""
+        """Are the working weights cast from masters on the device at each use?"""
         is_whole = bool(self.trained) and len(self.trained) == len(self.members)
         return self.is_streamed and self.update == DEVICE and self.is_narrow and is_whole
 
     @property
     def stays(self) -> bool:
-        """Whether the homes lie on the device."""
+        """Are the masters on the device?"""
         return self.update == DEVICE and (self.is_cast or not self.is_streamed)
 
     @property
     def needs_work(self) -> bool:
-        """Whether modules are given something else than the homes."""
+        """Do modules get working copies instead of the masters?"""
         return self.is_narrow or self.update != DEVICE or self.is_streamed
 
     def keeps(self, member: Member) -> bool:
-        """Whether a member's home is on the device; nobody computes with a wide frozen one."""
+        """Is a member's master on the device? Frozen masters in a higher precision are not."""
         return self.stays and (member.trained or not self.is_narrow)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every member gets a gradient that the unit's update waits for."""
+        """Does every member get a gradient that the unit's update waits for?"""
         return all(m.trained and m.work.requires_grad for m in self.members)
 
     @property
     def expected(self) -> int:
-        """Gradients that a backward brings: those of trained members that the loop has not frozen since."""
+        """Number of gradients per backward: trained members that the loop has not frozen since."""
         return sum(m.work.requires_grad for m in self.trained)
 
     # setting up and taking down
@@ -215,7 +215,7 @@ class PlacedUnit:
             self.source = self.homes
 
     def make_work(self) -> None:
-        """Working parameters, filled from the homes."""
+        """Create the working parameters and fill them from the masters."""
         if not self.needs_work:
             return
         self.flat = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=self.device)
@@ -242,17 +242,17 @@ class PlacedUnit:
             if m.home.device != m.came_from:
                 m.home.data = m.home.data.to(m.came_from)
             m.work = m.home
-            if grad is not None and not self.needs_work:  # its own, not one of ours
+            if grad is not None and not self.needs_work:  # a gradient of its own, not one of ours
                 m.home.grad = grad.to(m.came_from)
         for ticket in {id(t): t for t in (self.homes, self.buffer, self.source) if t is not None}.values():
             if store is not None:
                 store.free(ticket)
-        if self.flat is not None:  # a loss that the loop still holds knows the working weights; let their memory go
+        if self.flat is not None:  # a loss that the loop still holds refers to the working weights; free their memory
             self.flat.untyped_storage().resize_(0)
             self.flat = None
 
     def begin_update(self, which: Iterable[int]) -> None:
-        """From here on the working weights of these trained members are old, and a graph that saved them knows it."""
+        """Mark the working weights of these trained members as stale, also for graphs that saved them."""
         self.due += 1
         self.turn = -1
         torch.autograd.graph.increment_version([self.trained[n].work for n in which if self.trained[n].is_swapped])
@@ -262,21 +262,21 @@ class PlacedUnit:
             chaos.poison(*(views[n] for n in which))
 
     def end_update(self) -> None:
-        """The last update that was asked for is over: its weights may be used, or fetched."""
+        """The latest update is finished: its weights can be used or fetched."""
         self.made = self.due
 
     def check(self) -> None:
-        """Weights of an earlier step, or that are not there, are not computed with."""
+        """Raise if the weights are stale or not on the device."""
         of = self.fetched if self.is_streamed and not self.is_cast else self.made
         if of != self.due or self.made != self.due or (self.needs_work and not self.is_here):
             what = f"they are of update {of}, not of {self.due}" if self.is_here else "they are not on the device"
             raise HoldallError(
                 f"the weights of `{self.name}` cannot be computed with: {what}",
-                hint="this is a fault of holdall: please report it, and leave this unit resident and updated on the device",
+                hint='this is a bug in holdall: please report it; fit(..., allow={"recompute", "offload"}) may avoid it',
             )
 
     def was_written(self) -> bool:
-        """Whether somebody wrote into a home since the working copies were made."""
+        """Was a master written to since the working copies were made?"""
         return self.follows and (self.is_doubtful or any(m.version != m.home._version for m in self.members))
 
     def note_versions(self) -> None:
@@ -284,7 +284,7 @@ class PlacedUnit:
             m.version = m.home._version
 
     def note_update(self) -> None:
-        """The update has made the working copies of those that it changed; what the loop wrote into others is still to come."""
+        """The update made the working copies of the members it changed; writes by the loop to others are still pending."""
         for n in self.updated:
             self.trained[n].version = self.trained[n].home._version
         self.is_doubtful &= len(self.updated) < len(self.members)
@@ -304,20 +304,20 @@ class PlacedUnit:
             for view, m in zip(self.layout.views(store.memory(self.source)), self.members, strict=True):
                 copy_tensor(view, m.home.data)
 
-    # what is where
+    # locations
 
     def check_slots(self) -> None:
-        """Modules still hold the parameters that were placed."""
+        """Raise if a module no longer holds a parameter that was placed."""
         for m in self.members:
             for slots, name in m.slots:
                 if m.is_swapped and slots.get(name) is not m.home:
                     raise Unsupported(
-                        f"`{name}` of `{self.name}` is another parameter than the one that was placed",
-                        hint="write into the parameter (`p.copy_(...)`), or close the harness first and call `fit` again",
+                        f"`{name}` of `{self.name}` is another parameter than when the plan was applied",
+                        hint="write into it (`p.copy_(...)`), or call `harness.close()`, replace it, and call `fit` again",
                     )
 
     def swap_in(self) -> bool:
-        """Modules get the working copies; whether other ones of them want gradients than before."""
+        """Give modules the working copies; returns whether `requires_grad` of any has changed."""
         is_changed = False
         for m in self.members:
             if m.is_swapped:
@@ -338,11 +338,11 @@ class PlacedUnit:
                     slots[name] = m.home
                     if isinstance(slots, Slots):
                         slots.units.pop(name, None)
-                if m.work.requires_grad != m.required:  # the loop has changed that since
+                if m.work.requires_grad != m.required:  # changed by the loop since
                     m.home.requires_grad_(m.work.requires_grad)
 
     def resize(self, present: bool) -> None:
-        """Take or give back the device memory of the working weights."""
+        """Allocate or free the device memory of the working weights."""
         assert self.flat is not None
         chaos = current()
         if chaos is not None and not present and self.is_here:
@@ -355,7 +355,7 @@ class PlacedUnit:
         self.turn = -1
 
     def cast(self) -> None:
-        """Fill the working weights from homes on the device."""
+        """Fill the working weights from masters on the device."""
         assert self.flat is not None
         with torch.no_grad():
             torch._foreach_copy_(self.layout.views(self.flat), [m.home.detach() for m in self.members])
@@ -366,7 +366,7 @@ class PlacedUnit:
 
     @property
     def returns_in_buffer(self) -> bool:
-        """Whether the new working weights take the place of the gradient on the host."""
+        """Do the new working weights overwrite the gradient on the host?"""
         return self.is_narrow and (not self.is_streamed or self.source is self.buffer)
 
     def host_weights(self, store: Keepers) -> list[torch.Tensor]:
@@ -381,7 +381,7 @@ class PlacedUnit:
 
 
 def find_members(model: torch.nn.Module, names: Sequence[str], trained: set[int]) -> Iterator[Member]:
-    """The parameters of these names with every place where a module holds them."""
+    """The parameters of these names, with every place where a module holds them."""
     slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
         for name, p in module._parameters.items():

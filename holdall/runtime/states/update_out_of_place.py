@@ -1,11 +1,11 @@
-"""Updates on the host that leave the old values where they are, for a time or for good.
+"""Host updates that keep the old values for a while.
 
-    attempt         begun before the loop can clip; its values lie in spare room until it is `accept`ed or forgotten
-    weights first   the new weights go to spare room in a quick walk, since a forward waits for them; parameters and states
-                    follow when nobody waits (`catch_up`), from the same gradient
+    speculative     begun before the loop can clip; the new values stay in spare memory until `accept` or dropped
+    weights first   a quick pass writes the new weights to spare memory, since a forward waits for them; parameters
+                    and states follow later (`catch_up`), from the same gradient
 
-Both need a second buffer of a unit's weights on the host. It changes places with the first: what held the gradient is spare
-when the new weights are in the other.
+Both need a second buffer for a unit's weights on the host. The two are swapped: the buffer that held the gradient is spare when
+the new weights are in the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdall.updates.parts import Groups, snapshot
 
 @dataclass(slots=True)
 class SpeculativeUpdate:
-    """An update made before it is known whether its gradients will be clipped; its values lie beside the old ones."""
+    """An update computed before clipping is decided; its values are kept separately from the old ones."""
 
     groups: Groups
     which: tuple[int, ...]
@@ -42,27 +42,27 @@ class SpeculativeUpdate:
 
 @dataclass(slots=True)
 class Spare:
-    """Room on the host for values beside the old ones."""
+    """Host memory for new values while the old ones are kept."""
 
-    tickets: tuple[Ticket, Ticket]  # of parameters and moments; of the new working weights
-    new: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # trained member -> parameter, moments
+    tickets: tuple[Ticket, Ticket]  # (parameters and moments, new working weights)
+    new: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # trained member -> (parameter, both moments)
     weights: list[torch.Tensor]
 
 
 class OutOfPlaceUpdate:
-    """Makes them, by the updater's kernel. All that changes a unit here runs in the updater's one thread, in order."""
+    """Makes out-of-place updates with the updater's kernel. All changes to units run in order in the updater's one thread."""
 
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
         self._spares: dict[str, Spare | None] = {}
-        self._moved: set[str] = set()  # units whose parameters have come to lie in spare room
+        self._moved: set[str] = set()  # units whose parameters now live in spare memory
 
-    # begun ahead
+    # speculative updates
 
     def attempt(
         self, unit: PlacedUnit, groups: Groups, which: tuple[int, ...], grads: Callable[[], list[torch.Tensor]]
     ) -> SpeculativeUpdate | None:
-        """Begin the update as if gradients were not clipped, without touching what is there; None: not for this unit."""
+        """Begin the update as if gradients were not clipped, leaving the old values; None: not possible for this unit."""
         if unit.is_streamed and len(unit.trained) < len(unit.members):
             return None
         members = [unit.trained[n] for n in which]
@@ -75,7 +75,7 @@ class OutOfPlaceUpdate:
 
         def job() -> None:
             with self._updater.quiet():
-                attempt.steps = [s["step"].clone() for s in states]  # not before: the update before may be catching up
+                attempt.steps = [s["step"].clone() for s in states]  # read here: the previous update may still be finishing
                 self._updater.one_pass(
                     unit,
                     order,
@@ -93,7 +93,7 @@ class OutOfPlaceUpdate:
         return attempt
 
     def accept(self, unit: PlacedUnit, attempt: SpeculativeUpdate, order: Order) -> Any:
-        """The gradients were not clipped: the attempt's values become the parameters and states. Returns as `on_host`."""
+        """Gradients were not clipped: make the speculative values the parameters and states. Returns as `on_host`."""
         spare, updater = self._spares[unit.name], self._updater
         assert spare is not None and attempt.done is not None and updater.back is not None and unit.flat is not None
         attempt.done.result()
@@ -108,7 +108,7 @@ class OutOfPlaceUpdate:
             updater.away.add(m.home.untyped_storage()._cdata)
         if unit.is_streamed:
             for n, m in enumerate(unit.trained):
-                if n not in attempt.which:  # not updated: as it was
+                if n not in attempt.which:  # not updated: copy the old value
                     copy_tensor(spare.weights[n], m.home.data)
             self._exchange(unit, spare)
             _poison(spare.weights)
@@ -122,13 +122,13 @@ class OutOfPlaceUpdate:
     # weights first
 
     def can_be_first(self, unit: PlacedUnit, order: Order) -> bool:
-        """Whether the weights may be made apart: all of the unit is updated, and its buffers can change places."""
+        """Can the weights be computed first? The whole unit must be updated, and its buffers must be swappable."""
         is_whole = len(order.which) == len(unit.members)
         swaps = not unit.is_streamed or unit.source is unit.buffer
         return is_whole and swaps and self._spare(unit, order.groups, unit.trained) is not None
 
     def weights_first(self, unit: PlacedUnit, order: Order, grads: list[torch.Tensor]) -> Any:
-        """Make the new weights; returns as `on_host`. The gradients stay, in what is the spare buffer from here on."""
+        """Compute the new weights; returns as `on_host`. The gradients stay in the buffer that is now spare."""
         spare, updater = self._spares[unit.name], self._updater
         assert spare is not None and updater.back is not None and unit.flat is not None
         with updater.quiet():
@@ -141,16 +141,16 @@ class OutOfPlaceUpdate:
         return updater.back.pull(unit.buffer, unit.flat, after=order.after)
 
     def catch_up(self, unit: PlacedUnit, order: Order, grads: list[torch.Tensor]) -> None:
-        """Parameters and states of what `weights_first` has begun."""
+        """Update the parameters and states after `weights_first`."""
         with self._updater.quiet():
             states = self._updater.states(unit.trained)
             self._updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), None, is_awaited=False)
         _poison(grads)
 
-    # spare room
+    # spare memory
 
     def reserve(self, units: Sequence[PlacedUnit], progress: Progress = silent) -> None:
-        """Take all of it, before the first step: a page that is touched for the first time costs more than the update of it."""
+        """Allocate all spare memory before the first step: first touching a page costs more than updating it."""
         updater = self._updater
         groups = snapshot(updater.optimizer)
         wanted = [u for u in units if u.update == HOST and u.trained and self._may_have_spare(u, groups, u.trained)]
@@ -163,7 +163,7 @@ class OutOfPlaceUpdate:
                     touch(updater.lane.memory(spare.tickets[0]))  # the other was touched when it was pinned
 
     def _spare(self, unit: PlacedUnit, groups: Groups, members: list[Member]) -> Spare | None:
-        """Room for the unit's new values; None: there is none, or its update is not by the fast kernel."""
+        """Spare memory for the unit's new values; None: there is none, or the fast kernel does not apply."""
         updater = self._updater
         if not self._may_have_spare(unit, groups, members) or not all(updater.states(members)):
             return None
@@ -176,7 +176,7 @@ class OutOfPlaceUpdate:
         return updater.lane is not None and unit.is_narrow and updater.is_plain_adam(groups, members)
 
     def _exchange(self, unit: PlacedUnit, spare: Spare) -> None:
-        """The new weights are those that will be fetched, or sent; what was there before is room for the next ones."""
+        """Swap the spare weight buffer with the live one."""
         lane = self._updater.lane
         old, new = unit.buffer, spare.tickets[1]
         if unit.is_streamed:
@@ -188,7 +188,7 @@ class OutOfPlaceUpdate:
         spare.weights = unit.grads.views(lane.memory(old))
 
     def has_moved(self, unit: PlacedUnit) -> bool:
-        """Whether the unit's parameters lie in what was spare room once."""
+        """Do the unit's parameters live in former spare memory?"""
         return unit.name in self._moved
 
     def free_spares(self) -> None:
@@ -205,7 +205,7 @@ def _make_spare(unit: PlacedUnit, lane: Keepers) -> Spare | None:
         values = lane.reserve(layout.nbytes, pinned=False)
         weights = lane.reserve(unit.grads.nbytes)
     except OverBudget:
-        return None  # without room, updates wait for the norm
+        return None  # without spare memory, updates wait for the norm
     views = layout.views(lane.memory(values))
     new = {n: (views[3 * n], views[3 * n + 1], views[3 * n + 2]) for n in range(len(unit.trained))}
     return Spare((values, weights), new, unit.grads.views(lane.memory(weights)))

@@ -1,8 +1,7 @@
-"""Updates begun ahead: in backward, in the hope that the loop will not clip, where it did not in the step before.
+"""Speculative updates: begun in backward, assuming that the loop will not clip, if it did not in the previous step.
 
-An attempt is made on the host beside the old values (`update_out_of_place.py`). At the step it is either what the loop asks
-for, and its values become the parameters, or it is forgotten and the update is made from the old ones. Both give the same
-bits.
+The host computes them next to the old values (`update_out_of_place.py`). At the step, the speculation is either right, and its
+values become the parameters, or it is dropped and the update is made from the old values. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from holdall.updates.parts import snapshot
 
 
 class Ahead:
-    """Begins updates, and learns from every step whether that is worth while. `is_on`: the plan asks for it."""
+    """Begins speculative updates, and learns from every step whether they pay. `is_on`: the plan asks for them."""
 
     def __init__(self, beside: OutOfPlaceUpdate, optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
         self._beside = beside
         self._optimizer = optimizer
-        self._is_on = is_on  # begin updates on the host before it is known whether gradients are clipped
-        self._is_plain = False  # the last step used its gradients as they were, so the next one may begin its updates ahead
-        self._tried = self._right = 0  # updates begun ahead in this step, and those of them that were asked for
-        self.were_right: list[bool] = []  # step by step: what was begun ahead is what the loop asked for
+        self._is_on = is_on  # the plan asks for speculative updates
+        self._is_plain = False  # the last step did not clip, so the next may speculate
+        self._tried = self._right = 0  # speculative updates of this step, and those that were right
+        self.were_right: list[bool] = []  # per step: were all speculative updates right?
 
     # in backward
 
     def begin(self, held: GradEntry) -> None:
-        """Begin the update in the hope that the loop will not clip, where it did not in the step before."""
+        """Begin the update if the previous step was not clipped."""
         if not self._is_on or held.unit.update != HOST:
             return
         if not self._is_plain:
@@ -38,9 +37,9 @@ class Ahead:
         held.attempt = self._beside.attempt(held.unit, snapshot(self._optimizer), held.which, held.on_host)
 
     def give_up(self, held: GradEntry) -> None:
-        """Gradients are added to: what was begun is not asked for, and nothing is begun ahead from here on."""
+        """Gradients are accumulated: the speculation is wrong; stop speculating."""
         if held.attempt is not None and held.attempt.done is not None:
-            held.attempt.done.result()  # it reads the buffer that the next gradient goes to
+            held.attempt.done.result()  # it reads the buffer that the next gradient is copied to
             held.attempt, self._is_on = None, False
 
     # at the step
@@ -50,7 +49,7 @@ class Ahead:
         self._is_plain = True
 
     def judge(self, held: GradEntry, order: Order) -> bool:
-        """Whether what was begun ahead is what the loop asks for now; that is remembered."""
+        """Was the speculation right? Records the answer."""
         is_right = _is_right(held, order)
         self._tried += held.attempt is not None
         self._right += is_right
@@ -63,7 +62,7 @@ class Ahead:
 
 
 def wait_for_attempt(held: GradEntry) -> None:
-    """If an update of these gradients was begun ahead, it reads them no more after this."""
+    """Wait until a speculative update no longer reads these gradients."""
     if held.attempt is not None and held.attempt.done is not None:
         held.attempt.done.result()
 

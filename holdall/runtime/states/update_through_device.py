@@ -1,7 +1,7 @@
-"""Updates of units on their way through the device: homes and states live on the host, come in, are updated and go back.
+"""Updates via the device: masters and states live on the host, are copied in, updated and copied back.
 
-A unit's homes and states lie in one piece of pinned host memory, its chunk, so that one copy brings them all. On the device
-they lie in a slot, which the next unit takes when this one has left.
+A unit's masters and states are one piece of pinned host memory, its chunk, so one copy moves them all. On the device they use a
+slot, which the next unit takes over.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from holdall.types.layout import update_slot_bytes, widened_bytes
 
 @dataclass(slots=True)
 class Chunk:
-    """Homes and states of a unit in one piece of pinned host memory."""
+    """Masters and states of a unit in one piece of pinned host memory."""
 
     ticket: Ticket
     layout: Layout
-    keys: list[tuple[int, str]]  # after the homes: (member, name of the state)
+    keys: list[tuple[int, str]]  # after the masters: (member, name of the state)
 
     def span(self, lane: Keepers) -> range:
         """Its addresses."""
@@ -37,7 +37,7 @@ class Chunk:
 
 
 class Slot:
-    """Device memory that units pass through one after the other."""
+    """Device memory that units use one after the other."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -45,7 +45,7 @@ class Slot:
 
 
 class UpdateViaDevice:
-    """Lets units pass."""
+    """Updates units via the device."""
 
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
@@ -61,22 +61,22 @@ class UpdateViaDevice:
         return self._updater.lane
 
     def room(self, nbytes: int, slots: int) -> None:
-        """Take the memory that units pass through."""
+        """Allocate the slots."""
         if not self._slots:
             self._slots = [Slot(nbytes, self._updater.device) for _ in range(slots)]
             self._turn = 0
             chaos = current()
-            if chaos is not None and self._stream is None:  # on a GPU, what is copied there may set out before
+            if chaos is not None and self._stream is None:  # on a GPU, copies into a slot may begin before this
                 chaos.poison(*(slot.memory for slot in self._slots))
 
     def leave_room(self) -> None:
-        """Give it back; the current stream goes on when nothing works in it any more."""
+        """Free the slots; the current stream waits until they are unused."""
         for ticket in self._sent:
             self._lane.wait(ticket)
         self._sent, self._slots = [], []
 
     def through_bytes(self, unit: PlacedUnit, grads: Layout) -> int:
-        """What a unit needs of a slot: homes, states, gradient, new weights, and room to widen the gradient."""
+        """Bytes that a unit needs in a slot: masters, states, gradient, new weights, and space to widen the gradient."""
         chunk = self._chunks[unit.name]
         return update_slot_bytes(
             states=chunk.layout.nbytes,  # masters are in the same chunk
@@ -87,8 +87,9 @@ class UpdateViaDevice:
         )
 
     def adopt(self, unit: PlacedUnit) -> None:
-        """Move a unit's homes and states into one chunk. A step may have added to the states, the first one makes them, or
-        others were loaded: then all move into another."""
+        """Move a unit's masters and states into one chunk; into a new one if a step or a checkpoint has changed the set of
+        states.
+        """
         states = self._updater.states(unit.trained)
         keys = [
             (n, key)
@@ -112,14 +113,14 @@ class UpdateViaDevice:
             for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
                 copy_tensor(view, states[n][key])
                 if (n, key) in outside:
-                    self._updater.away.discard(states[n][key].untyped_storage()._cdata)  # soon another's
+                    self._updater.away.discard(states[n][key].untyped_storage()._cdata)  # its address will be reused
                     self._updater.outside -= view.nbytes
                 states[n][key] = view
         if before is not None:
             self._lane.free(before.ticket)
         elif unit.homes is not None and len(unit.trained) == len(unit.members):
-            self._lane.free(unit.homes)  # else frozen homes still lie there, until the store is closed
-        if not unit.is_narrow:  # working weights come out of the chunk, if it begins with all homes
+            self._lane.free(unit.homes)  # otherwise frozen masters stay there until the store is closed
+        if not unit.is_narrow:  # working weights are fetched from the chunk, if it begins with all masters
             unit.source = ticket if len(unit.trained) == len(unit.members) else None
         unit.homes = ticket
         self._updater.keep(unit.trained, states, away=True)
@@ -129,7 +130,7 @@ class UpdateViaDevice:
         return chunk is not None and state.data_ptr() in chunk.span(self._lane)
 
     def refill_chunks(self, units: Sequence[PlacedUnit]) -> None:
-        """The optimizer's states were replaced by loaded ones: they move into the chunks, where they are as those were."""
+        """After the optimizer loaded states: copy those with the same layout into the chunks."""
         outside = 0
         for unit in units:
             states = self._updater.states(unit.trained)
@@ -146,7 +147,7 @@ class UpdateViaDevice:
         self._updater.outside = outside
 
     def through(self, unit: PlacedUnit, order: Order, ticket: Ticket, layout: Layout) -> Any:
-        """Update on the device, states in and out. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
+        """Make one update via the device. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
         chunk = self._chunks[unit.name]
         slot = self._slots[self._turn % len(self._slots)]
         self._turn += 1
@@ -156,9 +157,9 @@ class UpdateViaDevice:
         after = slot.free if slot.free is not None else order.after
         self._lane.pull(chunk.ticket, states_at, after=after)
         here = self._lane.pull(ticket, grads_at, after=after)
-        is_staged = unit.is_streamed and unit.is_narrow  # else the homes are what is fetched
+        is_staged = unit.is_streamed and unit.is_narrow  # otherwise the masters themselves are fetched
         staged = rest[: unit.layout.nbytes] if is_staged else rest[:0]
-        if is_staged and len(unit.trained) < len(unit.members):  # the frozen ones go back as they were
+        if is_staged and len(unit.trained) < len(unit.members):  # frozen members are copied back unchanged
             assert unit.source is not None
             here = self._lane.pull(unit.source, staged, after=after)
         if self._stream is None and here is not None:
@@ -177,7 +178,7 @@ class UpdateViaDevice:
             weights = unit.weights() if not unit.is_streamed else []
             if is_staged:
                 weights = [v for v, m in zip(unit.layout.views(staged), unit.members, strict=True) if m.trained]
-                for n in set(range(len(weights))).difference(order.which):  # no gradient came: as they were
+                for n in set(range(len(weights))).difference(order.which):  # no gradient: unchanged
                     weights[n].copy_(views[n])
             self._updater.part(unit).update(
                 [views[n] for n in order.which],
@@ -191,7 +192,7 @@ class UpdateViaDevice:
                 scratch=rest[staged.numel() :].view(torch.float32) if unit.is_narrow else None,
             )
             self._take_back(unit, chunk, views[len(unit.trained) :], own, states)
-            self._updater.keep(unit.trained, own)  # those that had none have got them
+            self._updater.keep(unit.trained, own)  # store newly created states
             ready = self._stream.record_event() if self._stream is not None else None
         self._lane.push(chunk.ticket, states_at, after=ready)
         self._sent.append(chunk.ticket)
@@ -211,7 +212,7 @@ class UpdateViaDevice:
         own: Sequence[dict[str, Any]],
         states: Sequence[dict[str, Any]],
     ) -> None:
-        """What an update left in the states that it was given, where it put other tensors there than those of the chunk."""
+        """Keep tensors that the update put into the states instead of those of the chunk."""
         there = dict(zip(chunk.keys, views, strict=True))
         for n, (mine, new) in enumerate(zip(own, states, strict=True)):
             for key, value in new.items():
@@ -226,7 +227,7 @@ class UpdateViaDevice:
                     mine[key] = value
 
     def _put(self, member: Member, state: dict[str, Any], key: str, value: torch.Tensor) -> None:
-        """A tensor that an update has made becomes a state, in the host's ordinary memory: a counter where it is."""
+        """Store a tensor that an update created as a state, in ordinary host memory; counters stay where they are."""
         follows = self._updater.follows(member, key, value)
         before = state.get(key)
         with self._updater.quiet():

@@ -1,7 +1,8 @@
-"""Where a forward waits for updates on the host, the new weights are made first, and parameters and states when nobody waits.
+"""Computes the new weights before the rest of a host update where a forward waits for them.
 
-That is so where gradients are clipped: updates cannot begin before all gradients are there, and the next forward wants weights
-at once. Making the weights alone moves little more than half of the bytes. The rest of the update follows beside the backward.
+That is so where gradients are clipped: updates cannot begin before all gradients are there, and the next forward needs the
+weights at once. Computing the weights alone moves little more than half of the bytes. Parameters and states follow, overlapping
+the backward.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ Submit = Callable[[Callable[[], Any]], Future[Any]]
 
 
 class WeightsFirst:
-    """Chooses the units, as many as the host can catch up with until the next step. `is_on`: the plan left room for it."""
+    """Chooses the units, as many as the host can finish before the next step. `is_on`: the plan has memory for it."""
 
     def __init__(self, beside: OutOfPlaceUpdate, pending: Pending, submit: Submit, *, is_on: bool) -> None:
         self._beside = beside
         self._pending = pending
         self._submit = submit
         self._is_on = is_on
-        self._most = 1 << 30  # units in this step; less, if the host was late in the step before
+        self._most = 1 << 30  # limit for this step; lowered if the host was late in the previous one
         self._taken = 0
         self._rests: list[tuple[PlacedUnit, Callable[[], None]]] = []
 
@@ -39,7 +40,7 @@ class WeightsFirst:
         self._taken = 0
 
     def take(self, held: GradEntry, order: Order) -> Callable[[], Any] | None:
-        """What makes the unit's weights; None: its update is to be made in one piece."""
+        """The function that computes the unit's weights; None: make its update in one piece."""
         unit = held.unit
         if not self._is_on or self._taken >= self._most or held.sum is not None or not self._beside.can_be_first(unit, order):
             return None
@@ -53,14 +54,14 @@ class WeightsFirst:
             return event
 
         def rest() -> None:
-            if grads:  # else the first part failed, and that is said
+            if grads:  # empty: the first part failed and has raised
                 self._beside.catch_up(unit, order, grads)
 
         self._rests.append((unit, rest))
         return first
 
     def end_step(self) -> None:
-        """All weights are on their way: now what nobody waits for."""
+        """All weights are submitted: now submit the rest of the updates."""
         for unit, rest in self._rests:
             self._pending.add_rest(unit, self._submit(rest))
         self._rests = []

@@ -1,8 +1,7 @@
-"""Updates of units, on the device or on the host beside it; those on their way through the device are in
-`update_through_device.py`.
+"""Updates of units, on the device or concurrently on the host; `update_through_device.py` has those via the device.
 
-Every one of them is the user's own optimizer over the unit's parameters (`updates/parts.py`); they differ in where that runs
-and in what must be moved for it.
+Each is the user's own optimizer over the unit's parameters (`updates/parts.py`); they differ in where it runs and in what is
+copied.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from holdall.updates.parts import Groups, Part, snapshot
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One update to be made: hyperparameters and factor as they were when the loop asked for it."""
+    """One update to make, with hyperparameters and factor as they were at `step()`."""
 
     groups: Groups
-    which: tuple[int, ...]  # members, among the trained, that have a gradient
+    which: tuple[int, ...]  # indices of the trained members that have a gradient
     scale: torch.Tensor | None
-    after: Any  # event: from here on the working weights may be overwritten
+    after: Any  # event after which the working weights may be overwritten
 
 
 class Updater:
-    """Makes updates. `quiet` hides work on the host's memory from whoever counts the device's."""
+    """Makes updates. `quiet`: a context whose host memory is not counted as device memory."""
 
     def __init__(
         self,
@@ -51,21 +50,21 @@ class Updater:
         self.store = store
         self.device = device
         self.lane = store.lane() if store is not None else None
-        self.back = store.lane() if store is not None else None  # new weights do not queue behind passing states
+        self.back = store.lane() if store is not None else None  # so that new weights do not queue behind states
         self.quiet = quiet
-        self.away = away if away is not None else set()  # storages that are not the device's
+        self.away = away if away is not None else set()  # storages on the host
         few, many = host_threads(device)
-        self._threads = {peek: Threads(few, many) for peek in (False, True)}  # what limits a peek need not limit an update
+        self._threads = {peek: Threads(few, many) for peek in (False, True)}  # a peek may have another bottleneck
         self.outside = 0  # bytes of optimizer state in ordinary host memory
-        self._done, self._took = 0, 0.0  # parameters that the host has updated by its fast kernel, and the seconds of that
+        self._done, self._took = 0, 0.0  # parameters updated by the fast host kernel, and its seconds
         self._counts_there = {
             id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]
         }
-        self._scale: tuple[torch.Tensor, int, torch.Tensor] | None = None  # the loop's, its version, and it on the device
+        self._scale: tuple[torch.Tensor, int, torch.Tensor] | None = None  # (the loop's factor, its version, device copy)
         self._parts: dict[str, Part] = {}
         self._pool: ThreadPoolExecutor | None = None
         if store is not None and self.is_plain_adam(snapshot(optimizer)):
-            host_adam.backend()  # finds the fast kernel now rather than in the first step
+            host_adam.backend()  # compile and choose the fast kernel now, not in the first step
 
     def close(self) -> None:
         if self._pool is not None:
@@ -73,7 +72,7 @@ class Updater:
             self._pool = None
 
     def take(self, unit: PlacedUnit) -> None:
-        """Take a unit on. While a step runs, the optimizer's groups are empty, so what is to be known of them is learnt now."""
+        """Register a unit. The optimizer's groups are empty while a step runs, so what is needed of them is read now."""
         self._parts[unit.name] = Part(self.optimizer, [m.home for m in unit.trained])
         self._bring_states(unit)
 
@@ -92,14 +91,14 @@ class Updater:
                 self.away.update(t.untyped_storage()._cdata for t in there)
 
     def _bring_states(self, unit: PlacedUnit) -> None:
-        """States that are there already go where their parameters went."""
+        """Move existing states to where their parameters are."""
         for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and self.follows(m, key, value):
                     state[key] = value.to(m.home.device)
 
     def return_states(self, unit: PlacedUnit) -> None:
-        """States as ordinary memory where their parameters came from; also of those that the optimizer was told of later."""
+        """Move states back to ordinary memory where their parameters came from, also those added later."""
         for m, state in zip(unit.members, self.states(unit.members), strict=True):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -107,7 +106,7 @@ class Updater:
                     state[key] = value.to(to, copy=unit.update != DEVICE)
 
     def follows(self, member: Member, key: str, value: torch.Tensor) -> bool:
-        """Whether a state lies where its parameter does: counters only where the rule wants them there."""
+        """Does a state live where its parameter does? Counters only where the update rule needs them there."""
         if value.dim() > 0 or key != "step":
             return True
         return self._counts_there.get(id(member.home), value.device.type != "cpu")
@@ -131,11 +130,11 @@ class Updater:
         self.keep(members, states)
 
     def end_step(self) -> None:
-        """The loop's own tensors are let go."""
+        """Release the loop's tensors."""
         self._scale = None
 
     def _on_this_device(self, scale: torch.Tensor | None) -> torch.Tensor | None:
-        """A factor of all gradients is moved once."""
+        """Move a factor of all gradients to the device, once."""
         if scale is None:
             return None
         if self._scale is None or self._scale[0] is not scale or self._scale[1] != scale._version:
@@ -145,7 +144,7 @@ class Updater:
     # on the host
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        """Let the host's processors do it, beside this thread."""
+        """Run a job in the host's update thread."""
         if self._pool is None:
             threads = self._threads[False].few
             self._pool = ThreadPoolExecutor(
@@ -154,7 +153,9 @@ class Updater:
         return self._pool.submit(late_job(job))
 
     def on_host(self, unit: PlacedUnit, order: Order, grads: Sequence[torch.Tensor]) -> Any:
-        """Returns the event after which the device has the new weights (None: now, or they are fetched when needed)."""
+        """Update on the host. Returns the event after which the device has the new weights (None: now, or they are fetched when
+        needed).
+        """
         assert self.lane is not None
         members = [unit.trained[n] for n in order.which]
         scale = order.scale.cpu() if order.scale is not None else None
@@ -168,19 +169,19 @@ class Updater:
             else:
                 values = [m.home.detach() for m in members]
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
-            if every and unit.returns_in_buffer:  # where those that got no gradient would not have their weights
+            if every and unit.returns_in_buffer:  # otherwise the buffer lacks weights of members without a gradient
                 for n in set(range(len(unit.trained))).difference(order.which):
                     copy_tensor(every[n], unit.trained[n].home.data)
             after = _storages(states)
-            self.away.difference_update(before.keys() - after.keys())  # gone; the address is soon another's
+            self.away.difference_update(before.keys() - after.keys())  # freed: their addresses will be reused
             self.keep(members, states, away=before.keys() != after.keys())
         self.outside += sum(after.values()) - sum(before.values())
         return None if unit.is_streamed else self.refresh(unit, order)
 
     def is_plain_adam(self, groups: Groups, members: Sequence[Member] = ()) -> bool:
-        """Whether the fast host kernel does what the optimizer would: Adam or AdamW of float32 without extras.
+        """Does the fast host kernel do what the optimizer would: Adam or AdamW in float32 without extras?
 
-        Where a CPU computes, its own bits are the reference: then those of the fused one alone.
+        If the model computes on a CPU, bits must match torch's: then only for the fused optimizer.
         """
         if any(m.home.dtype != torch.float32 for m in members):
             return False
@@ -205,9 +206,9 @@ class Updater:
         peek: bool = False,
         is_awaited: bool = True,
     ) -> None:
-        """All of the update in one walk over the host's memory, group by group; `steps`, `into`: not in place.
+        """The whole update in one pass over host memory, group by group; `steps`, `into`: out of place.
 
-        `peek`: the new weights alone, into `narrow`. `is_awaited`: the next forward will wait for it.
+        `peek`: only the new weights, into `narrow`. `is_awaited`: the next forward will wait for it.
         """
         began = time.perf_counter()
         choice = self._threads[peek]
@@ -215,7 +216,7 @@ class Updater:
         for number, at in self.part(unit).by_group(order.which).items():
             group = order.groups[number]
             host_adam.update(
-                [members[n].home.data for n in at],  # no version of the home's: nobody but us wrote into it
+                [members[n].home.data for n in at],  # `.data` keeps the master's version: only the update writes here
                 [states[n]["exp_avg"] for n in at],
                 [states[n]["exp_avg_sq"] for n in at],
                 [steps[n] if steps is not None else states[n]["step"] for n in at],
@@ -244,18 +245,18 @@ class Updater:
 
     @property
     def rate(self) -> float | None:
-        """Parameters per second that the host has shown; None: it has not."""
+        """Measured parameters per second of host updates; None: not measured."""
         return self._done / self._took if self._took else None
 
     def refresh(self, unit: PlacedUnit, order: Order) -> Any:
-        """The device's working weights from what lies on the host."""
+        """Copy the new weights from the host to the device."""
         assert self.back is not None and unit.flat is not None
         if unit.is_narrow and len(unit.trained) == len(unit.members):
             assert unit.buffer is not None
             return self.back.pull(unit.buffer, unit.flat, after=order.after)
         if not unit.is_narrow and unit.source is not None:
             return self.back.pull(unit.source, unit.flat, after=order.after)
-        new = unit.host_weights(self.back) or [m.home.data for m in unit.trained]  # there are frozen members: theirs stay
+        new = unit.host_weights(self.back) or [m.home.data for m in unit.trained]  # frozen ones stay
         every = iter(new)
         for view, m in zip(unit.layout.views(unit.flat), unit.members, strict=True):
             if m.trained:
@@ -264,5 +265,5 @@ class Updater:
 
 
 def _storages(states: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Of the tensors in states: address and bytes."""
+    """Address -> bytes of the tensors in states."""
     return {v.untyped_storage()._cdata: v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor)}

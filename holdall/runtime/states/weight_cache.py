@@ -1,12 +1,12 @@
-"""Memory that changes role: in an evaluation, the space that steps need for activations is lent to weights that come and go.
+"""Caches streamed weights on the device in evaluations, in the memory that steps need for activations.
 
-A forward without gradients needs little beside its weights, and a generation is one forward per token. What lies between its
+A forward without gradients needs little besides its weights, and a generation is one forward per token. The memory between its
 own need and the budget keeps streamed weights on the device after their first use, so that the next forward does not fetch them
-again. All of it is given back before the next step begins.
+again. It is all freed before the next step begins.
 
-The need of a forward is measured while it runs, by block calls, without the weights that come and go, and remembered by what it
-was called with and the size of that. So the first forward of a kind streams as ever, and from the next on weights stay. A cache
-of keys and values that grows takes its room back, unit by unit from the end, for the first units are needed again soonest.
+The need of a forward is measured while it runs, per block call and without streamed weights, and stored by its kind of
+arguments and their size. So the first forward of a kind streams as usual, and later ones keep weights. A growing key/value
+cache takes memory back, unit by unit from the end, since the first units are needed soonest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.states.unit import PlacedUnit
 from holdall.runtime.states.weight_streaming import Streaming
 
-_HOLES = 32  # one part in so many of the budget may be lost between tensors, where an allocator places them
-_SLACK = 8  # one part in so many of the need is left free: the next forward may take a little more
+_HOLES = 32  # 1/32 of the budget may be lost to fragmentation
+_SLACK = 8  # 1/8 of the need is left free for the next forward
 
 
 class Gauge:
-    """What is taken of the budget. `busy`: a step is being measured, which must not be disturbed."""
+    """Measures memory against the budget. `busy`: a step is being measured and must not be disturbed."""
 
     def __init__(
         self, budget: int, *, ledger: Ledger | None, device: torch.device, outside: int, busy: Callable[[], bool]
@@ -44,13 +44,13 @@ class Gauge:
         return self._budget - self.live()
 
     def open(self) -> None:
-        """From here on the peak is that of an evaluation."""
+        """Begin to measure the peak of an evaluation."""
         if self._ledger is not None:
             self._before = (self._ledger.peak, self._ledger.peak_op)
         self._restart()
 
     def look(self) -> int:
-        """The most that was taken since the last look."""
+        """The peak since the last call."""
         peak = self._ledger.peak if self._ledger is not None else torch.cuda.max_memory_allocated(self._device)
         if self._ledger is not None:
             self._before = max(self._before, (peak, self._ledger.peak_op))
@@ -58,7 +58,7 @@ class Gauge:
         return peak
 
     def close(self) -> None:
-        """The peak is again that of all there was."""
+        """Restore the overall peak."""
         if self._ledger is not None:
             now = (self._ledger.peak, self._ledger.peak_op)
             self._ledger.peak, self._ledger.peak_op = max(self._before, now)
@@ -76,22 +76,22 @@ class Lender:
     def __init__(self, streaming: Streaming, gauge: Gauge) -> None:
         self._streaming = streaming
         self._gauge = gauge
-        self._known: dict[frozenset[str], dict[int, int]] = {}  # kind of call -> size of its input -> need, without weights
-        self._needs: dict[int, int] = {}  # of the kind that is running
+        self._known: dict[frozenset[str], dict[int, int]] = {}  # kind of call -> input size -> bytes needed, without weights
+        self._needs: dict[int, int] = {}  # of the current kind
         self._lent: list[PlacedUnit] = []
-        self._size: int | None = None  # of the evaluation that is running; None: none is, or nothing may be lent
-        self._reserve: int | None = None  # bytes that must stay free for it; None: not known yet
+        self._size: int | None = None  # input size of the current evaluation; None: there is none, or nothing may be cached
+        self._reserve: int | None = None  # bytes to leave free for it; None: unknown
         self._base = self._need = 0
 
     @property
     def lent(self) -> list[PlacedUnit]:
-        """Units that stay, in the order of their use."""
-        self._lent = [u for u in self._lent if u.is_here]  # whoever releases all of them need not tell us
+        """Cached units, in the order of their use."""
+        self._lent = [u for u in self._lent if u.is_here]  # others may have released some
         return self._lent
 
     def begin(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A forward begins; with gradients, everything is given back."""
-        if self._size is not None:  # the forward before failed half way: nothing is taken for granted
+        """A forward begins; one with gradients frees the cache."""
+        if self._size is not None:  # the previous forward failed: forget its measurements
             self._known.clear()
             self.give_back()
         self._size = None
@@ -99,7 +99,7 @@ class Lender:
             self.give_back()
             return
         self._size = input_size(args, kwargs)
-        kind = frozenset(name for name, value in kwargs.items() if value is not None)  # with a cache, or labels, or neither
+        kind = frozenset(name for name, value in kwargs.items() if value is not None)  # with a cache, with labels, or neither
         self._needs = self._known.setdefault(kind, {})
         need = self._expected(self._size)
         self._reserve = None if need is None else need + need // _SLACK
@@ -112,12 +112,12 @@ class Lender:
         self._base, self._need = self._gauge.live(), 0
 
     def look(self) -> None:
-        """Other weights are about to come."""
+        """Other weights are about to be fetched."""
         if self._size is not None and not self._is_settled():
             self._measure()
 
     def leave(self, unit: PlacedUnit) -> None:
-        """A unit was just used: it stays, or it goes."""
+        """A unit was just used: keep or free its weights."""
         if self._size is None:
             self._streaming.release(unit)
             return
@@ -126,10 +126,10 @@ class Lender:
         self._measure()
         if unit.is_streamed and not self._keeps(unit):
             self._streaming.release(unit)
-            self._gauge.look()  # it was among what is there, and is not any more
+            self._gauge.look()  # restart the peak without it
 
     def _is_settled(self) -> bool:
-        """Everything stays, so nothing comes and goes that would have to be told from what the forward needs itself."""
+        """Are all streamed units cached? Then nothing has to be measured."""
         return len(self.lent) == len(self._streaming.units)
 
     def _keeps(self, unit: PlacedUnit) -> bool:
@@ -143,7 +143,7 @@ class Lender:
         return is_kept
 
     def end(self) -> None:
-        """The forward is over: what it took is known for the next."""
+        """The forward is over: store its measured need."""
         if self._size is not None:
             self._measure()
             self._gauge.close()
@@ -156,7 +156,7 @@ class Lender:
         self._lent = []
 
     def _expected(self, size: int) -> int | None:
-        """The need of a forward by those of others: of one that is as large or larger, or what a smaller one's may grow to."""
+        """The need of a forward, from a measured one of at least its size, or extrapolated from a smaller one."""
         larger = min((known for known in self._needs if known >= size), default=None)
         if larger is not None:
             return self._needs[larger]
@@ -166,17 +166,17 @@ class Lender:
         return -(-self._needs[smaller] * size * size // (smaller * smaller))  # attention grows with the square, the rest less
 
     def _measure(self) -> None:
-        """What was taken lately, without weights: those that are passing were there all the time since the last look."""
+        """Update the measured need. Streamed weights on the device were there since the last measurement and are subtracted."""
         passing = sum(u.layout.nbytes for u in self._streaming.here() if u not in self._lent)
         self._need = max(self._need, self._gauge.look() - self._base - passing)
 
     def _slots(self, unit: PlacedUnit | None = None) -> int:
-        """Room for weights that come and go beside those that stay, and beside `unit`: one in use, one on its way."""
+        """Bytes for streamed weights that are not cached, without `unit`: one in use and one being fetched."""
         rest = sorted((u.layout.nbytes for u in self._streaming.units if u is not unit and u not in self._lent), reverse=True)
         return sum(rest[:2])
 
 
 def input_size(args: Any, kwargs: Mapping[str, Any]) -> int:
-    """Elements of what a forward computes with: neither masks nor caches, which grow from token to token."""
+    """Elements of the inputs, without masks and caches, which grow from token to token."""
     named = [v for k, v in kwargs.items() if not any(word in k for word in ("mask", "past", "cache"))]
     return sum(t.numel() for t in tree_iter((args, named)) if isinstance(t, torch.Tensor))

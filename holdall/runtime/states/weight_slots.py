@@ -1,11 +1,11 @@
-"""Nobody reads a weight that is of an earlier step, or not there yet.
+"""Makes every read of a weight find the latest value on the device.
 
-A module looks its parameters up in `module._parameters`. While the engine is on, that is a `Slots`: whoever asks it for a
-working weight, be it the module's own forward, its parent, a hook or a lazy tensor, gets one whose update is over and which is
-on the device. What a block call needs was brought before the call, so that a lookup there compares two integers; every other
-reader waits here. (DeepSpeed's ZeRO-3 finds parameters that others than their module read in the same way.)
+A module looks up its parameters in `module._parameters`. While the engine is on, that is a `Slots`: any code that reads a
+working weight (the module's forward, its parent, a hook, a lazy tensor) gets one whose update is finished and which is on the
+device. A block call's weights are fetched before the call, so a lookup there compares two integers; every other reader waits
+here. (DeepSpeed's ZeRO-3 detects reads from outside a parameter's module in the same way.)
 
-Whoever walks over all parameters waits for their updates, but nothing is fetched: most ask for a dtype or a device.
+Iterating over all parameters waits for their updates but fetches nothing: most iterations ask for a dtype or a device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Reads:
-    """What all slots of a model share: the number of the forward, and who brings a unit up to date."""
+    """Shared by all slots of a model: the number of the forward, and the functions that bring a unit up to date."""
 
     __slots__ = ("bring", "turn", "wait")
 
     def __init__(self, bring: Callable[[PlacedUnit], None], wait: Callable[[PlacedUnit], None]) -> None:
-        self.turn = 0  # a unit whose own `turn` is this one may be read
-        self.bring = bring  # its update is over, and it is on the device
-        self.wait = wait  # its update is over
+        self.turn = 0  # units with this `turn` can be read
+        self.bring = bring  # finishes the update and fetches the unit
+        self.wait = wait  # finishes the update
 
 
 class Slots(dict[str, Any]):
@@ -39,7 +39,7 @@ class Slots(dict[str, Any]):
     def __init__(self, values: dict[str, Any], reads: Reads) -> None:
         super().__init__(values)
         self.reads = reads
-        self.units: dict[str, PlacedUnit] = {}  # name -> the unit whose working weight is there now
+        self.units: dict[str, PlacedUnit] = {}  # name -> the unit of the working weight there now
 
     def __getitem__(self, name: str) -> Any:
         unit = self.units.get(name)
@@ -63,7 +63,7 @@ class Slots(dict[str, Any]):
             if unit.turn != self.reads.turn:
                 self.reads.wait(unit)
 
-    # a copy of the module has parameters of its own, which nobody brings
+    # a copy of the module gets a plain dict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
@@ -79,7 +79,7 @@ class Slots(dict[str, Any]):
 
 
 def put_slots(model: torch.nn.Module, reads: Reads) -> Callable[[], None]:
-    """Let every module of the model look its parameters up in `Slots`; call the result to undo it."""
+    """Replace the parameter dict of every module by `Slots`; call the result to undo it."""
     before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     for module in _with_parameters(model):
         before.append((module, module._parameters))

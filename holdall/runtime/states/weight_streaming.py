@@ -1,4 +1,4 @@
-"""Weights that come and go: on the device only while a module uses them, the next module's already on their way."""
+"""Streams weights: on the device only while a module uses them, with the next module's prefetched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdall.tiers._keepers import Keepers
 
 
 class Streaming:
-    """Knows which module uses which units, and brings and releases those that are streamed."""
+    """Knows which module uses which units, and fetches and frees the streamed ones."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class Streaming:
         self._streamed = [u for u in units if u.is_streamed]
         self._store = store
         self._device = device
-        self._tell = tell  # a storage has changed its size
-        self._copies: dict[str, Any] = {}  # unit -> event of the copy that brings its weights
-        self._returning: set[str] = set()  # units that backward will ask for again
+        self._tell = tell  # called when a storage changes its size
+        self._copies: dict[str, Any] = {}  # unit -> event of the copy that fetches its weights
+        self._returning: set[str] = set()  # units that backward will need again
         self._users = _find_users(model, units)
         self.after = self._neighbours(calls)  # block call -> streamed units of the next call that has any
         self._before = self._neighbours(calls[::-1])
@@ -44,7 +44,7 @@ class Streaming:
         return self._users.get(call.partition("#")[0], ())
 
     def fetch(self, unit: PlacedUnit) -> None:
-        """Take memory for the weights and start copying them."""
+        """Allocate memory for the weights and start the copy."""
         if unit.is_here or unit.is_cast or self._store is None:
             return
         assert unit.flat is not None and unit.source is not None
@@ -53,7 +53,7 @@ class Streaming:
         self._copies[unit.name] = self._store.pull(unit.source, unit.flat)
 
     def arrive(self, unit: PlacedUnit) -> None:
-        """The weights are on the device when this stream goes on."""
+        """Make the current stream wait until the weights are on the device; fetch them first if necessary."""
         if unit.is_cast and not unit.is_here:
             unit.resize(True)
             assert unit.flat is not None
@@ -66,7 +66,7 @@ class Streaming:
             unit.check()
 
     def release(self, unit: PlacedUnit) -> None:
-        """Give the memory back, if it was taken."""
+        """Free the device memory, if allocated."""
         if unit.is_streamed and unit.is_here:
             self._wait(unit)
             assert unit.flat is not None
@@ -75,11 +75,11 @@ class Streaming:
 
     @property
     def units(self) -> Sequence[PlacedUnit]:
-        """Those whose weights come and go."""
+        """The streamed units."""
         return self._streamed
 
     def here(self) -> list[PlacedUnit]:
-        """Those that take memory of the device now."""
+        """The streamed units on the device."""
         return [u for u in self._streamed if u.is_here]
 
     def release_all(self, but: Collection[PlacedUnit] = ()) -> None:
@@ -88,11 +88,11 @@ class Streaming:
                 self.release(unit)
 
     def expect_backward(self, call: str) -> None:
-        """The backward will come to this block call; to those that nothing trained comes before, it does not."""
+        """The backward will reach this block call; it skips calls that nothing trained precedes."""
         self._returning |= {unit.name for unit in self.used_by(call)}
 
     def backward_begins(self, call: str) -> None:
-        """The backward of this block call begins: its weights are there, those of the call before it may set out."""
+        """The backward of this block call begins: wait for its weights and prefetch those of the previous call."""
         users = self.used_by(call)
         for unit in self._streamed:
             if unit not in users and unit.name not in self._copies:
@@ -104,7 +104,7 @@ class Streaming:
                 self.fetch(earlier)
 
     def wait_if_coming(self, unit: PlacedUnit) -> None:
-        """If the weights are on their way, they are on the device when this stream goes on."""
+        """If the weights are being fetched, make the current stream wait for them."""
         if unit.is_streamed:
             self._wait(unit)
 

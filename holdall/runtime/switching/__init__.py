@@ -1,1 +1,1 @@
-"""Which plan a step runs by, and when that changes."""
+"""Chooses the plan of each step, and changes it."""

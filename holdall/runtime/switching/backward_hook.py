@@ -1,4 +1,4 @@
-"""While any harness repeats steps, `torch.autograd.backward`, which `Tensor.backward` calls, goes through here."""
+"""Intercepts `torch.autograd.backward` (which `Tensor.backward` calls) while any harness can retry steps."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _backward(
     pending = [r for r in watching if r._latest is not None and not r._is_inside]
     if len(pending) == 1 and _is_plain(tensors):
         pending[0].backward(original, tensors, grad_tensors, options)
-    else:  # nobody's, or of two models at once: whose step it is to repeat cannot be known
+    else:  # of no harness, or of two models at once: it is unclear whose step to retry
         original(tensors, grad_tensors, **options)
 
 
 def _is_plain(tensors: Any) -> bool:
-    """Tensors, rather than edges of a graph."""
+    """Are these tensors, not graph edges?"""
     items = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return isinstance(items, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in items)
 

@@ -1,8 +1,8 @@
-"""Plans for batches of several sizes, and the choice among them where a forward of the model begins.
+"""Plans for batches of several sizes; the smallest that fits is chosen at the beginning of each forward.
 
-A `Bucket` is a plan with the shapes of the inputs that it was made for. It serves every call whose inputs are at most as large
-along every axis, so nothing has to be known about what the axes mean. That is needed only to make a larger batch out of a
-sample: `find_axes` says which axes are rows and which are tokens, or that it cannot be known.
+A `Bucket` is a plan with the input shapes that it was made for. It serves every call whose inputs are at most as large along
+every axis, so the meaning of the axes is not needed. It is needed only to make a larger batch from a sample: `find_axes` says
+which axes are rows and which are tokens, or that they are ambiguous.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from holdall.errors import HoldallError, Unsupported
 from holdall.types import Plan
 
-Shapes = dict[str, tuple[int, ...]]  # of what the model is called with, by name
-_STEP = 1.25  # buckets that are made as they are met are this far apart, so that few are made
-_GIVE_BATCHES = "give batches of the sizes to expect instead: lengths=[batch, ...]"
+Shapes = dict[str, tuple[int, ...]]  # tensors in a model call, by name
+_STEP = 1.25  # ratio of neighbouring bucket sizes, so that few buckets are made
+_GIVE_BATCHES = "pass sample batches instead: fit(..., lengths=[short_batch, long_batch])"
 
 
 class Call:
-    """Names for what a model is called with, however the loop passes it."""
+    """Names the arguments of a model call, however the loop passes them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         try:
@@ -38,7 +38,7 @@ class Call:
         """Shapes of every tensor in a call."""
         given: dict[str, Any] = {str(n): a for n, a in enumerate(args)} | kwargs
         if self._signature is not None:
-            with suppress(TypeError):  # a call that does not go: the model itself will say so
+            with suppress(TypeError):  # an invalid call: the model itself will raise
                 given = dict(self._signature.bind(*args, **kwargs).arguments)
         leaves, _ = tree_flatten_with_path(given)
         return {keystr(path): tuple(t.shape) for path, t in leaves if isinstance(t, torch.Tensor)}
@@ -46,13 +46,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A plan and the largest inputs that it is for."""
+    """A plan and the largest inputs that it covers."""
 
     shapes: Shapes
     plan: Plan
 
     def covers(self, shapes: Shapes) -> bool:
-        """Whether these inputs are at most as large along every axis."""
+        """Are these inputs at most as large along every axis?"""
         own = self.shapes
         return all(
             name in own and len(shape) == len(own[name]) and all(n <= most for n, most in zip(shape, own[name], strict=True))
@@ -71,7 +71,7 @@ Make = Callable[[Any, Any], Bucket]
 
 
 class Buckets:
-    """The plans that there are. A call that none of them covers gets one of its own, by `make(args, kwargs)`."""
+    """All plans. A call that none covers gets its own, by `make(args, kwargs)`."""
 
     def __init__(self, found: Iterable[Bucket], call: Call, make: Make) -> None:
         self.found = sorted(found, key=lambda b: b.size)
@@ -80,7 +80,7 @@ class Buckets:
         self._last: tuple[Shapes, Bucket] | None = None
 
     def find(self, args: Any, kwargs: Any) -> Bucket | None:
-        """The smallest that covers this call; None: there is none yet."""
+        """The smallest bucket that covers this call; None: there is none yet."""
         shapes = self._call.shapes(args, kwargs)
         if self._last is None or self._last[0] != shapes:
             found = next((b for b in self.found if b.covers(shapes)), None)
@@ -90,7 +90,7 @@ class Buckets:
         return self._last[1]
 
     def add(self, args: Any, kwargs: Any) -> Bucket:
-        """Make one for this call; `Infeasible` if nothing fits."""
+        """Make a bucket for this call; `Infeasible` if no plan fits."""
         made = self._make(args, kwargs)
         self.found = sorted([*self.found, made], key=lambda b: b.size)
         return made
@@ -98,27 +98,29 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Which axes of a batch's tensors grow with it."""
+    """The axes of a batch's tensors that vary with its size."""
 
-    rows: int  # in the sample
-    length: int | None  # tokens of a row; None: there is no such axis
-    labels: tuple[tuple[str, ...], ...]  # of every tensor, in order: "rows", "length" or ""
+    rows: int  # rows of the sample
+    length: int | None  # tokens per row; None: no such axis
+    labels: tuple[tuple[str, ...], ...]  # per tensor and axis: "rows", "length" or ""
 
 
 def find_axes(batch: Any) -> Axes:
-    """Rows and tokens: the shape that the batch's two-dimensional integer tensors share. `Unsupported` if it is not clear."""
+    """Find rows and tokens: the shape that the batch's two-dimensional integer tensors share. `Unsupported` if ambiguous."""
     tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
     tables = {tuple(t.shape) for t in tensors if t.dim() == 2 and not t.is_floating_point() and t.shape[1] > 1}
     if len(tables) > 1:
         listed = ", ".join(str(list(shape)) for shape in sorted(tables))
-        raise Unsupported(f"the batch has tables of {listed}: which of them grow together cannot be known", hint=_GIVE_BATCHES)
+        raise Unsupported(
+            f"the batch has two-dimensional tensors of {listed}: which axes grow together cannot be known", hint=_GIVE_BATCHES
+        )
     if tables:
         rows, length = next(iter(tables))
         return Axes(rows=rows, length=length, labels=tuple(_labels(t, rows, length) for t in tensors))
     first = {t.shape[0] for t in tensors if t.dim()}
     if len(first) != 1:
         raise Unsupported(
-            f"which axis of the batch's tensors ({_listed(tensors)}) are its rows cannot be known", hint=_GIVE_BATCHES
+            f"which axis of the batch's tensors ({_listed(tensors)}) is its rows cannot be known", hint=_GIVE_BATCHES
         )
     labels = tuple(("rows",) + ("",) * (t.dim() - 1) if t.dim() else () for t in tensors)
     return Axes(rows=first.pop(), length=None, labels=labels)
@@ -130,7 +132,7 @@ def _labels(t: torch.Tensor, rows: int, length: int) -> tuple[str, ...]:
     rest = shape[1:] if starts else shape
     if t.is_floating_point() and rest.count(length) > 1:
         raise Unsupported(
-            f"which axes of a tensor of {shape} grow with the length of {length} cannot be known", hint=_GIVE_BATCHES
+            f"which axis of a tensor of {shape} grows with the length {length} cannot be known", hint=_GIVE_BATCHES
         )
     if t.dim() == 1 and rows == length and shape[0] == rows:
         raise Unsupported(f"a tensor of {shape} may have one entry per row or per token: both are {rows}", hint=_GIVE_BATCHES)
@@ -138,7 +140,7 @@ def _labels(t: torch.Tensor, rows: int, length: int) -> tuple[str, ...]:
 
 
 def resize(batch: Any, axes: Axes, *, rows: int | None = None, length: int | None = None) -> Any:
-    """A batch of another size, filled with what the sample has; None: as in the sample."""
+    """A batch of another size, filled with the sample's values; None: as in the sample."""
     if length is not None and axes.length is None:
         shapes = _listed([t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)])
         raise Unsupported(f"which axis of the batch's tensors ({shapes}) is its length cannot be known", hint=_GIVE_BATCHES)
@@ -156,7 +158,7 @@ def resize(batch: Any, axes: Axes, *, rows: int | None = None, length: int | Non
 
 
 def _extend(t: torch.Tensor, sizes: Sequence[int | None]) -> torch.Tensor:
-    """Repeat what is there along each axis; positions go on counting."""
+    """Repeat the values along each axis; positions continue counting."""
     for dim, size in enumerate(sizes):
         if size is None or size == t.shape[dim]:
             continue
@@ -171,7 +173,7 @@ def _extend(t: torch.Tensor, sizes: Sequence[int | None]) -> torch.Tensor:
 
 
 def _counts(t: torch.Tensor, dim: int) -> bool:
-    """Whether it goes up by one along an axis, as positions do."""
+    """Does it increase by one along an axis, as positions do?"""
     if t.is_floating_point() or t.dtype == torch.bool or t.shape[dim] < 2 or t.device.type == "meta":
         return False
     return bool((t.diff(dim=dim) == 1).all())
@@ -182,7 +184,7 @@ def _listed(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def round_up(size: int, base: int) -> int:
-    """The next of the sizes base, 1.25 base, 1.25^2 base, ... that is at least `size`; a smaller one is left as it is."""
+    """The smallest of base, 1.25 base, 1.25^2 base, ... that is at least `size`; sizes up to base are returned unchanged."""
     reached = float(base)
     while size > math.ceil(reached):
         reached *= _STEP
@@ -190,7 +192,7 @@ def round_up(size: int, base: int) -> int:
 
 
 def met(call: tuple[Any, Any], sample: Axes | None) -> list[tuple[Axes, int, int | None] | None]:
-    """Sizes to plan for when this call is met: rounded up from the sample's, then its own; None: the call as it is."""
+    """Sizes to plan for at this call: rounded up from the sample's, then its own; None: the call as it is."""
     try:
         axes = find_axes(call)
     except Unsupported:
@@ -203,7 +205,7 @@ def met(call: tuple[Any, Any], sample: Axes | None) -> list[tuple[Axes, int, int
 
 
 def first_that_goes(makers: Iterable[Callable[[], Bucket]]) -> Bucket:
-    """What the first maker that finds a plan has made; else the last one's error."""
+    """The result of the first maker that finds a plan; otherwise raises the last one's error."""
     error: HoldallError | None = None
     for make in makers:
         try:

@@ -1,7 +1,7 @@
-"""The autocast of the loop, held against the one that its step was traced under.
+"""Compares the loop's autocast with the one that its step was traced under.
 
-The dtypes of most tensors, and with them bytes and times, follow from it. Where the first forward that is trained comes under
-another autocast than was traced, all plans are made anew before it runs; a later change is said once.
+Autocast decides the dtypes of most tensors, and so bytes and times. If the first training forward runs under another autocast
+than traced, all plans are made again before it runs; a later change is reported once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIFFERS = "memory and time will differ from the prediction"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All plans of a run: the one to begin with, and those that may take its place."""
+    """All plans of a run: the first, and its alternatives."""
 
     plan: Plan
     fallbacks: tuple[Plan, ...] = ()
@@ -32,14 +32,14 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Recast:
-    """`make`: traces and plans for this autocast. `forget`: nothing of the kind will be asked any more."""
+    """`make`: traces and plans for this autocast. `forget`: releases what `make` needs."""
 
     make: Callable[[torch.dtype | None], Prepared]
     forget: Callable[[], None]
 
 
 class Casting:
-    """Looks at the autocast under which forwards come."""
+    """Checks the autocast of forwards."""
 
     def __init__(self, device: torch.device, recast: Recast | None, note: Callable[[str], None]) -> None:
         self._device = device.type
@@ -47,10 +47,10 @@ class Casting:
         self._note = note
 
     def look(self, plan: Plan, change: Callable[[Callable[[], Prepared]], None]) -> None:
-        """A forward that is trained begins. `change`: goes on under other plans, given what makes them."""
+        """A training forward begins. `change`: switches to the plans that the given function makes."""
         dtype = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
         now = str(dtype).removeprefix("torch.") if dtype is not None else None
-        planned = plan.about.get("autocast", now)  # a plan from before this was written down: whatever comes
+        planned = plan.about.get("autocast", now)  # older plans do not record it: accept any
         recast, self._recast = self._recast, None
         if now != planned:
             what = f"the forward runs {_worded(now)}, but the step was traced {_worded(planned)}"

@@ -1,17 +1,17 @@
-"""A step that ran out of memory is made again under a tighter plan, once, with the same bits.
+"""Retries a step that ran out of memory under a tighter plan, once, with the same bits.
 
-In forward: the model's own call is caught where it begins, what it changed is put back (random numbers, buffers), and it runs
-again. In backward: the gradients that arrive at the model's outputs are known, so the gradients of this backward are dropped,
-the forward runs again and backward goes on from its outputs.
+In forward: the model's call is caught, its side effects are undone (random numbers, buffers), and it runs again. In backward:
+the gradients at the model's outputs are known, so the gradients of this backward are dropped, the forward runs again, and the
+backward continues from its outputs.
 
-The autograd graph of the first try has to go, or there would be no room for the second. The loop holds it by its loss and by
-the model's outputs: those are detached in place. What a step cannot give back is found before anything is done, and then the
-error goes on, with the reason: gradients of an earlier backward that were added to, parameters that were already updated, a
-loss that reaches parameters past the model's outputs, several processes that train together.
+The autograd graph of the first attempt must be freed to make room. The loop holds it through its loss and the model's outputs,
+which are detached in place. Side effects that cannot be undone are checked first; the error is then raised with the reason:
+accumulated gradients of an earlier backward, parameters already updated, a loss that reaches parameters without passing the
+model's outputs, several processes that train together.
 
-Lazy logits (`lazy_logits.py`) are outputs that no gradient arrives at: their loss in rows passes it on to the hidden states.
-If the model takes that loss itself, the loss is the output to begin from. If the loop takes it outside of the model, backward
-cannot be made again.
+Lazy logits (`lazy_logits.py`) are outputs without a gradient: their chunked loss passes it on to the hidden states. If the
+model computes that loss, backward continues from the loss. If the loop computes it outside the model, backward cannot be
+retried.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from holdall.runtime.switching.snapshot import Buffers, RandomNumbers, Values
 from holdall.types import Plan
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, OverBudget)
-_SMALL = 2**20  # bytes of an output whose gradient is copied aside; keeping larger ones would take what the plan has given away
-_TWICE = 2  # a plan that failed so often is not tried again
+_SMALL = 2**20  # bytes; gradients of smaller outputs are copied, larger ones would take memory that the plan uses
+_TWICE = 2  # failures after which a plan is not used again
 
 Tighten = Callable[[Plan], Plan | None]  # a plan with a smaller peak and the same placement of states; None: there is none
 
@@ -51,15 +51,15 @@ class _Forward:
     buffers: Values
     autocast: list[tuple[str, bool, torch.dtype]]
     inputs: list[tuple[torch.Tensor, int]]  # with their versions
-    versions: list[int]  # of the weights
+    versions: list[int]  # versions of the weights
     arrived: dict[int, torch.Tensor | None] = field(default_factory=dict)  # output -> its gradient; None: too large to keep
     outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    lazy: list[weakref.ref[LazyLogits]] = field(default_factory=list)  # outputs that no gradient arrives at
-    loss_may_be_outside: bool = False  # their loss was not taken inside of the model
+    lazy: list[weakref.ref[LazyLogits]] = field(default_factory=list)  # outputs that receive no gradient
+    loss_may_be_outside: bool = False  # their loss was not computed inside the model
 
 
 class Repeat:
-    """Stands around the model's forward, and around every backward while the harness is on."""
+    """Wraps the model's forward, and every backward while the harness is on."""
 
     def __init__(self, harness: Any, tighten: Tighten | None, recorder: Recorder) -> None:
         self._harness = harness
@@ -72,30 +72,30 @@ class Repeat:
         self._own: list[int] = []
         self._latest: _Forward | None = None
         self._is_inside = False
-        self._failures: dict[int, int] = {}  # by plan
-        self._tighter: dict[int, tuple[Plan, Plan | None]] = {}  # by plan; the plan itself, so that its id stays its own
+        self._failures: dict[int, int] = {}  # by id of the plan
+        self._tighter: dict[int, tuple[Plan, Plan | None]] = {}  # by id; keeps the plan, so that its id stays unique
 
     def _weights(self) -> list[torch.nn.Parameter]:
-        """Of the model, as they are during a step; looking for them takes longer than looking at them."""
+        """The model's weights during a step; cached, since finding them takes longer than checking them."""
         if self._known is None or self._harness.engine is not None:
             self._known = list(self._harness.model.parameters())
             self._own = list(map(id, self._known))
         return self._known
 
     def _owners(self) -> list[torch.nn.Parameter]:
-        """Whoever has a `.grad` that a backward of the model adds to."""
+        """Parameters whose `.grad` a backward of the model adds to."""
         engine = self._harness.engine
         return [*self._weights(), *(engine.others() if engine is not None else ())]
 
     def instead_of(self, plan: Plan) -> Plan:
-        """The plan to begin a step with: one that failed twice is not tried a third time."""
+        """The plan to begin a step with: one that failed twice is replaced by its tighter plan."""
         tighter = self._tighter[id(plan)][1] if self._failures.get(id(plan), 0) >= _TWICE else None
         return tighter if tighter is not None else plan
 
     # forward
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        """The model's forward, made again if it runs out of memory."""
+        """The model's forward, retried if it runs out of memory."""
         if self._is_inside or not torch.is_grad_enabled():
             return self.run(args, kwargs)
         self._latest = None
@@ -108,7 +108,7 @@ class Repeat:
         else:
             self._remember(step, out)
             return out
-        # the frames of the first try, and with them its tensors, are gone from here on
+        # the frames of the first attempt, and with them its tensors, are freed here
         self._prepare(step, tighter)
         try:
             with self._inside():
@@ -133,7 +133,7 @@ class Repeat:
         )
 
     def _remember(self, step: _Forward, out: Any) -> None:
-        """Know the model's outputs in the graph, without holding it."""
+        """Remember the model's outputs in the graph, without keeping it alive."""
         self._buffers.watch(step.buffers)
         self._latest = step
         for number, t in enumerate(_outputs(out)):
@@ -150,15 +150,15 @@ class Repeat:
                 known[_key(self)] = weakref.ref(step), (places := {})
             places[t.output_nr] = number
             t.register_hook(_arrival(step.arrived, number, self._harness.ledger))
-        is_one_of_many = self._harness.plan.about.get("calls", 1) > 1  # a loss of several cannot be gone back through from one
-        is_unknown = not step.outputs and not step.lazy  # of a kind that is not looked into: its backward would not be noticed
+        is_one_of_many = self._harness.plan.about.get("calls", 1) > 1  # a loss of several outputs cannot be continued from one
+        is_unknown = not step.outputs and not step.lazy  # unknown output types: their backward would not be noticed
         if is_unknown or is_one_of_many:
             self._latest = None
 
     # backward
 
     def backward(self, original: Callable[..., None], tensors: Any, grad_tensors: Any, options: dict[str, Any]) -> None:
-        """A backward of the loop, finished from the model's outputs under a tighter plan if it runs out of memory."""
+        """A backward of the loop; if it runs out of memory, it is finished from the model's outputs under a tighter plan."""
         step = self._latest
         if step is None or self._is_inside:
             original(tensors, grad_tensors, **options)
@@ -186,7 +186,7 @@ class Repeat:
         self._prepare_and_finish(original, step, found, tighter)
 
     def _prepare_and_finish(self, original: Callable[..., None], step: _Forward, seeds: _Seeds, tighter: Plan) -> None:
-        numbers, buffers = RandomNumbers(self._harness.device), self._buffers.take()  # as the loop has them now
+        numbers, buffers = RandomNumbers(self._harness.device), self._buffers.take()  # the loop's current state
         self._prepare(step, tighter)
         try:
             with self._inside(), contextlib.ExitStack() as stack, torch.enable_grad():
@@ -207,10 +207,10 @@ class Repeat:
         buffers.put_back()
 
     def _let_go(self, roots: Sequence[torch.Tensor], step: _Forward) -> None:
-        """The graph of the first try: whoever in the loop holds its loss or outputs shall not hold it."""
+        """Detach the loss and outputs that the loop holds, to free the graph of the first attempt."""
         for t in (*roots, *(reference() for reference in step.outputs)):
             if t is not None:
-                with contextlib.suppress(RuntimeError):  # a view: then there may be no room, and the error goes on
+                with contextlib.suppress(RuntimeError):  # a view cannot be detached: if there is no room, the error is raised
                     t.detach_()
         for lazy in (reference() for reference in step.lazy):
             if lazy is not None:
@@ -224,15 +224,15 @@ class Repeat:
         if engine is not None:
             engine.forget_gradients()
 
-    # what both do
+    # shared by both
 
     def _prepare(self, step: _Forward, tighter: Plan) -> None:
-        """Everything as at the beginning of the forward, and the tighter plan on the model."""
+        """Restore the state before the forward and install the tighter plan."""
         self._harness.abandon()
         step.buffers.put_back()
         step.numbers.put_back()
         self.adopt(tighter)
-        gc.collect()  # frames of the first try may be in cycles, and hold its tensors
+        gc.collect()  # frames of the first attempt may be in cycles and hold its tensors
         if self._harness.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -244,24 +244,24 @@ class Repeat:
         return begun
 
     def _decide(self, error: BaseException, step: _Forward, phase: str, reason: str) -> Plan:
-        """The tighter plan to repeat under; where there is none, or a reason against it, the error is raised with it."""
+        """The tighter plan to retry under; if there is none, or a reason against it, raises the error with that reason."""
         harness = self._harness
         plan = harness.plan
         tighter = None
         if not reason:
             tighter, reason = self._find_tighter(plan)
         if tighter is None:
-            self._recorder.add_to(error, harness, _moment(phase, step, f"The step was not repeated: {reason}"))
+            self._recorder.add_to(error, harness, _moment(phase, step, f"The step was not retried: {reason}"))
             raise error
         self._failures[id(plan)] = count = self._failures.get(id(plan), 0) + 1
-        self._recorder.write(error, harness, _moment(phase, step, f"The step is repeated under {tighter.summary()}"))
-        after = "; steps of this size go on under it" if count >= _TWICE else ""
-        harness.note()(f"out of memory in {phase}: the step was repeated under a tighter plan{after} ({tighter.summary()})")
+        self._recorder.write(error, harness, _moment(phase, step, f"The step is retried under {tighter.summary()}"))
+        after = "; steps of this size keep it" if count >= _TWICE else ""
+        harness.note()(f"out of memory in {phase}: the step was retried under a tighter plan{after} ({tighter.summary()})")
         return tighter
 
     def _find_tighter(self, plan: Plan) -> tuple[Plan | None, str]:
         if self._tighten is None:
-            return None, "this harness has no tighter plan to repeat it under"
+            return None, "this harness has no tighter plan (`holdall.fit` makes one, `holdall.apply` does not)"
         if id(plan) not in self._tighter:
             try:
                 self._tighter[id(plan)] = plan, self._tighten(plan)
@@ -269,16 +269,16 @@ class Repeat:
                 self._tighter[id(plan)] = plan, None
                 return None, f"no tighter plan could be made: {wrong.fact}"
         found = self._tighter[id(plan)][1]
-        return found, "" if found is not None else "there is no tighter plan than the one it ran under"
+        return found, "" if found is not None else "the plan is already the tightest"
 
     def _lost(self, step: _Forward) -> str:
-        """Why what was there before this forward cannot be had again; empty: it can."""
+        """Why the state before this forward cannot be restored; empty: it can."""
         if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            return "several processes train together, and one cannot repeat a step alone"
+            return "several processes train together, and one cannot retry a step alone"
         if step.buffers.lost():
-            return f"the buffer `{step.buffers.lost()[0]}` was changed for the first time, and there is no copy of it"
+            return f"the buffer `{step.buffers.lost()[0]}` was changed for the first time, so there is no copy of it"
         if self._buffers.is_stale or self._own != list(map(id, self._harness.model.parameters())):
-            return "parameters or buffers of the model were replaced by others"
+            return "parameters or buffers of the model were replaced"
         if any(t._version != version for t, version in step.inputs):
             return "an input was changed in place after the forward began"
         return ""
@@ -291,7 +291,7 @@ class Repeat:
         if not was_empty or any(p.grad is not grad or grad._version != version for p, grad, version in held):
             return "this backward has already added to gradients of an earlier one"
         if any(t.requires_grad for t, _ in step.inputs):
-            return "an input of the model wants a gradient, which goes on outside of it"
+            return "an input of the model requires a gradient, so backward continues outside the model"
         return ""
 
     @contextlib.contextmanager
@@ -309,11 +309,11 @@ class _Seeds:
 
     outputs: list[int]
     gradients: list[torch.Tensor | None]
-    reason: str = ""  # why it cannot be entered there again
+    reason: str = ""  # why backward cannot start there
 
     @staticmethod
     def find(roots: Sequence[torch.Tensor], given: Sequence[Any], step: _Forward, key: str) -> _Seeds:
-        """Walk from the roots to the model's outputs; all that was reached otherwise speaks against a repetition."""
+        """Walk from the roots to the model's outputs; any other path to parameters rules a retry out."""
         entered: dict[int, None] = {}
         seen: set[tuple[Any, int]] = set()
         open_: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in roots]
@@ -333,7 +333,7 @@ class _Seeds:
         outputs = list(entered)
         if not outputs:
             return _Seeds([], [], "the loss does not come from the model's last forward")
-        if len(roots) == 1 and len(outputs) == 1 and len(seen) == 1:  # the loss is the model's own
+        if len(roots) == 1 and len(outputs) == 1 and len(seen) == 1:  # the loss is the model's own output
             return _Seeds(outputs, [given[0]])
         missing = [n for n in outputs if step.arrived.get(n) is None]
         if missing:
@@ -342,11 +342,11 @@ class _Seeds:
         return _Seeds(outputs, [step.arrived[n] for n in outputs])
 
 
-_AGAIN = "The step was repeated, and the tighter plan ran out as well"
+_AGAIN = "The step was retried, and the tighter plan ran out of memory as well"
 _PAST = "a part of the loss does not pass through the outputs of the model"
-_ROWS = "the loss of the model's logits was taken outside of the model; let the model return its loss"
-_ABOVE = "it ran out in the backward of the loss, outside of the model"
-_LARGE = "the gradient of the model's output is too large to be kept for a repetition; let the model return its loss"
+_ROWS = "the loss was computed outside the model, from its logits; let the model return its loss"
+_ABOVE = "it ran out of memory in the backward of the loss, outside the model"
+_LARGE = "the gradient of the model's output is too large to be kept for a retry; let the model return its loss"
 
 
 def _moment(phase: str, step: _Forward, outcome: str) -> Moment:
@@ -358,7 +358,7 @@ def _outputs(out: Any) -> list[torch.Tensor]:
 
 
 def _arrival(arrived: dict[int, torch.Tensor | None], number: int, ledger: Ledger | None) -> Callable[[torch.Tensor], None]:
-    """A hook that writes down the gradient of an output; knows no model, which a loss may outlive."""
+    """A hook that stores the gradient of an output; it must not refer to the model, which a loss may outlive."""
 
     def arrive(grad: torch.Tensor) -> None:
         if grad.nbytes > _SMALL:
@@ -375,13 +375,13 @@ def _key(repeat: Repeat) -> str:
 
 
 def _unusual(options: dict[str, Any]) -> str:
-    """Backwards that are not made again: their graph is used once more, or goes to other places than `.grad`."""
+    """The option of a backward that cannot be retried: it keeps its graph, or writes elsewhere than `.grad`."""
     asked = [name for name in ("retain_graph", "create_graph", "inputs") if options.get(name)]
     return f"backward was called with `{asked[0]}`" if asked else ""
 
 
 def _forget(error: BaseException | None) -> None:
-    """Frames hold the tensors of a try that failed."""
+    """Clear the frames of a failed attempt, which hold its tensors."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

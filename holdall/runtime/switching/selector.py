@@ -1,4 +1,4 @@
-"""Which plan a step is made under: chosen where the model's forward begins, before anything is computed."""
+"""Chooses the plan of a step at the beginning of the model's forward."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ log = logging.getLogger("holdall")
 
 
 class Choosing:
-    """`buckets`: plans for several sizes. `repeat`: what to do when one was not enough. Either may be missing."""
+    """`buckets`: plans for several sizes. `repeat`: retries a step that ran out of memory. Either may be None."""
 
     def __init__(self, harness: Any, buckets: Buckets | None, repeat: Repeat | None) -> None:
         self._harness = harness
         self._buckets = buckets
         self._repeat = repeat
         self._is_inside = False
-        self._root: Callable[..., Any] | None = None  # the model's own forward, while ours is in its place
+        self._root: Callable[..., Any] | None = None  # the model's own forward, while ours replaces it
         self._undo: Callable[[], None] | None = None
         if repeat is not None:
             repeat.run, repeat.adopt = self.run_root, self.adopt
 
     def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of the model: the plan is chosen before its hooks, of which some are the plan's own.
+        """A call of the model: choose the plan before any hook runs, since some hooks belong to the plan.
 
-        Its forward is replaced for this call alone, whatever it is by now. A forward that says `is_detour` calls the model
-        again itself: that call is the step's.
+        The model's current forward is replaced for this call only. A forward with `is_detour` calls the model again itself:
+        that inner call is the step's.
         """
         if not torch.is_grad_enabled() or self._is_inside:
             return call(*args, **kwargs)
@@ -58,12 +58,12 @@ class Choosing:
             undo()
 
     def run_root(self, args: Any, kwargs: Any) -> Any:
-        """The model's forward under the present plan."""
+        """The model's forward under the current plan."""
         root = self._root if self._root is not None else self._harness.model.forward
         return root(*args, **kwargs)
 
     def adopt(self, plan: Plan) -> None:
-        """Go on under another plan, also in the middle of a call: a plan for the whole model is its forward."""
+        """Switch to another plan, also in the middle of a call: a plan for the whole model replaces its forward."""
         is_on = self._undo is not None
         self._take_off()
         try:
@@ -73,11 +73,11 @@ class Choosing:
                 self._put_on()
 
     def use(self, buckets: Buckets | None) -> None:
-        """Other plans for several sizes, instead of those that there were."""
+        """Replace the plans for several sizes."""
         self._buckets = buckets
 
     def choose(self, args: Any, kwargs: Any) -> None:
-        """The plan for a step of this size, under this autocast."""
+        """Switch to the plan for a step of this size under this autocast."""
         self._harness.follow_autocast()
         plan: Plan = self._harness.regular
         if self._buckets is not None:
@@ -89,20 +89,20 @@ class Choosing:
             log.debug("holdall: %s", plan.summary())
 
     def _meet(self, buckets: Buckets, args: Any, kwargs: Any) -> Bucket:
-        """A batch larger than all before: its step is traced on the bare model."""
+        """Plan for a batch larger than all before: trace its step on the model without a plan."""
         numbers = RandomNumbers(self._harness.device)
         with self._harness.bare(), _disable_current_modes():
             try:
                 made = buckets.add(args, kwargs)
             finally:
                 numbers.put_back()
-                torch.clear_autocast_cache()  # it would hold copies of stand-ins
-        self._harness.note()(f"a batch larger than those planned for was met: made a plan for {made}")
+                torch.clear_autocast_cache()  # it would hold casts that are fake tensors
+        self._harness.note()(f"a batch was larger than all planned sizes: made a plan for {made}")
         return made
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self._repeat is not None
-        self._is_inside = True  # a model that calls itself does so in one step
+        self._is_inside = True  # a recursive call belongs to the same step
         try:
             return self._repeat.forward(args, kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""What a forward changes besides making tensors: random numbers and buffers. Taken before it, put back to run it again."""
+"""Saves and restores the side effects of a forward: random numbers and buffers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 
-Key = tuple[int, str]  # (its module's place in the model, its name)
-Quiet = Callable[[], AbstractContextManager[object]]  # ops inside are not counted against the budget
+Key = tuple[int, str]  # (index of its module, its name)
+Quiet = Callable[[], AbstractContextManager[object]]  # a context whose ops are not counted against the budget
 
 
 class RandomNumbers:
-    """Every generator that a model may draw from, as it is now."""
+    """The state of every generator that a model may draw from."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -37,28 +37,28 @@ class RandomNumbers:
 
 
 class Buffers:
-    """The buffers of a model that its forward changes, found by watching it; copies lie in the host's memory.
+    """The buffers that a model's forward changes, found by watching it; copies are in host memory.
 
-    Norms write their running statistics in a kernel that does not count it as a change: they are always among them, and after
-    the first forward values are compared.
+    Norms write their running statistics in a kernel that changes no version: they are always included, and after the first
+    forward values are compared.
     """
 
     def __init__(self, model: torch.nn.Module, quiet: Quiet) -> None:
         self._model = model
         self._quiet = quiet
         self._changing: set[Key] | None = None  # None: not watched yet
-        self._owners = self._find()  # looking for them takes longer than copying them
+        self._owners = self._find()  # cached: finding them takes longer than copying them
 
     def _find(self) -> list[tuple[int, torch.nn.Module]]:
         return [(place, module) for place, module in enumerate(self._model.modules()) if module._buffers]
 
     @property
     def is_stale(self) -> bool:
-        """Whether other modules have buffers now than when they were found."""
+        """Have modules gained or lost buffers since?"""
         return [id(m) for _, m in self._find()] != [id(m) for _, m in self._owners]
 
     def take(self) -> Values:
-        """As they are now. At first all of them; later those that were ever seen to change."""
+        """Copies of the buffers now: all of them at first, later only those that have ever changed."""
         kept = []
         for place, module in self._owners:
             for name, buffer in module._buffers.items():
@@ -70,14 +70,14 @@ class Buffers:
         return Values(kept, self._quiet)
 
     def watch(self, before: Values) -> None:
-        """After a forward: which of them did it change?"""
+        """After a forward: find the buffers that it changed."""
         first = self._changing is None
         self._changing = (self._changing or set()) | before.changed(by_value=first)
 
     def _copy(self, buffer: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), self._quiet():
             copy = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
-            return copy.copy_(buffer, non_blocking=True)  # put back on the same stream, so that nothing waits
+            return copy.copy_(buffer, non_blocking=True)  # restored on the same stream, so nothing waits
 
 
 class _Kept(NamedTuple):
@@ -104,7 +104,7 @@ class Values:
         self._quiet = quiet
 
     def changed(self, *, by_value: bool) -> set[Key]:
-        """Those that are not what they were."""
+        """Buffers that have changed since."""
         found = {k.key for k in self._kept if k.was_replaced or k.was_written}
         if by_value:
             with self._quiet():
@@ -112,7 +112,7 @@ class Values:
         return found
 
     def lost(self) -> list[str]:
-        """Names of those that were written to and of which there is no copy."""
+        """Names of buffers that were changed and have no copy."""
         return [k.key[1] for k in self._kept if k.copy is None and k.was_written]
 
     def put_back(self) -> None:
@@ -120,5 +120,5 @@ class Values:
             for k in self._kept:
                 k.slots[k.key[1]] = k.buffer
                 if k.copy is not None:
-                    with _unsafe_preserve_version_counter(k.buffer):  # a graph of another forward may know it
+                    with _unsafe_preserve_version_counter(k.buffer):  # a graph of another forward may have saved it
                         k.buffer.copy_(k.copy, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Loops that call parts of the model by themselves: `model.decode(model.encode(x))`, a GAN whose two halves are one module.
+"""Steps of loops that call submodules directly: `model.decode(model.encode(x))`, or a GAN with two halves in one module.
 
-As a rule a step begins with a call of the model. Where a part is called outside of one, a block or a module that holds blocks,
-the step begins there; whoever owns this is told so before the part's forward, and when it is over.
+Usually a step begins with a call of the model. If a block, or a module that contains blocks, is called outside of one, the step
+begins there; the owner is told before the submodule's forward and after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Steps(Protocol):
-    """Who is told."""
+    """The owner that is told."""
 
     def begin_part(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
 
@@ -21,11 +21,11 @@ class Steps(Protocol):
 
 
 class Parts:
-    """Knows whether the model's own forward is running, or that of which part."""
+    """Knows whether the model's own forward is running, or which submodule's."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._calls = 0  # of the model that are running: some models call themselves
+        self._calls = 0  # running calls of the model: some models call themselves
         self._entered: torch.nn.Module | None = None
 
     def enter_model(self) -> None:
@@ -35,11 +35,11 @@ class Parts:
         self._calls = max(0, self._calls - 1)
 
     def reset(self) -> None:
-        """Nothing is running, whatever was heard."""
+        """Assume that nothing is running."""
         self._calls, self._entered = 0, None
 
     def watch(self, model: torch.nn.Module, calls: Iterable[str]) -> list[Callable[[], object]]:
-        """Hear of modules that hold blocks; returns what ends this."""
+        """Hook the modules that contain blocks; returns the undo functions."""
         undo: list[Callable[[], object]] = []
         for module in holders(model, calls):
             undo.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True).remove)
@@ -47,7 +47,7 @@ class Parts:
         return undo
 
     def run(self, module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block's forward; if it was called by itself, as a part."""
+        """Run a block's forward, as a part if it was called directly."""
         if self._calls or self._entered is not None:
             return call(*args, **kwargs)
         self._entered = module

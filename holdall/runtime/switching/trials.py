@@ -1,9 +1,8 @@
-"""Plans that may be faster than the one that is on: tried by measurement, and kept only if they were.
+"""Tries plans that may be faster than the active one, and keeps them only if they are.
 
-After a few steps the measured time is held against what a rival is said to take: a plan made anew with costs corrected by what
-was measured, where the prediction was off, and then what anyone would do (checkpoint every block; optimizer on the host). The
-first is made beside the run, which goes on until
-it is there. A rival that should be faster runs as many steps, and whichever was faster stays.
+After a few steps, the measured time is compared with rivals' predictions: first a plan made again with measured costs, if the
+prediction was off, then the simple fallbacks (checkpoint every block; optimizer on the host). The corrected plan is made in
+another process while the run continues. A rival that should be faster runs for as many steps, and the faster one stays.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from holdall.errors import HoldallError, Infeasible
 from holdall.types import Plan
 from holdall.units import format_seconds
 
-WARM = 3  # steps that fill pools and caches, and are not counted
-LOOK = 3  # steps that are
-_SLACK = 1.05  # a plan is slower only if it is so by more than what steps differ anyway
+WARM = 3  # warm-up steps, not counted
+LOOK = 3  # measured steps
+_SLACK = 1.05  # a plan must be slower by more than the noise
 
 
 class Pending(Protocol):
-    """A plan that is being made beside the run."""
+    """A plan that is being made in another process."""
 
     def done(self) -> bool: ...
 
@@ -32,27 +31,27 @@ class Pending(Protocol):
     def close(self) -> None: ...
 
 
-Correct = Callable[[Any, float], Pending | Plan | None]  # (harness, seconds of a step) -> a plan from that; None: no need
+Correct = Callable[[Any, float], Pending | Plan | None]  # (harness, seconds per step) -> a corrected plan; None: not needed
 
 
 class PlanTrials:
-    """`correct`: makes a plan from what was measured. `fallbacks`: what anyone would do."""
+    """`correct`: makes a plan from measured times. `fallbacks`: simple plans."""
 
     def __init__(self, fallbacks: Sequence[Plan] = (), correct: Correct | None = None) -> None:
         self._waiting: list[tuple[str, Correct]] = []
         if correct is not None:
-            self._waiting.append(("a plan made from what was measured", correct))
+            self._waiting.append(("a plan corrected by measured times", correct))
         for fallback in sorted(fallbacks, key=lambda plan: plan.predicted.seconds):
             self._waiting.append((f"the fallback `{fallback.planner}`", partial(_given, fallback)))
-        self._made: tuple[str, Pending, Plan] | None = None  # what is being made, and under which plan it was asked for
-        self._trial: tuple[str, Plan, float] | None = None  # what is tried, instead of which plan, and what that took
+        self._made: tuple[str, Pending, Plan] | None = None  # (name, plan being made, plan it was requested under)
+        self._trial: tuple[str, Plan, float] | None = None  # (name of the rival, previous plan, its seconds)
 
     def after_step(self, harness: Any, note: Callable[[str], None]) -> None:
         is_idle = self._trial is None and self._made is None and not self._waiting
         if is_idle or len(harness.step_peaks) < WARM + LOOK:
             return
         if self._trial is None and self._made is not None and not self._made[1].done():
-            return  # it goes on beside the run; asking for the time of a step would wait for the device
+            return  # still being made; reading step times would wait for the device
         seconds = statistics.median(harness.step_seconds[-LOOK:])
         if self._trial is not None:
             self._judge(harness, seconds, note)
@@ -69,7 +68,7 @@ class PlanTrials:
                 found = _asked(make, harness, seconds, note)
                 if found is not None and not isinstance(found, Plan):
                     said = format_seconds(harness.expected.seconds)
-                    note(f"a step takes {format_seconds(seconds)}, {said} was said: {what} is on its way, beside the run")
+                    note(f"a step takes {format_seconds(seconds)} ({said} predicted): making {what} in the background")
                     self._made = what, found, harness.plan
                     continue
                 rival = found
@@ -79,7 +78,7 @@ class PlanTrials:
     def _try(self, what: str, rival: Plan, harness: Any, seconds: float, note: Callable[[str], None]) -> None:
         expected = format_seconds(rival.predicted.seconds)
         note(
-            f"a step takes {format_seconds(seconds)} where {what} should take {expected}: trying it; "
+            f"a step takes {format_seconds(seconds)}, and {what} should take {expected}: trying it; "
             "the next step takes longer, since model states move"
         )
         self._trial = what, harness.plan, seconds
@@ -109,7 +108,7 @@ def _given(plan: Plan, *_: Any) -> Plan:
 def _asked(make: Correct, harness: Any, seconds: float, note: Callable[[str], None]) -> Pending | Plan | None:
     try:
         return make(harness, seconds)
-    except Infeasible:  # nothing fits, or nothing can be said: the run goes on as it is
+    except Infeasible:  # nothing fits: the run continues with its plan
         return None
     except HoldallError as error:
         note(error.fact)

@@ -1,1 +1,1 @@
-"""How long ops take, measured on this machine."""
+"""Measures the time of ops on this machine."""

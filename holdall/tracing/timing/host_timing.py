@@ -1,8 +1,8 @@
-"""What an update takes on the host, measured on the host itself.
+"""Measures the time of an optimizer update on the host.
 
-How long a rule takes for an element follows from no count of bytes: torch's kernel may walk over memory once, a rule written in
-ops may stay in the caches, and codes are looked up one by one. So a rule that treats each element alone is run over a sample of
-them. Adam in 32 bits, which the engine has a walk of its own for, is the probe's business.
+The time per element does not follow from bytes: torch's kernel may read memory once, a rule written in ops may stay in caches,
+and quantised states are looked up one by one. So an elementwise rule runs on a sample. The probe measures fp32 Adam, for which
+the engine has its own kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _RUNS = 2
 
 
 def seconds_per_element(optimizer: torch.optim.Optimizer, param: torch.Tensor, grad: torch.dtype) -> float | None:
-    """Of an update of a parameter like this one, whose gradient has this width; None: it cannot be told from a sample, or the
-    probe has it."""
+    """Seconds per element of an update of such a parameter with a gradient of this dtype; None: a sample cannot tell, or the
+    probe measures it.
+    """
     if not _is_sampled(optimizer, param):
         return None
     numel = min(param.numel(), _SAMPLE)
@@ -41,12 +42,12 @@ def seconds_per_element(optimizer: torch.optim.Optimizer, param: torch.Tensor, g
         part, groups = Part(clone, [sample]), snapshot(clone)
         state: dict[str, Any] = {}
         took = []
-        for _ in range(1 + _RUNS):  # the first makes the states
+        for _ in range(1 + _RUNS):  # the first run creates the states
             began = time.perf_counter()
             part.update([sample.detach()], [like.clone()], [state], groups, [0])
             took.append(time.perf_counter() - began)
     found = min(took[1:]) / numel
-    if numel == _SAMPLE:  # a small one is quickly asked again
+    if numel == _SAMPLE:  # a small sample is quickly measured again
         open_cache().put("ops", key, found)
     return found
 
@@ -60,5 +61,5 @@ def _key(optimizer: torch.optim.Optimizer, param: torch.Tensor, grad: torch.dtyp
 
 def _is_sampled(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and param.dtype == torch.float32:
-        return False  # `updates/host_adam.py` does it
+        return False  # done by `updates/host_adam.py`
     return optimizer.is_by_element(param) if isinstance(optimizer, PerParameter) else type(optimizer) in ELEMENTWISE

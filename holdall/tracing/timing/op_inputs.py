@@ -1,8 +1,8 @@
-"""Real tensors with which an op of the trace can be run alone: shapes and strides as traced, values as a step would have them.
+"""Makes real tensors to run a traced op alone: shapes and strides as traced, values as in a typical step.
 
-What some kernels take depends on values. An `index_put` whose indices are all zero adds into one row and is a hundred times
-slower than one over many rows; a grouped product whose groups are empty computes nothing. So indices are spread over what they
-index, and groups are of equal size; all other integers are zero, and floats are drawn from a normal distribution.
+The time of some kernels depends on values. An `index_put` with all indices zero adds into one row and is a hundred times slower
+than one over many rows; a grouped product with empty groups computes nothing. So indices are spread over the indexed dimension,
+and groups have equal sizes; other integers are zero, and floats are normally distributed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor's layout without the tensor, which whoever traces must be free to let go."""
+    """A tensor's layout, without keeping the tensor alive."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -29,22 +29,22 @@ class Like:
         return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
 
     def make(self, *, on_host: bool) -> torch.Tensor:
-        """`on_host`: integers without a dimension (seeds of attention kernels) lie on the CPU."""
+        """Make the tensor. `on_host`: integers without a dimension (seeds of attention kernels) are on the CPU."""
         is_single = not self.shape and not self.dtype.is_floating_point
         device = torch.device("cpu") if is_single and on_host else self.device
-        flat = torch.empty(self.elements, dtype=self.dtype, device=device)  # an expanded tensor cannot be filled itself
+        flat = torch.empty(self.elements, dtype=self.dtype, device=device)  # an expanded tensor cannot be filled
         return (flat.normal_() if self.dtype.is_floating_point else flat.zero_()).as_strided(self.shape, self.stride)
 
     @property
     def elements(self) -> int:
-        """Of the memory that the tensor spans."""
+        """Elements of the memory that the tensor spans."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 def describe(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with every tensor described instead of held."""
+    """The arguments with every tensor replaced by its description."""
     described: tuple[Any, Any] = tree_map_only(torch.Tensor, Like.of, (args, kwargs))
     return described
 
@@ -63,7 +63,7 @@ def make_inputs(func: Any, described: tuple[Any, Any], *, on_host: bool) -> tupl
 
 
 def _indices(given: dict[str, Any]) -> Iterator[tuple[torch.Tensor, int]]:
-    """Every tensor of indices with the size of the dimension that it indexes."""
+    """Every index tensor with the size of the dimension that it indexes."""
     base, index, indices, target = (given.get(name) for name in ("self", "index", "indices", "target"))
     if isinstance(base, torch.Tensor) and isinstance(indices, (list, tuple)):  # index, index_put
         yield from ((i, base.shape[n]) for n, i in enumerate(indices) if _is_index(i))
@@ -81,7 +81,7 @@ def _is_index(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _split_groups(given: dict[str, Any]) -> None:
-    """Equal groups for a grouped product: `offs` holds where each one ends."""
+    """Equal groups for a grouped product: `offs` holds the end of each."""
     offsets, left, right = given.get("offs"), given.get("self"), given.get("mat2")
     if not _is_index(offsets) or not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return

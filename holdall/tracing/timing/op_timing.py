@@ -1,15 +1,15 @@
-"""What ops take on the GPU, measured on the GPU itself: seconds, and bytes that a kernel takes and gives back.
+"""Measures ops on the GPU: seconds, and bytes that a kernel allocates and frees.
 
-Nothing at the level of ops shows hidden bytes, and some are large: attention's backward keeps fp32 sums, sorts and embedding
-gradients keep whole copies, the backward of a layer norm over many rows keeps partial sums. And no table of rates knows what a
-copy between two layouts takes. So every kind of op of a step is run a few times alone, on tensors of the traced shapes, while
-clock and allocator watch; a step has a few hundred of them, and its layers repeat. The workspace of matrix products is left
-out: it is taken once and stays (`Hardware.resident`).
+These hidden bytes do not appear at op level, and some are large: attention's backward keeps fp32 sums, sorts and embedding
+gradients keep whole copies, the backward of a layer norm over many rows keeps partial sums. Nor does a table of rates know the
+time of a copy between two layouts. So every kind of op of a step runs a few times alone, on tensors of the traced shapes, under
+a clock and the allocator's counters; a step has a few hundred kinds, since its layers repeat. The workspace of matrix products
+is left out: it is allocated once and stays (`Hardware.resident`).
 
-Values are those of `op_inputs.py`; what products take longer in a whole step than alone is measured by `step_mixture.py`.
+`op_inputs.py` chooses the values; `step_mixture.py` measures how much slower products are in a whole step than alone.
 
-Answers are kept on disk. An op that was asked for in an earlier process is run once all the same: its kernel is loaded then,
-and not in the first step, and what kernels take of the device is known before a plan is made.
+Results are cached on disk. A cached op is still run once: its kernel is then loaded before the first step, and the memory of
+kernels is known before a plan is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdall.tracing.timing import step_mixture
 from holdall.tracing.timing.op_inputs import describe, make_inputs
 from holdall.units import GiB, MiB
 
-_HIDING = (  # tried however small: what they take need not follow from what they are given
+_HIDING = (  # measured however small: their time and memory do not follow from their inputs
     "attention",
     "softmax",
     "embedding_dense_backward",
@@ -43,11 +43,11 @@ _HIDING = (  # tried however small: what they take need not follow from what the
     "cumsum",
     "logsumexp",
 )
-_PRODUCTS = ("mm.", "mm_", "matmul", "linear")  # addmm, bmm, baddbmm among them
-_BOUND = (*_PRODUCTS, "attention", "convolution")  # by arithmetic
-_SMALL = MiB  # an op on less than this takes the time of a launch, which hides behind the ops before it
-_LARGE = 8 * GiB  # of tensors that are made to try an op
-_FLOOR = 3e-6  # seconds of a kernel that does next to nothing
+_PRODUCTS = ("mm.", "mm_", "matmul", "linear")  # includes addmm, bmm, baddbmm
+_BOUND = (*_PRODUCTS, "attention", "convolution")  # limited by arithmetic
+_SMALL = MiB  # an op on less than this takes the time of a launch, which hides behind earlier ops
+_LARGE = 8 * GiB  # most bytes of tensors made to measure an op
+_FLOOR = 3e-6  # seconds of a kernel that does almost nothing
 _RUNS = 3
 _CYCLES = 500_000  # a quarter of a millisecond
 
@@ -61,20 +61,20 @@ _UNKNOWN = Trial(0, 0.0)
 
 
 def is_bound(op: str) -> bool:
-    """Whether arithmetic, not memory, decides how long an op takes."""
+    """Is the time of an op limited by arithmetic rather than memory?"""
     return any(kind in op for kind in _BOUND)
 
 
 class Trials:
-    """Asks the GPU, each question once. Without a GPU, or on another device, nothing is known."""
+    """Measures ops on the GPU, each once. Without a GPU, or for another device, nothing is measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" and torch.cuda.is_available() else None
         self._known: dict[Any, Trial] = {}
         self._counts: Counter[Any] = Counter()
         self._tried: dict[Any, step_mixture.Part] = {}
-        self._kept: dict[str, list[float]] | None = None  # by question, from disk
-        self._is_new = False  # there are answers that are not on disk
+        self._kept: dict[str, list[float]] | None = None  # by op and arguments, from disk
+        self._is_new = False  # there are results that are not on disk
 
     @property
     def is_timed(self) -> bool:
@@ -96,12 +96,12 @@ class Trials:
         return self._known[key]
 
     def _remember(self, key: Any, func: Any, described: tuple[Any, Any]) -> Trial:
-        """The answer from disk, or a new one for it."""
+        """The result from disk, or a new one."""
         question, answers = key_of(repr(key)), self._answers()
         found = answers.get(question)
         known = Trial(int(found[0]), float(found[1])) if found is not None and len(found) == 2 else None
         trial = self._try(key, func, described, known)
-        if known is None and trial is not _UNKNOWN:  # else there may be room for it next time
+        if known is None and trial is not _UNKNOWN:  # otherwise there may be enough memory next time
             self._keep(question, [trial.workspace, trial.seconds])
         return known if known is not None else trial
 
@@ -115,14 +115,14 @@ class Trials:
         self._is_new = True
 
     def close(self) -> None:
-        """Write down what is new."""
+        """Write new results to disk."""
         if self._is_new and self._kept is not None:
             self._is_new = False
             place = _place(self._device)
-            open_cache().put("ops", place, {**_read(place), **self._kept})  # somebody else may have written meanwhile
+            open_cache().put("ops", place, {**_read(place), **self._kept})  # another process may have written meanwhile
 
     def _try(self, key: Any, func: Any, described: tuple[Any, Any], known: Trial | None) -> Trial:
-        for on_host in (True, False):  # some attention kernels read their random seed through a host pointer, some do not
+        for on_host in (True, False):  # some attention kernels read their random seed through a host pointer
             try:
                 trial = self._measure(func, described, on_host, known)
                 self._tried[key] = step_mixture.Part(
@@ -137,13 +137,13 @@ class Trials:
                 return trial
             except (RuntimeError, torch.OutOfMemoryError, TypeError, ValueError):
                 continue
-        return _UNKNOWN  # it does not run on such tensors, or not in what is free now
+        return _UNKNOWN  # it fails on such tensors, or there is not enough memory now
 
     def _measure(self, func: Any, described: tuple[Any, Any], on_host: bool, known: Trial | None) -> Trial:
         assert self._device is not None
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
             args, kwargs = make_inputs(func, described, on_host=on_host)
-            func(*args, **kwargs)  # libraries take what they keep on the first call
+            func(*args, **kwargs)  # libraries allocate their workspaces at the first call
             if known is not None:
                 return known
             torch.cuda.synchronize(self._device)
@@ -159,7 +159,7 @@ class Trials:
         return Trial(0 if is_product else peak - after, max(_FLOOR, seconds))
 
     def slowdown(self) -> float:
-        """How much longer ops bound by arithmetic take in the step than they took alone."""
+        """How much longer arithmetic-bound ops take in the step than alone."""
         if self._device is None or not self._tried:
             return 1.0
         parts = [part._replace(times=self._counts[key]) for key, part in self._tried.items()]
@@ -177,7 +177,7 @@ class Trials:
 
 
 def _place(device: torch.device | None) -> str:
-    """Where answers for this device are kept: by everything that decides which kernels run."""
+    """The cache key for this device: everything that decides which kernels run."""
     assert device is not None
     gpu = torch.cuda.get_device_properties(device)
     backends = torch.backends
@@ -194,10 +194,10 @@ def _read(place: str) -> dict[str, list[float]]:
 
 
 def load_solvers(device: torch.device) -> None:
-    """Have the library loaded that takes matrices apart, before a plan is made, which counts what libraries take by then.
+    """Load the linear-algebra solver library before a plan is made, so that its memory is counted.
 
-    It takes a tenth of a GiB outside of the allocator; as much again for every thread that uses it while others do, but this
-    one leaves its part to the next.
+    It takes a tenth of a GiB outside the allocator, and as much again for every concurrent thread; this thread leaves its part
+    to the next.
     """
     if not torch.cuda.is_available():
         return
@@ -213,9 +213,9 @@ def load_solvers(device: torch.device) -> None:
 
 
 def _seconds(call: Callable[[], Any], count: int) -> float:
-    """Of one of so many calls in a row."""
+    """Seconds per call, over `count` calls in a row."""
     begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    _keep_busy()  # in a step the device is behind the thread that launches, so what launching takes is not seen
+    _keep_busy()  # in a step the device lags behind the launching thread, so launch times are hidden
     begun.record()
     for _ in range(count):
         call()
@@ -225,7 +225,7 @@ def _seconds(call: Callable[[], Any], count: int) -> float:
 
 
 def _keep_busy() -> None:
-    """The device waits a little, so that the runs that follow stand in its queue when it comes to them."""
+    """Keep the device busy for a moment, so that the following launches queue up."""
     wait = getattr(torch.cuda, "_sleep", None)
     if wait is not None:
         wait(_CYCLES)

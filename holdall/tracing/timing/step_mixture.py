@@ -1,9 +1,9 @@
-"""How much longer the products of a step take among all its ops than alone.
+"""Measures how much longer the matrix products of a step take in the step than alone.
 
-A few runs of one product are faster than a step full of them, in which the device comes to the limit of its power and lowers
-its clock. By how much depends on the step: large products draw more power than small ones, attention or passes over memory. So
-the ops that a step spends its time on are run for a while in the step's own proportions, and the time beyond the sum of their
-single times is charged to those that are bound by arithmetic.
+A few runs of one product are faster than a step full of them, in which the device reaches its power limit and lowers its clock.
+By how much depends on the step: large products draw more power than small ones, attention or memory passes. So the ops that
+dominate a step run for a while in the step's proportions, and the time beyond the sum of their single times is charged to the
+arithmetic-bound ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from holdall.tracing.timing.op_inputs import Like, make_inputs
 from holdall.units import GiB
 
 ROUND = 0.05  # seconds of one round through the mixture
-WARM = 0.6  # seconds after which a device has found the clock that it can hold
-LOOK = 0.3  # seconds that are measured then
-_MOST = 24  # kinds of ops in the mixture
-_ROOM = 8 * GiB  # of their tensors
-_BRIEF = 3e-5  # seconds; shorter ops are launched no faster than they run
-_LEAST, _LARGEST = 0.9, 1.5  # what is believed of a measurement
-_FEW = 0.1  # of the step's time; with less arithmetic than that its clock does not matter
+WARM = 0.6  # seconds until a device has settled on a clock rate
+LOOK = 0.3  # seconds measured after that
+_MOST = 24  # most kinds of ops in the mixture
+_ROOM = 8 * GiB  # most bytes of their tensors
+_BRIEF = 3e-5  # seconds; shorter ops take as long to launch as to run
+_LEAST, _LARGEST = 0.9, 1.5  # plausible range of the factor
+_FEW = 0.1  # share of the step's time; with less arithmetic than this the clock rate does not matter
 
 
 class Part(NamedTuple):
@@ -33,14 +33,14 @@ class Part(NamedTuple):
     func: Any
     described: tuple[Any, Any]
     seconds: float  # alone
-    times: int  # that it comes in the step
+    times: int  # occurrences in the step
     nbytes: int
-    is_bound: bool  # by arithmetic
+    is_bound: bool  # limited by arithmetic
     on_host: bool
 
 
 def choose(parts: Sequence[Part]) -> list[Part]:
-    """The parts on which the step spends its time, as many as there is room for."""
+    """The parts that dominate the step's time, as many as fit in memory."""
     room = _ROOM
     chosen: list[Part] = []
     for part in sorted(parts, key=lambda p: -p.seconds * p.times):
@@ -51,13 +51,13 @@ def choose(parts: Sequence[Part]) -> list[Part]:
 
 
 def interleave(counts: Sequence[int]) -> list[int]:
-    """Each number as often as its count says, evenly spread."""
+    """Each index as often as its count, evenly spread."""
     places = [((k + 0.5) / count, n) for n, count in enumerate(counts) for k in range(count)]
     return [n for _, n in sorted(places)]
 
 
 def slowdown(parts: Sequence[Part], time: Callable[[Callable[[], Any], int], float]) -> float:
-    """The factor for ops bound by arithmetic. `time(call, count)`: seconds of one of so many calls in a row."""
+    """The factor for arithmetic-bound ops. `time(call, count)`: seconds per call, over `count` calls in a row."""
     chosen = choose(parts)
     total = sum(p.seconds * p.times for p in chosen)
     if sum(p.seconds * p.times for p in chosen if p.is_bound) < _FEW * max(total, 1e-9):
@@ -81,6 +81,6 @@ def slowdown(parts: Sequence[Part], time: Callable[[Callable[[], Any], int], flo
 
 
 def nbytes_of(described: tuple[Any, Any]) -> int:
-    """Bytes of the tensors that a description asks for."""
+    """Bytes of the tensors in a description."""
     likes = [x for x in tree_iter(described) if isinstance(x, Like)]
     return sum(x.elements * x.dtype.itemsize for x in likes)

@@ -1,1 +1,1 @@
-"""What a step asks for while it is traced, and ops whose sizes depend on it."""
+"""Values that a step reads while it is traced, and ops whose result sizes depend on them."""

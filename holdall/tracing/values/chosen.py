@@ -1,5 +1,6 @@
-"""Ops of unknown numbers whose result is as large as known ones say: what a mask chooses, counts of
-numbers below a given one, sums over targets by their lengths."""
+"""Ops on unknown values whose result sizes follow from known ones: masked selection, counts of numbers below a bound, sums over
+targets by their lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ Known = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 def choose(func: Any, args: Any, known: Known) -> Any:
-    """The result of `func` on fake tensors, by the values of its masks; None: not one of these, or not known."""
+    """The result of `func` on fake tensors, from the values of its masks; None: another op, or values unknown."""
     rule = _RULES.get(str(func))
     return rule(func, args, known) if rule is not None else None
 
 
 def deciding(func: Any, args: Any) -> Iterator[torch.Tensor]:
-    """The arguments whose values decide."""
+    """The arguments whose values decide the size."""
     if str(func) == "aten.index.Tensor":
         yield from (t for t in args[1] if _is_mask(t))
     elif str(func) == "aten.masked_select.default":
@@ -58,7 +59,7 @@ def _masked_select(func: Any, args: Any, known: Known) -> Any:  # noqa: ARG001
 
 
 def _bincount(func: Any, args: Any, known: Known) -> Any:  # noqa: ARG001
-    """Who names a length has no larger number: experts, codes."""
+    """A call with `minlength` has no larger number: experts, codes."""
     least = args[2] if len(args) > 2 else 0
     if not least:
         return None
@@ -68,7 +69,7 @@ def _bincount(func: Any, args: Any, known: Known) -> Any:  # noqa: ARG001
 
 
 def _ctc_loss(func: Any, args: Any, known: Known) -> Any:  # noqa: ARG001
-    """Of every row and step, sums over the longest target with a blank before, between and after its letters."""
+    """Per row and step, sums over the longest target with a blank before, between and after its letters."""
     scores, lengths = args[0], known(args[3])
     if lengths is None:
         return None

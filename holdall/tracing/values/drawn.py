@@ -1,8 +1,8 @@
-"""Random numbers that a step asks for, while it is traced.
+"""Random numbers that a step reads while it is traced.
 
-They are drawn anew in each step, so no answer is right for all of them. A lone number between 0 and 1 decides whether a layer
-is skipped (`torch.rand([]) < layerdrop`): it is taken as the largest that can be drawn, so that no layer is, and the plan is
-for the step that needs most. Small integers are drawn, always the same ones, and the random state is left as it was.
+They are new in each step, so no value is right for all steps. A single number between 0 and 1 decides whether a layer is
+skipped (`torch.rand([]) < layerdrop`): the largest possible value is used, so no layer is skipped and the plan is for the step
+that needs most. Small integers are drawn with a fixed seed, and the random state is restored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SMALL = 2**12  # elements
 
 
 def fraction(func: Any, args: Any, kwargs: Any, out: Any) -> torch.Tensor | None:
-    """The largest value that could be in `out`, if it is one random number of an interval."""
+    """The largest possible value of `out`, if it is one random number of an interval."""
     if not str(func).startswith(_FRACTIONS) or not isinstance(out, torch.Tensor) or out.numel() != 1:
         return None
     low, high = _interval(args, kwargs) if str(func).startswith("aten.uniform_.") else (0.0, 1.0)
@@ -29,7 +29,7 @@ def fraction(func: Any, args: Any, kwargs: Any, out: Any) -> torch.Tensor | None
 
 
 def integers(func: Any, args: Any, kwargs: Any, out: Any) -> torch.Tensor | None:
-    """Values for `out`, if it is made of a few random integers."""
+    """Values for `out`, if it consists of a few random integers."""
     if not str(func).startswith(_INTEGERS) or kwargs.get("generator") is not None:
         return None
     if not isinstance(out, torch.Tensor) or out.numel() > _SMALL:

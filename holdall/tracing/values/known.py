@@ -1,9 +1,9 @@
-"""Small values that are known although the tensors are fake.
+"""Tracks small values that are known although the tensors are fake.
 
-Models look at their inputs: is this mask all ones, are these positions packed, has the step counter moved. Under fake tensors
-such a question has no answer, and frameworks take another branch than they would in a real run, so that the plan would be for
-another program. Batches, counters and what is derived from them are small, so their real values travel beside the fakes. For
-random numbers see `drawn.py`.
+Models read their inputs: is this mask all ones, are these positions packed, has the step counter moved. Fake tensors cannot
+answer, and frameworks then take another branch than in a real run, so the plan would be for another program. Batches, counters
+and values derived from them are small, so their real values are tracked along with the fakes. For random numbers see
+`drawn.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from holdall.tracing.fake_gaps import KERNELS
 from holdall.tracing.values import drawn
 from holdall.tracing.values.chosen import choose, deciding
 
-_LARGEST = 2**21  # elements; enough for masks of a sample batch, small beside the model
-_LARGEST_FLOAT = 2**12  # floats are activations more often than they are answers
+_LARGEST = 2**21  # elements; enough for masks of a sample batch, small against the model
+_LARGEST_FLOAT = 2**12  # floats are activations more often than control values
 
 
 class UnknownValue(HoldallError):
-    """The step asks for a value that depends on the weights: it cannot be traced without running it."""
+    """The step reads a value that depends on the weights: it cannot be traced without running it."""
 
 
 class KnownValues:
@@ -39,19 +39,19 @@ class KnownValues:
         self._mode = mode
         self._known: Any = WeakIdKeyDictionary()
         self._carried: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}
-        self._from: Any = WeakIdKeyDictionary()  # known value -> numbers of the batch's tensors that it was made from
-        self.looked_at: set[int] = set()  # tensors of the batch whose values the step's course depends on
-        self.guess = False  # answer 1.0 where a value is not known: an optimizer's scalars do not change what it allocates
+        self._from: Any = WeakIdKeyDictionary()  # known value -> indices of the batch tensors it was computed from
+        self.looked_at: set[int] = set()  # indices of batch tensors whose values decide the control flow
+        self.guess = False  # answer 1.0 for unknown values: an optimizer's scalars do not change its allocations
 
     def tell(self, fake: torch.Tensor, value: torch.Tensor, number: int) -> None:
-        """`fake` stands for `value`, the tensor of this number in the batch."""
+        """`fake` stands for `value`, the batch tensor with this index."""
         if _small(value):
             with _disable_current_modes():
                 self._known[fake] = value.detach().cpu()
             self._from[fake] = frozenset((number,))
 
     def carry(self, fake: torch.Tensor, key: int) -> None:
-        """Remember the value of a tensor that autograd saves, under the save's number."""
+        """Keep the value of a tensor that autograd saves, by the save's number."""
         if self._mode is not None and fake in self._known:
             self._carried[key] = self._known[fake], self._from.get(fake, frozenset())
 
@@ -63,7 +63,7 @@ class KnownValues:
         self._carried.pop(key, None)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op; where its inputs are known, know its outputs too."""
+        """Run an op; compute the values of its outputs if its inputs are known."""
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if self._mode is None:
             out = func(*args, **kwargs)
@@ -76,7 +76,7 @@ class KnownValues:
         if known and (tensors or _is_factory(func)) and not is_random:
             return self._run_known(func, args, kwargs, factory=not tensors)
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-            for t in tensors:  # a known value was changed by an unknown one: which, does not matter
+            for t in tensors:  # an unknown value was written to a known one: forget all
                 self._known.pop(t, None)
         kernel = KERNELS.get(str(func))
         if kernel is None and func is torch.ops.aten.embedding.default:
@@ -91,7 +91,7 @@ class KnownValues:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             out = choose(func, args, self._known.get)
             if out is None:
-                raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+                raise UnknownValue(f"`{func}` needs a value that only a real run can compute") from error
         self.looked_at.update(*(self._from.get(t, ()) for t in deciding(func, args)))
         return out
 
@@ -113,12 +113,12 @@ class KnownValues:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if not have:
-                raise UnknownValue(f"`{func}` needs a value that only a real run knows") from error
+                raise UnknownValue(f"`{func}` needs a value that only a real run can compute") from error
             assert self._mode is not None
             mode = self._mode
             self.looked_at |= sources
             out = tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), value)
-        if not all(isinstance(x, torch.Tensor) for x in tree_iter(out)):  # an answer in Python
+        if not all(isinstance(x, torch.Tensor) for x in tree_iter(out)):  # a Python result
             self.looked_at |= sources
         if have:
             for fake, real in zip(tree_iter(out), tree_iter(value), strict=False):
@@ -127,7 +127,7 @@ class KnownValues:
         return out
 
     def _tell_drawn(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Random numbers that the step may ask for."""
+        """Record random numbers that the step may read."""
         value = drawn.fraction(func, args, kwargs, out)
         if value is None:
             value = drawn.integers(func, args, kwargs, out)
@@ -135,7 +135,7 @@ class KnownValues:
             self._known[out], self._from[out] = value, frozenset()
 
     def _check_range(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
-        """A fake look-up never fails; a real one does, and people would rather know now."""
+        """Raise for an index out of range: a fake lookup never fails, a real one would."""
         if indices in self._known and indices.numel():
             with _disable_current_modes():
                 largest = int(self._known[indices].max())
@@ -158,7 +158,7 @@ def _is_factory(func: Any) -> bool:
 
 
 def _small_request(args: Any, kwargs: Any) -> bool:
-    """Whether a factory call makes something small: no sum of its integers can say more than the result's size."""
+    """Does a factory call make something small? The product of its integers bounds the result's size."""
     sizes = [n for n in tree_iter((args, kwargs)) if isinstance(n, int) and not isinstance(n, bool)]
     product = 1
     for n in sizes:

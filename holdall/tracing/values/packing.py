@@ -1,4 +1,4 @@
-"""Sequences of several lengths, packed and padded by ops that can be traced: torch's own read the lengths below Python."""
+"""Packs and pads sequences of several lengths by traceable ops: torch's own read the lengths below Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def pack(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch._pack_padded_sequence`: the sequences, longest first, step by step; and how many there are at each step."""
+    """As `torch._pack_padded_sequence`: the sequences, longest first, step by step; and their number at each step."""
     ends: list[int] = lengths.tolist()
     sizes = [sum(end > step for end in ends) for step in range(ends[0])]
     packed: torch.Tensor = _Pack.apply(x, sizes, batch_first)
@@ -19,7 +19,7 @@ def pack(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[tor
 def pad(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch._pad_packed_sequence`: the way back, and the lengths."""
+    """As `torch._pad_packed_sequence`: the inverse, and the lengths."""
     sizes: list[int] = batch_sizes.tolist()
     rest = data.shape[1:]
     out = torch.full((max(len(sizes), total), sizes[0], *rest), value, dtype=data.dtype, device=data.device)
@@ -48,7 +48,7 @@ class _Pack(torch.autograd.Function):
 
 
 def _runs(sizes: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Steps that have the same number of sequences: the first, the one after the last, how many, and where they lie."""
+    """Ranges of steps with the same number of sequences: (first, end, number, offset)."""
     first = offset = 0
     for step in range(1, len(sizes) + 1):
         if step == len(sizes) or sizes[step] != sizes[first]:

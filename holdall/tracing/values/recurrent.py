@@ -1,13 +1,12 @@
-"""Recurrent layers on a GPU: cuDNN's ops, with the bytes that cuDNN takes.
+"""Recurrent layers on a GPU: cuDNN's ops, with the memory that cuDNN uses.
 
-`torch.lstm` and its like choose their kernel below Python, and what they do on the way there cannot be done on fake tensors:
-they look at addresses of weights, and draw a seed for cuDNN's dropout. The op itself has a fake kernel that returns no buffer
-of weights, and none at all for its backward. So the layer is taken apart here, as torch does it (`RecurrentOps`), and the two
-ops have kernels of their own (`KERNELS`).
+`torch.lstm` and its like choose their kernel below Python, in ways that fail on fake tensors: they compare addresses of weights
+and draw a seed for cuDNN's dropout. The op's own fake kernel returns no weight buffer, and its backward has none. So the layer
+is decomposed here as torch does it (`RecurrentOps`), and the two ops get kernels of their own (`KERNELS`).
 
-cuDNN reads all weights of a layer from one buffer. Weights that do not lie in one, and working copies never do, are copied into
-a new one in each forward; autograd keeps that for backward, as it does the *reserve*, in which cuDNN puts what backward needs.
-How large both are, only cuDNN knows: where there is a GPU, it is asked, once for each shape.
+cuDNN reads all weights of a layer from one buffer. Weights outside such a buffer, as working copies always are, are copied into
+a new one in each forward; autograd keeps it for backward, with the *reserve*, where cuDNN stores what backward needs. Only
+cuDNN knows both sizes: on a GPU it is asked, once per shape.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ _MODES: dict[Any, int] = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: 2, t
 _PACKING: dict[Any, Callable[..., Any]] = {torch._pack_padded_sequence: pack, torch._pad_packed_sequence: pad}
 _LSTM = 2
 _GATES = (1, 1, 4, 3)
-_KEPT = (2, 2, 6, 5)  # values of the hidden size that a step of a layer leaves in the reserve: an estimate, without a GPU
+_KEPT = (2, 2, 6, 5)  # hidden sizes that a step of a layer leaves in the reserve: an estimate, without a GPU
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_STATE = 2**21 + 2**16  # bytes of cuDNN's random state, without a GPU: a little over two MiB
+_STATE = 2**21 + 2**16  # bytes of cuDNN's random state without a GPU: a little over 2 MiB
 
 
 class RecurrentOps(TorchFunctionMode):
-    """Recurrent layers by cuDNN's op, on `device`, which may stand in for a GPU."""
+    """Runs recurrent layers by cuDNN's op on `device`, which may be a stand-in for a GPU."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         super().__init__()
         self._device = device
         layers = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)]
-        self._state = None  # cuDNN's own random numbers, of which there is one state for all layers, for good
+        self._state = None  # cuDNN's random state, shared by all layers and kept for good
         if any(m.dropout > 0 and m.training for m in layers):
             self._state = torch.empty(_state_bytes(device), dtype=torch.uint8, device=device)
 
@@ -61,7 +60,7 @@ class RecurrentOps(TorchFunctionMode):
             size, projected = cx.shape[2], size
         x, buffer = args[0], None
         narrow = autocast_now(self._device.type)
-        if narrow is not None:  # the weights are copied into the buffer as they are cast
+        if narrow is not None:  # the weights are cast while they are copied into the buffer
             x, hx, *weights = (t.to(narrow) for t in (x, hx, *weights))
             cx = cx.to(narrow) if cx is not None else None
             buffer = weights[0].detach()
@@ -92,7 +91,7 @@ def _is_acceptable(x: Any) -> bool:
 
 
 class _Layer(NamedTuple):
-    """What cuDNN's sizes depend on."""
+    """Everything that cuDNN's sizes depend on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -163,12 +162,12 @@ def _backward(func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
     x, weights, hx, cx, batch_first, sizes = args[0], args[1], args[4], args[5], args[14], args[18]
     dx = _time_first(x, tuple(x.shape), batch_first and not sizes)
     dcx = torch.empty_like(cx) if cx is not None else x.new_empty(0)
-    # in one buffer, really; its parts live as long as each other
+    # really one buffer; its parts have the same lifetime
     return dx, torch.empty_like(hx), dcx, [torch.empty_like(w) for w in weights] if args[-1][3] else []
 
 
 def _time_first(x: torch.Tensor, shape: tuple[int, ...], is_turned: bool) -> torch.Tensor:
-    """Empty: with steps outermost in memory, in whatever order they are in the shape."""
+    """An empty tensor with steps outermost in memory, whatever their order in the shape."""
     if not is_turned:
         return x.new_empty(shape)
     rows, steps, width = shape
@@ -180,7 +179,7 @@ def _sizes(layer: _Layer) -> _Sizes:
     if layer.device.type == "cuda" and torch.cuda.is_available():
         try:
             return _ask(layer)
-        except (RuntimeError, torch.OutOfMemoryError):  # no room to try it now
+        except (RuntimeError, torch.OutOfMemoryError):  # not enough memory to measure now
             pass
     return _estimate(layer)
 
@@ -189,13 +188,13 @@ def _estimate(layer: _Layer) -> _Sizes:
     element = torch.empty(0, dtype=layer.dtype, device="meta").element_size()
     kept = _KEPT[layer.mode] * layer.rows * layer.hidden * layer.layers * layer.directions * element
     numel = sum(torch.Size(shape).numel() for shape in layer.weights)
-    if all(len(shape) > 1 for shape in layer.weights):  # cuDNN has biases in any case
+    if all(len(shape) > 1 for shape in layer.weights):  # cuDNN always has biases
         numel += 2 * _GATES[layer.mode] * layer.hidden * layer.layers * layer.directions
     return _Sizes(kept, numel)
 
 
 def _ask(layer: _Layer) -> _Sizes:
-    """By a forward on empty tensors."""
+    """Measure the sizes by a forward on empty tensors."""
     with _disable_current_modes(), torch.no_grad():
         on: dict[str, Any] = {"device": layer.device, "dtype": layer.dtype}
         depth = layer.layers * layer.directions
@@ -229,7 +228,7 @@ def _state_bytes(device: torch.device) -> int:
 
 
 def _state(dropout: float, device: torch.device) -> torch.Tensor:
-    """One more of cuDNN's random states: neither torch's own nor its generator is touched."""
+    """Another random state of cuDNN; torch's own and its generator are not touched."""
     made: torch.Tensor = torch._cudnn_init_dropout_state(dropout, True, 0, dtype=torch.uint8, device=device)  # type: ignore[attr-defined]
     return made
 
