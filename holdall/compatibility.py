@@ -137,7 +137,8 @@ MEMBERS = {"optimizer": "optim", "recipe": "precision"}
 def members() -> dict[str, tuple[Feature, Verdict, str]]:
     """Optimizers and precision recipes: what each is, what holds of it alone, and the feature that it behaves as, or nothing.
 
-    Their classes say it, so that one more needs no word here; tests/unit/test_by_name.py runs those of this package.
+    Their classes say it, so that one more needs no word here. tests/unit/test_by_name.py runs those of this package under a
+    plan of `auto`; their pairs with other features are derived, not run.
     """
     return _members(*((group, folder, member_names(folder)) for group, folder in MEMBERS.items()))
 
@@ -201,6 +202,7 @@ def _said(given: tuple[str, ...]) -> list[Verdict]:
     """Every word that there is about these features: about each, and about pairs of them."""
     others = {} if set(given) <= set(names()) else members()
     groups = Counter(others[name][0].group for name in given if name in others)
+    groups["recipe"] += "bf16" in given  # a recipe, too
     of_members = [others[name][1] for name in given if name in others]
     kinds = dict.fromkeys(others[name][2] if name in others else name for name in given)
     together = [_pair(a, b) for a, b in combinations(kinds, 2)]

@@ -54,7 +54,8 @@ def _all() -> None:
         levels = [verdict(name, other).level for other in known]
         add_row(table, n, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
     show(table)
-    say("\n= exact   ~ close: approximate gradients   x refused before the first step\n")
+    say("\n= exact   ~ close: approximate gradients   x refused before the first step")
+    say("rows without a number, optimizers and precision recipes, are derived from what each says of itself\n")
     show(facts({f.name: f.what for f in (*known_features(), *(feature(name) for name in others))}))
     say("\ntiers")
     show(facts({**tiers()}))

@@ -81,9 +81,9 @@ def start(
         adjust=adjust,
     )
 
-    given = Plan.load(request.plan) if isinstance(request.plan, (str, Path)) else request.plan
-    if given is not None and request.lengths is not None:
+    if request.plan is not None and request.lengths is not None:
         raise InvalidInput("`plan` is for one size, and `lengths` asks for several", hint="leave one of them out")
+    given = Plan.load(request.plan) if isinstance(request.plan, (str, Path)) else request.plan
 
     def prepare() -> Prepared:
         with nullcontext() if room is None else room.explaining():

@@ -1,14 +1,15 @@
-"""Optimizers by name: in `trace`, `fit` and the command line, those of the folder and torch's own."""
+"""Optimizers and precision recipes by name: in `trace`, `fit` and the command line."""
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import holdall
-from holdall import optim
+from holdall import compatibility, optim, precision
 from holdall.cli import app
 from holdall.optim.galore import GaLore
 from holdall.registry import member_names
@@ -84,3 +85,130 @@ def test_states_in_an_estimate_are_those_of_the_rule():
     words = ["estimate", "tiny-llama", "--batch", "1", "--seq", "16", "--json", "--optimizer"]
     states = [json.loads(says(*words, name))["kinds"].get("optimizer state", 0) for name in ("sgd", "galore:rank=4", "adamw")]
     assert 0 == states[0] < states[1] < states[2]
+
+
+# in plans, as `holdall compatible` says
+
+PLANNED = [name for name in member_names("optim") if compatibility.verdict(name).level == "exact"]
+
+
+def planned_as_plain(make, batch, model, plain, undo=lambda: None, **given):
+    """Trains under a tight plan of `auto`, and without; the same bits are expected. Returns the harness."""
+    expected = train(plain, batch, make(plain))
+    undo()
+    optimizer = make(model)
+    whole = holdall.trace(model, batch, optimizer=optimizer, **given)
+    budget = holdall.plan(whole, hardware=machine(), planner="nop").predicted.peak["cpu"] * 9 // 10
+    with holdall.fit(model, optimizer, batch, hardware=machine(), budget=budget, **given) as harness:
+        assert train(model, batch, optimizer) == expected
+    assert harness.plan.actions and harness.notes == []
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert harness.measured().peak["cpu"] <= budget
+    return harness
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_an_optimizer_trains_under_a_plan_as_it_does_alone(name):
+    model, batch = family("tied")
+    planned_as_plain(lambda m: optim.make(name, m), batch, model, copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("name", [n for n in member_names("optim") if n not in PLANNED])
+def test_an_optimizer_that_no_plan_can_take_is_refused_before_the_first_step(name):
+    model, batch = family("tied")
+    with pytest.raises(holdall.Unsupported) as refused:
+        holdall.fit(model, name, batch, hardware=machine())
+    assert refused.value.hint and "\n" not in refused.value.fact
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-autocast", "bf16-weights", "fp8:emulate=true"])
+def test_a_recipe_trains_under_a_plan_as_it_does_alone_and_leaves_nothing_behind(name):
+    """`bf16-master` is tests/contracts/test_compatibility.py's."""
+    if name.startswith("fp8"):
+        pytest.importorskip("torchao")
+    model, batch = family("tied")
+    plain = copy.deepcopy(model)
+    kinds = [type(m) for m in model.modules()]
+    undo = precision.put_on(precision.find(name), plain)
+    harness = planned_as_plain(adamw, batch, model, plain, undo, precision=name)
+    assert harness.plan.about["recipe"] == name
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert [type(m) for m in model.modules()] == kinds
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_names_of_recipes_are_those_of_plans_and_the_old_ones():
+    for name, own in {"bf16": "bf16-master", "bfloat16": "bf16-master", "bf16-mixed": "bf16-master", "float32": "fp32"}.items():
+        assert str(precision.plannable(name)) == own
+    assert str(precision.find("bf16")) == "bf16-weights"  # of `prepare`
+    assert [str(precision.find(level)) for level in ("O0", "O1", "O2", "O3")] == [
+        "fp32",
+        "fp16-autocast",
+        "fp16-master",
+        "fp16-weights",
+    ]
+    assert str(precision.find("fp8:kind=rowwise")) == "fp8:kind=rowwise"
+
+
+@pytest.mark.parametrize("name", ["fp16-autocast", "O2", "bf16-stochastic", "fp16"])
+def test_a_recipe_that_needs_another_loop_is_refused_with_those_that_do_not(name):
+    model, batch = family("tied")
+    with pytest.raises(holdall.Unsupported) as refused:
+        holdall.fit(model, adamw(model), batch, hardware=machine(), precision=name)
+    assert "bf16" in refused.value.hint and "prepare" in refused.value.hint
+
+
+def test_a_recipe_is_off_again_where_a_plan_cannot_be_applied():
+    model, batch = family("tied")
+    plan = holdall.plan(holdall.trace(model, batch, precision="bf16-weights"), hardware=machine())
+    other = torch.nn.Linear(4, 4)
+    before = {p.dtype for p in other.parameters()}
+    with pytest.raises(holdall.TraceMismatch):
+        holdall.apply(plan, other)
+    assert {p.dtype for p in other.parameters()} == before and not other._forward_hooks
+
+
+def test_precision_on_the_command_line():
+    words = ["estimate", "tiny-llama", "--batch", "1", "--seq", "16", "--json"]
+    states = {
+        name: json.loads(says(*words, "--precision", name))["kinds"]["parameters"]
+        for name in ("fp32", "bf16-weights", "autocast")
+    }
+    assert states["fp32"] == states["autocast"] == pytest.approx(2 * states["bf16-weights"], rel=0.01)  # sizes are rounded up
+    assert json.loads(says(*words, "--precision", "bf16")) == json.loads(says(*words, "--dtype", "bf16-mixed"))
+    both = CliRunner().invoke(app, [*words, "--precision", "bf16", "--dtype", "bf16"])
+    assert both.exit_code == 2 and "leave --dtype out" in both.output
+    unknown = CliRunner().invoke(app, [*words, "--precision", "bf61"])
+    assert unknown.exit_code == 2 and "did you mean `bf16`" in unknown.output
+    rows = {row["name"]: row for row in json.loads(says("precisions", "--json"))}
+    assert set(rows) == set(precision.names()) and rows["bf16-weights"]["bytes"] == 8 and not rows["fp16-master"]["planned"]
+
+
+def test_a_run_with_another_rule_goes_on_as_if_it_had_not_stopped(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a text that is long enough to be learned from. " * 40)
+    machine().save(tmp_path / "machine.json")
+    words = ["train", "tiny-llama", "--data", str(text), "--batch", "2", "--seq", "16", "--warmup", "0", "--device", "cpu"]
+    words += [
+        "--gpu",
+        str(tmp_path / "machine.json"),
+        "--optimizer",
+        "galore:update_proj_gap=2",
+        "--precision",
+        "bf16-autocast",
+    ]
+
+    def run(out, steps, *more):
+        return json.loads(says(*words, "--out", str(tmp_path / out), "--steps", str(steps), "--json", *more))
+
+    whole = run("whole", 3, "--save-every", "2")
+    assert whole["loss"] < whole["first_loss"]
+    shutil.rmtree(whole["checkpoint"])  # that of step 2 is left
+    again = run("whole", 3)
+    assert again["resumed_from"] == 2 and again["loss"] == whole["loss"]
+    other = CliRunner().invoke(app, [*words[:-3], "adafactor", *words[-2:], "--out", str(tmp_path / "whole"), "--steps", "4"])
+    assert other.exit_code == 2 and "optimizer" in other.output

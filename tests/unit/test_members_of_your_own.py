@@ -152,4 +152,5 @@ def test_the_table_of_what_works_together_has_both():
     assert "lion" in table and "coarse-linear" in table
     assert json.loads(says("compatible", "lion", "coarse-linear", "offload", "--json"))["level"] == "exact"
     assert compatibility.verdict("lion", "compress").level == "close"
-    assert compatibility.verdict("lion", "galore").level == "refused"
+    assert compatibility.verdict("lion", "galore").level == "refused"  # one of a kind
+    assert compatibility.verdict("coarse-linear", "bf16").level == "refused"
