@@ -42,6 +42,24 @@ def backward_nodes(out: Any) -> list[Any]:
     return list({id(node): node for node in nodes}.values())
 
 
+_FACTORIES = ("arange", "full", "zeros", "ones", "scalar_tensor", "eye")
+_LITTLE = 2**21  # elements; small beside a model
+
+
+def is_factory(func: Any) -> bool:
+    """Whether the op makes a tensor of known values from nothing."""
+    return str(func).split(".")[1] in _FACTORIES if "." in str(func) else False
+
+
+def makes_little(args: Any, kwargs: Any) -> bool:
+    """Whether a factory call makes something small: no product of its integers can say less than the result's size."""
+    product = 1
+    for n in tree_iter((args, kwargs)):
+        if isinstance(n, int) and not isinstance(n, bool):
+            product *= max(1, abs(n))
+    return product <= _LITTLE
+
+
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the op draws from a generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):

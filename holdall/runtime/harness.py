@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from holdall.casts import cast_inputs
+from holdall.decoding import caching_configs, train_without_cache
 from holdall.errors import Unsupported
 from holdall.runtime.activations.offload import Bank
 from holdall.runtime.activations.policy import Blocks, Policy, at_backward
@@ -143,6 +144,8 @@ class Harness:
         self._progress = silent  # later plans are for the notes to tell of
         PLANNED.add(model)
         log.info("holdall: %s", plan.summary())
+        if caching_configs(model):
+            log.info("holdall: no keys and values are kept for decoding in training; `use_cache=True` in a call asks for them")
 
     # what actions use
 
@@ -235,6 +238,7 @@ class Harness:
             self._undo.append(watch_backward(self._repeat))
         self._undo.append(copy_plainly(self.model, lambda: self.engine, self.quiet))
         self._undo += self._parts.watch(self.model, names)
+        self._undo.append(train_without_cache(self.model))
         handle = self.model.register_forward_pre_hook(self.begin_step, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
         self._undo.append(self.model.register_forward_hook(self._end_forward, always_call=True).remove)
@@ -406,6 +410,7 @@ class Harness:
             if engine is not None:
                 self._outside = engine.outside
                 engine.settle()
+            self._results.add_copies(self._copied())
         finally:
             self._meter.stop()  # what follows is not the loop's
             self._stay()
@@ -453,6 +458,7 @@ class Harness:
             self._finish_step()
         self._blocks.restart()
         self._watch.begin(args, kwargs)
+        self._results.begin_step(self._copied())
         self._meter.begin()
         self._is_stepping = True
 
@@ -475,6 +481,13 @@ class Harness:
         if self.engine is not None:
             self.engine.end_forward(failed=failed)
 
+    def _copied(self) -> dict[str, int]:
+        """Link -> bytes that were copied over it so far."""
+        store = self.store
+        return (
+            {} if store is None else {f"{self._home}->{store.name}": store.sent, f"{store.name}->{self._home}": store.fetched}
+        )
+
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._finish_step()
 
@@ -483,7 +496,7 @@ class Harness:
         if self._is_stepping:
             self._is_stepping = False
             self._meter.end()
-            self._results.add_step(self.plan)
+            self._results.add_step(self.plan, self._copied())
             self._watch.end()
             self._rivals.after_step(self, Notes(self.notes))
 
@@ -505,6 +518,8 @@ class Harness:
 
     def measured(self) -> Outcome | None:
         """What was seen; None before the first whole step. Seconds are the median of the steps after the first."""
+        if not self._closed:
+            self._results.add_copies(self._copied())
         outside = self.engine.outside if self.engine is not None else self._outside
         process = int(self.plan.about.get("process") or 0)
         elsewhere = {name: store.peak for name, store in self.stores.items()}

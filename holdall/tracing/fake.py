@@ -113,7 +113,7 @@ def record_fake_step(
         parts=any(call.path for call in recorder.calls),
         calls=sum(not call.path for call in recorder.calls),
         timed=timed,
-        looked_at=tuple(sorted(values.looked_at)),
+        looked_at=tuple(sorted(n for n in values.looked_at if n >= 0)),
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatte
 
 from holdall.errors import Unsupported
 from holdall.ops import is_random, mutated_arguments
+from holdall.runtime.programs.answers import Answers
 
 Slot = int  # a storage
 
@@ -150,7 +151,8 @@ def capture(
         return torch.func.functional_call(shim, swapped, a, k)
 
     def joint(tensors: list[torch.Tensor]) -> Any:
-        out, out_spec = tree_flatten(run(tensors))
+        with Answers():
+            out, out_spec = tree_flatten(run(tensors))
         wanted = [i for i, o in enumerate(out) if isinstance(o, torch.Tensor) and o.requires_grad]
         wanted = [i for i in wanted if (i in chosen if chosen is not None else out[i].numel() == 1 or not loss_alone)]
         trained = [i for i, t in enumerate(tensors) if t.requires_grad]
