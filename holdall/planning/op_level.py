@@ -46,10 +46,7 @@ def plan_by_ops(planner: Planner, problem: Problem, solver: Solver, *, scope: st
     if not over_budget(problem, plain):
         return finish(planner, problem, [], why=["everything fits: nothing is run again"], began=began)
     graph, apart = _whole(problem, scope, nodes)
-    if graph is not None:
-        attempts = _model(problem, graph, solver, time_limit)
-    else:
-        attempts = _blocks(problem, solver, time_limit)
+    attempts = _blocks(problem, solver, time_limit) if graph is None else _model(problem, graph, solver, time_limit)
     best: tuple[list[Action], list[str]] = ([], [])
     least = plain.peak[problem.home]
     for actions, why in attempts:
