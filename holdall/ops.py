@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,3 +107,22 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return int(formula(*args, **kwargs, out_val=out))
     except (TypeError, AttributeError, AssertionError, ValueError, IndexError):
         return 0  # a formula that does not know this overload
+
+
+@contextmanager
+def branches_of_a_real_run() -> Iterator[None]:
+    """Let Hugging Face models take the branch of a real run: values they ask for are known though tensors are fake."""
+    try:
+        from transformers.utils import import_utils
+    except ImportError:
+        yield
+        return
+    original = getattr(import_utils, "is_fake_tensor", None)
+    if original is None:  # a version that does not look
+        yield
+        return
+    import_utils.is_fake_tensor = lambda x: False  # noqa: ARG005
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = original

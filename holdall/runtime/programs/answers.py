@@ -1,7 +1,7 @@
 """What a block asks for where no input decides it, answered while the block is captured on fake tensors.
 
-Models ask, for example, whether the positions that they have just made are one sequence. Tensors made from nothing are small and
-the same in every call, so their values travel beside the fakes, as in a trace (`tracing/values/known.py`).
+Models ask, for example, whether the positions that they have just made are one sequence. Tensors made from nothing are small
+and the same in every call, so their values travel beside the fakes, as in a trace (`tracing/values/known.py`).
 """
 
 from __future__ import annotations
