@@ -30,7 +30,6 @@ from holdall.planning.stages import Limits, Staged, complete, everything, fill, 
 
 Goal = Literal["cost", "peak", "saved"]
 _COARSE = 10_000  # a budget of more units is scaled to as many: solvers work to absolute tolerances
-_GREEDY = 0.25  # of the time, at most, for the program to begin with
 _THRESHOLDS = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9)
 
 
@@ -70,7 +69,7 @@ def solve(
 
     if dag.floor > budget:
         return done(None, inf, "infeasible")
-    best = greedy(dag, limits, until=began + _GREEDY * time_limit)
+    best = greedy(dag, limits, until=until)
     if best and best.program == dag.once:
         return done(best, best.seen.seconds, "optimal")
     rounded, bound, status = _round(dag, limits, shares=(1.0, 0.9), tries=20, seed=0, mend=True, time_limit=left() / 2)
