@@ -483,10 +483,8 @@ class Harness:
 
     def _copied(self) -> dict[str, int]:
         """Link -> bytes that were copied over it so far."""
-        store = self.store
-        return (
-            {} if store is None else {f"{self._home}->{store.name}": store.sent, f"{store.name}->{self._home}": store.fetched}
-        )
+        out = {f"{self._home}->{name}": store.sent for name, store in self.stores.items()}
+        return out | {f"{name}->{self._home}": store.fetched for name, store in self.stores.items()}
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._finish_step()
