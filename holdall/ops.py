@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,24 @@ def backward_nodes(out: Any) -> list[Any]:
         bases = [t._base for t in tensors if t._base is not None]
         nodes = [t.grad_fn for t in (*tensors, *bases) if t.grad_fn is not None]
     return list({id(node): node for node in nodes}.values())
+
+
+_FACTORIES = ("arange", "full", "zeros", "ones", "scalar_tensor", "eye")
+_LITTLE = 2**21  # elements; small beside a model
+
+
+def is_factory(func: Any) -> bool:
+    """Whether the op makes a tensor of known values from nothing."""
+    return str(func).split(".")[1] in _FACTORIES if "." in str(func) else False
+
+
+def makes_little(args: Any, kwargs: Any) -> bool:
+    """Whether a factory call makes something small: no product of its integers can say less than the result's size."""
+    product = 1
+    for n in tree_iter((args, kwargs)):
+        if isinstance(n, int) and not isinstance(n, bool):
+            product *= max(1, abs(n))
+    return product <= _LITTLE
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
@@ -87,3 +107,22 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return int(formula(*args, **kwargs, out_val=out))
     except (TypeError, AttributeError, AssertionError, ValueError, IndexError):
         return 0  # a formula that does not know this overload
+
+
+@contextmanager
+def branches_of_a_real_run() -> Iterator[None]:
+    """Let Hugging Face models take the branch of a real run: values they ask for are known though tensors are fake."""
+    try:
+        from transformers.utils import import_utils
+    except ImportError:
+        yield
+        return
+    original = getattr(import_utils, "is_fake_tensor", None)
+    if original is None:  # a version that does not look
+        yield
+        return
+    import_utils.is_fake_tensor = lambda x: False  # noqa: ARG005
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = original

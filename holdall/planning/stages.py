@@ -7,6 +7,7 @@ the exact solvers begin, and what mends a rounded solution.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -106,9 +107,12 @@ def everything(dag: Dag) -> Staged:
     return complete(dag, [(1 << t) - 1 for t in range(len(dag) + 1)])
 
 
-def squeeze(staged: Staged, limits: Limits) -> Staged:
-    """Carry less until it fits or no step is left, each time that which costs least per byte of what is too much."""
-    while broken := list(limits.broken(staged)):
+def squeeze(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
+    """Carry less until it fits or no step is left, each time that which costs least per byte of what is too much.
+
+    `until`: when to stop (`time.perf_counter`), whether it fits or not.
+    """
+    while time.perf_counter() < until and (broken := list(limits.broken(staged))):
         over = sum(excess for _, _, excess in broken)
         place, after, _ = max(broken, key=lambda b: b[2])
         best, choice = (True, inf), None
@@ -126,8 +130,8 @@ def squeeze(staged: Staged, limits: Limits) -> Staged:
     return staged
 
 
-def fill(staged: Staged, limits: Limits) -> Staged:
-    """Carry more where there is room: take the dearest second run that can be saved, until none can."""
+def fill(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
+    """Carry more where there is room: take the dearest second run that can be saved, until none can, or it is time to stop."""
     dag = staged.dag
     tried: set[tuple[int, int]] = set()
     while True:
@@ -135,6 +139,8 @@ def fill(staged: Staged, limits: Limits) -> Staged:
             (dag.cost[i], t, i) for t, runs in enumerate(staged.runs) for i in bits(runs & ~(1 << t)) if (t, i) not in tried
         ]
         for _, t, i in sorted(again, reverse=True):
+            if time.perf_counter() >= until:
+                return staged
             tried.add((t, i))
             before = max(s for s in range(t) if (staged.runs[s] | staged.carried[s]) >> i & 1)
             carried = list(staged.carried)
@@ -148,10 +154,10 @@ def fill(staged: Staged, limits: Limits) -> Staged:
             return staged
 
 
-def greedy(dag: Dag, limits: Limits) -> Staged | None:
-    """A fair program, or None where single steps lead to none."""
-    found = squeeze(everything(dag), limits)
-    return fill(found, limits) if limits.allow(found) else None
+def greedy(dag: Dag, limits: Limits, *, until: float = inf) -> Staged | None:
+    """A fair program, or None where single steps lead to none in time."""
+    found = squeeze(everything(dag), limits, until=until)
+    return fill(found, limits, until=until) if limits.allow(found) else None
 
 
 def closure(dag: Dag, wanted: int, have: int) -> int:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from holdall.casts import cast_inputs
+from holdall.decoding import caching_configs, train_without_cache
 from holdall.errors import Unsupported
 from holdall.runtime.activations.offload import Bank
 from holdall.runtime.activations.policy import Blocks, Policy, at_backward
@@ -134,6 +135,8 @@ class Harness:
         self._progress = silent  # later plans are reported as notes
         PLANNED.add(model)
         log.info("holdall: %s", plan.summary())
+        if caching_configs(model):
+            log.info("holdall: no keys and values are kept for decoding in training; `use_cache=True` in a call asks for them")
 
     # used by actions
 
@@ -226,6 +229,7 @@ class Harness:
             self._undo.append(watch_backward(self._repeat))
         self._undo.append(copy_plainly(self.model, lambda: self.engine, self.quiet))
         self._undo += self._parts.watch(self.model, names)
+        self._undo.append(train_without_cache(self.model))
         handle = self.model.register_forward_pre_hook(self.begin_step, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
         self._undo.append(self.model.register_forward_hook(self._end_forward, always_call=True).remove)
@@ -397,6 +401,7 @@ class Harness:
             if engine is not None:
                 self._outside = engine.outside
                 engine.settle()
+            self._results.add_copies(self._copied())
         finally:
             self._meter.stop()  # the rest is not part of the loop
             self._stay()
@@ -445,6 +450,7 @@ class Harness:
             self._finish_step()
         self._blocks.restart()
         self._watch.begin(args, kwargs)
+        self._results.begin_step(self._copied())
         self._meter.begin()
         self._is_stepping = True
 
@@ -467,6 +473,11 @@ class Harness:
         if self.engine is not None:
             self.engine.end_forward(failed=failed)
 
+    def _copied(self) -> dict[str, int]:
+        """Link -> bytes that were copied over it so far."""
+        out = {f"{self._home}->{name}": store.sent for name, store in self.stores.items()}
+        return out | {f"{name}->{self._home}": store.fetched for name, store in self.stores.items()}
+
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._finish_step()
 
@@ -475,7 +486,7 @@ class Harness:
         if self._is_stepping:
             self._is_stepping = False
             self._meter.end()
-            self._results.add_step(self.plan)
+            self._results.add_step(self.plan, self._copied())
             self._watch.end()
             self._rivals.after_step(self, Notes(self.notes))
 
@@ -497,6 +508,8 @@ class Harness:
 
     def measured(self) -> Outcome | None:
         """The measured outcome; None before the first whole step. Seconds are the median of the steps after the first."""
+        if not self._closed:
+            self._results.add_copies(self._copied())
         outside = self.engine.outside if self.engine is not None else self._outside
         process = int(self.plan.about.get("process") or 0)
         elsewhere = {name: store.peak for name, store in self.stores.items()}

@@ -250,6 +250,7 @@ class TierContract:
                 assert torch.equal(torch.empty(0, device=self.device).set_(fetched), source)
             store.free(ticket)
         assert store.used == 0
+        assert store.sent == store.fetched == sum(t.untyped_storage().nbytes() for t in sources)
         store.close()
 
     def test_several_go_and_come_together(self) -> None:
@@ -266,6 +267,7 @@ class TierContract:
                 assert torch.equal(torch.empty(0, device=self.device).set_(storage), source)
             store.free(ticket)
         assert store.used == 0
+        assert store.sent == store.fetched == sum(t.untyped_storage().nbytes() for t in sources)
         assert store.put_all([]) == store.get_all([], self.device) == []
         store.close()
 

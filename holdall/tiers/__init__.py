@@ -83,6 +83,16 @@ class Store(Protocol):
         """Bytes of memory taken, those kept for reuse included."""
         ...
 
+    @property
+    def sent(self) -> int:
+        """Bytes copied here so far, by all lanes."""
+        ...
+
+    @property
+    def fetched(self) -> int:
+        """Bytes copied back so far, by all lanes."""
+        ...
+
     def put(self, source: torch.UntypedStorage) -> Ticket: ...
 
     def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:

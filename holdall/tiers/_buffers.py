@@ -48,6 +48,7 @@ class Buffers:
         self.used = 0
         self.peak = 0
         self.held = 0
+        self.sent = self.fetched = 0  # bytes copied into buffers, and out of them
         self._prepare = prepare  # after a buffer is made
         self._dispose = dispose  # before its memory goes
         self._kept: dict[int, deque[Buffer]] = {}  # by size; oldest first, for its copies are the most likely to be over
@@ -153,6 +154,14 @@ class Counted:
     @property
     def held(self) -> int:
         return self._buffers.held
+
+    @property
+    def sent(self) -> int:
+        return self._buffers.sent
+
+    @property
+    def fetched(self) -> int:
+        return self._buffers.fetched
 
     def begin_anew(self) -> None:
         self._buffers.begin_anew()

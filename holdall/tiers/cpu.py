@@ -65,6 +65,7 @@ class Cpu(Counted):
         if not leaving:
             return tickets
         buffers = self._buffers.take_all([ticket.nbytes for ticket, _ in leaving])
+        self._buffers.sent += sum(ticket.nbytes for ticket, _ in leaving)
         self._out.wait_stream(self._compute())
         for event in {id(b.busy): b.busy for b in buffers if b.busy is not None}.values():
             self._out.wait_event(event)
@@ -103,6 +104,7 @@ class Cpu(Counted):
         coming = [(ticket, target) for ticket, target in zip(tickets, targets, strict=True) if ticket.nbytes]
         if not coming:
             return targets
+        self._buffers.fetched += sum(ticket.nbytes for ticket, _ in coming)
         self._in.wait_stream(self._compute())
         for event in {id(ticket.out): ticket.out for ticket, _ in coming}.values():
             self._in.wait_event(event)
@@ -155,6 +157,7 @@ class Cpu(Counted):
         self._out.wait_event(after or self._compute().record_event())
         if ticket.back is not None:
             self._out.wait_event(ticket.back)  # whoever still reads what is there
+        self._buffers.sent += min(ticket.nbytes, source.nbytes)
         with torch.cuda.stream(self._out):
             _in_pieces(self.memory(ticket), source, poison=False)
         ticket.out = self._out.record_event()
@@ -168,6 +171,7 @@ class Cpu(Counted):
         self._in.wait_event(after or self._compute().record_event())
         if ticket.out is not None:
             self._in.wait_event(ticket.out)
+        self._buffers.fetched += min(ticket.nbytes, target.nbytes)
         with torch.cuda.stream(self._in):
             _in_pieces(target, self.memory(ticket), poison=True)
         done: torch.cuda.Event = self._in.record_event()

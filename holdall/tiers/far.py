@@ -34,6 +34,7 @@ class Far(Counted):
         leaving = [(ticket, source) for ticket, source in zip(tickets, sources, strict=True) if ticket.nbytes]
         buffers = self._buffers.take_all([ticket.nbytes for ticket, _ in leaving])
         chaos = current()
+        self._buffers.sent += sum(ticket.nbytes for ticket, _ in leaving)
         for (ticket, source), buffer in zip(leaving, buffers, strict=True):
             ticket.buffer = buffer
             if chaos is None:
@@ -56,6 +57,7 @@ class Far(Counted):
         chaos = current()
         if ticket.nbytes and chaos is None:
             self.arrived(ticket)
+            self._buffers.fetched += ticket.nbytes
             copy_bytes(target, ticket.buffer.storage)
         elif ticket.nbytes:
             ticket.target = target
@@ -91,6 +93,7 @@ class Far(Counted):
 
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
         chaos = current()
+        self._buffers.sent += min(ticket.nbytes, source.nbytes)
         if chaos is None:
             copy_tensor(self.memory(ticket), source)
             return
@@ -107,6 +110,7 @@ class Far(Counted):
 
     def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:  # noqa: ARG002
         chaos = current()
+        self._buffers.fetched += min(ticket.nbytes, target.nbytes)
         if chaos is None and ticket.out is None:
             copy_tensor(target, self.memory(ticket))
             return None

@@ -25,6 +25,7 @@ class Null:
         self.notes: list[str] = []
         self.used = 0
         self.peak = 0
+        self.sent = self.fetched = 0  # as if bytes were copied
 
     @property
     def held(self) -> int:
@@ -43,6 +44,7 @@ class Null:
                 hint="give it a larger budget, or let less leave for it",
             )
         self.used += size
+        self.sent += size
         self.peak = max(self.peak, self.used)
         return tickets
 
@@ -54,6 +56,7 @@ class Null:
 
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
         assert ticket.is_live, "this ticket was freed"
+        self.fetched += ticket.nbytes
         return torch.UntypedStorage(ticket.nbytes, device=device)
 
     def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from holdall.ops import branches_of_a_real_run
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -44,7 +44,7 @@ def record_fake_step(
     values = KnownValues(mode)
     recorder = Recorder(values=values, real=False, trials=Trials(on), device=on.type, narrow=how.precision is not None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_no_tracing_branch())
+        stack.enter_context(branches_of_a_real_run())
         stack.enter_context(made_for(device.type))
         stack.enter_context(mode)
         parameters, swapped = _fake_parameters(model, on, how.precision)
@@ -113,7 +113,7 @@ def record_fake_step(
         parts=any(call.path for call in recorder.calls),
         calls=sum(not call.path for call in recorder.calls),
         timed=timed,
-        looked_at=tuple(sorted(values.looked_at)),
+        looked_at=tuple(sorted(n for n in values.looked_at if n >= 0)),
     )
 
 
@@ -194,22 +194,3 @@ def _named_inputs(batch: Any) -> list[tuple[str, torch.Tensor]]:
             if isinstance(t, torch.Tensor):
                 named.append((f"batch.{name}", t))
     return named
-
-
-@contextmanager
-def _no_tracing_branch() -> Iterator[None]:
-    """Make Hugging Face models take the branch of a real run: the values they read are known (see `values/known.py`)."""
-    try:
-        from transformers.utils import import_utils
-    except ImportError:
-        yield
-        return
-    original = getattr(import_utils, "is_fake_tensor", None)
-    if original is None:  # a version without this check
-        yield
-        return
-    import_utils.is_fake_tensor = lambda x: False  # noqa: ARG005
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = original

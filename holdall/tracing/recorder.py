@@ -368,7 +368,7 @@ class Recorder(TorchDispatchMode):
         with self.quiet():
             if self.phase is Phase.FORWARD:
                 self._attribute_nodes()
-                if func is torch.ops.aten._local_scalar_dense.default:
+                if func is torch.ops.aten._local_scalar_dense.default and not self.values.is_constant(args[0]):
                     self.asked.update(call.name for call in self._stack)
                 if self._is_narrow and (dtypes := mixed_dtypes(func, args)):
                     call = self._stack[-1] if self._stack else None

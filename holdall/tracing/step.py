@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdall.casts import cast_inputs, may_cast
+from holdall.decoding import train_without_cache
 from holdall.errors import InvalidInput
 from holdall.tracing.calls import Given
 from holdall.tracing.recorder import Recorder
@@ -114,7 +115,10 @@ class Step(torch.nn.Module):
     def forward(self, batch: Any) -> torch.Tensor:
         """The loss, which the loop's variable holds until the next step."""
         recorder = self._recorder
-        with recorder.saving(), self._casting():
+        with ExitStack() as stack:
+            stack.callback(train_without_cache(self.model))
+            stack.enter_context(recorder.saving())
+            stack.enter_context(self._casting())
             loss = self._loss(self.model, batch)
         check_loss(loss)
         recorder.remember_loss(loss)

@@ -10,7 +10,9 @@ fits and costs no less than the relaxation. Time never grows with the budget. "W
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from math import inf
@@ -18,13 +20,20 @@ from textwrap import dedent
 
 import numpy as np
 import pytest
+import torch
 
+import holdall
 from holdall.actions.reschedule.dag import Dag, fits, replay, uniform
-from holdall.errors import InvalidInput, Unsupported
+from holdall.cost.roofline import cost_trace
+from holdall.errors import HoldallError, InvalidInput, Unsupported
+from holdall.planners.checkmate import ilp
 from holdall.planners.checkmate.ilp import Mip, least, relax, round_lp, solve
 from holdall.planning import highs
-from holdall.planning.stages import Limits, complete, everything, greedy, in_stages, ruled
+from holdall.planning.stages import Limits, complete, everything, greedy, in_stages, ruled, squeeze
+from holdall.simulator import simulate
+from holdall.testing.contracts import problem_for
 from holdall.testing.oracles import shortest
+from holdall.testing.worlds import machine
 
 pytest.importorskip("scipy")
 
@@ -336,3 +345,103 @@ def test_the_plain_program_needs_no_solver():
     found = solve(dag, replay(dag, dag.once).peak)
     assert (found.program, found.status) == (dag.once, "optimal")
     assert everything(dag).program == dag.once
+
+
+# --- as a planner
+
+
+@cache
+def traced(name):
+    """A tiny language model of Hugging Face's with its default config, and its trace."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        )
+        model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 64, (8, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    return cost_trace(holdall.trace(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer), machine())
+
+
+def planned(name, share, planner, **options):
+    trace = traced(name)
+    fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
+    plain = simulate(problem_for(trace), []).peak["cpu"]
+    budget = fixed + (plain - fixed) * share // 100
+    return holdall.plan(trace, planner=planner, budget=budget, hardware=machine(), allow=["recompute"], **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_language_models_are_solved_as_one_graph_and_beat_the_heuristics(name):
+    """With the default config, in which keys and values are kept for decoding."""
+    mine = planned(name, 60, "checkmate", time_limit=3.0)
+    assert "the model as one graph of" in mine.why[0]
+    for heuristic in ("rotor", "auto"):
+        assert mine.predicted.seconds <= planned(name, 60, heuristic).predicted.seconds
+
+
+def test_a_model_that_is_too_large_is_solved_by_blocks_and_the_plan_says_so():
+    plan = planned("gpt2", 60, "checkmate", nodes=20, time_limit=7.0)
+    assert "not solved as one graph but by blocks: its graph has" in plan.why[0]
+    assert "kinds of blocks solved" in plan.why[1]
+    assert "one graph" not in planned("gpt2", 60, "checkmate", scope="blocks", time_limit=7.0).why[0]
+
+
+@pytest.mark.parametrize("planner", ["checkmate", "moccasin"])
+def test_an_unknown_scope_is_refused(planner):
+    with pytest.raises(HoldallError, match=f"scope of {planner}"):
+        planned("gpt2", 100, planner, scope="soup")
+
+
+def test_the_planner_asks_the_integer_program_unless_told_otherwise(monkeypatch):
+    """Neither may stand for the other: rounding alone where the optimum was asked for, or the reverse."""
+    asked = []
+    for name in ("solve", "round_lp"):
+        plain = getattr(ilp, name)
+        monkeypatch.setattr(ilp, name, lambda *a, name=name, plain=plain, **k: asked.append(name) or plain(*a, **k))
+    planned("gpt2", 60, "checkmate", time_limit=0.5)
+    assert set(asked) == {"solve"}
+    asked.clear()
+    planned("gpt2", 60, "checkmate", method="lp", time_limit=0.5)
+    assert set(asked) == {"round_lp"}
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(41, 13), (49, 14), (65, 12)])
+def test_the_integer_program_finds_what_steps_and_rounding_miss(seed, budget, monkeypatch):
+    """And where it has no time, the answer is not called optimal."""
+    dag = random_dag(seed, 10, rich=True)
+    start = greedy(dag, Limits(budget=budget))
+    before = min(round_lp(dag, budget, tries=20).cost, start.seen.seconds if start else inf)
+    best = solve(dag, budget, gap=0.0)
+    assert best.status == "optimal" and shortest(dag, budget).cost <= best.cost < before
+    monkeypatch.setattr(highs, "solve", relaxed_only(highs.solve))
+    without = solve(dag, budget, gap=0.0)
+    assert without.status in ("feasible", "unknown") and without.cost == before
+
+
+def relaxed_only(plain):
+    """A solver that has no time left for whole numbers."""
+
+    def solve(model, **options):
+        found = plain(model, **options)
+        if options.get("relaxed"):
+            return found
+        return replace(found, x=None, status="unknown", bound=-inf)
+
+    return solve
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_time_limits_are_kept(seed):
+    """The steps before the solver count, too."""
+    dag = training(110, seed)
+    began = time.perf_counter()
+    solve(dag, int(replay(dag, dag.once).peak * 0.35), time_limit=1.0)
+    assert time.perf_counter() - began < 8  # reading the model in takes its time on a busy machine
+    squeezed = squeeze(everything(dag), Limits(budget=dag.floor), until=time.perf_counter())
+    assert squeezed.program == dag.once  # no time, no step

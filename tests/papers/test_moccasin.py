@@ -119,6 +119,16 @@ def test_the_first_phase_finds_what_single_steps_do_not():
     assert replay(dag, found.program).peak <= 42 < replay(dag, dag.once).peak
 
 
+@pytest.mark.parametrize(("seed", "budget"), [(2, 15), (9, 10), (11, 16)])
+def test_the_search_is_as_good_as_checkmates_program_where_steps_are_not(seed, budget):
+    pytest.importorskip("scipy")
+    dag = random_dag(seed, 9)
+    found, other = solve(dag, budget, copies=9), ilp.solve(dag, budget, gap=0.0)
+    steps = greedy(dag, Limits(budget=budget))
+    assert found.status == other.status == "optimal"
+    assert found.cost == other.cost < (steps.seen.seconds if steps else inf)
+
+
 def test_the_same_input_gives_the_same_program():
     dag = layered(30)
     budget = int(0.85 * replay(dag, dag.once).peak)

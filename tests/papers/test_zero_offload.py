@@ -148,14 +148,19 @@ def test_in_bfloat16_it_is_narrow_weights_with_wide_masters():
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 2), (None, 4)])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"delayed": True}], ids=["paper", "overlap", "delayed"])
 def test_a_step_moves_the_gradients_down_and_the_weights_up(precision, width, options):
-    """Check (2): 2P down and 2P up in mixed precision, twice that in float32; no state is on the device."""
-    model, _, _, trace = build(precision=precision)
+    """Check (2): 2P down and 2P up in mixed precision, twice that in float32; no state is on the device. The bytes that a
+    real run copies are counted too."""
+    model, batch, optimizer, trace = build(precision=precision)
     count, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
     plan = planned(trace, hardware=machine(overlap=True), **options)
     for way in ("cpu->far", "far->cpu"):
         assert width * count <= plan.predicted.traffic[way] <= width * count + PADDING * tensors
     assert width * count <= plan.predicted.peak_kinds[Kind.PARAM] <= width * count + PADDING * tensors
     assert Kind.STATE not in plan.predicted.peak_kinds
+    gc.collect()
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        train(model, batch, optimizer, 3)
+    assert harness.measured().traffic == plan.predicted.traffic
 
 
 def test_the_device_holds_an_eighth_of_the_states():

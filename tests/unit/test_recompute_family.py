@@ -72,7 +72,7 @@ def world(name):
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(0, 64, (8, 24))
     if name == "gpt2":
-        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32, use_cache=False)
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32)
         config.loss_type = "ForCausalLM"
         return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
     config = transformers.LlamaConfig(
@@ -83,7 +83,6 @@ def world(name):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
-        use_cache=False,
     )
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 

@@ -25,7 +25,7 @@ class Checkmate:
     time_limit: float = 60.0  # seconds for each graph
     gap: float = 0.01  # how far from the best, of the whole time, is near enough
     scope: str = "auto"  # "model": one graph; "blocks": each kind of block by itself
-    nodes: int = 120  # a model with more is solved by blocks
+    nodes: int = 300  # a model with more is solved by blocks
 
     name: ClassVar[str] = "checkmate"
     paper: ClassVar[str] = "Jain et al., MLSys 2020, arXiv 1910.02653"
@@ -34,10 +34,10 @@ class Checkmate:
     def __call__(self, problem: Problem) -> Plan:
         if self.method not in _METHODS:
             raise unknown_name("method of checkmate", self.method, _METHODS)
-        return plan_by_ops(self, problem, self._solve, scope=self.scope, nodes=self.nodes)
+        return plan_by_ops(self, problem, self._solve, scope=self.scope, nodes=self.nodes, time_limit=self.time_limit)
 
-    def _solve(self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None) -> Answer:
+    def _solve(self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float) -> Answer:
         at = loss if saved_budget is not None else None
         if self.method == "lp":
-            return ilp.round_lp(dag, budget, time_limit=self.time_limit, loss=at, saved_budget=saved_budget)
-        return ilp.solve(dag, budget, time_limit=self.time_limit, gap=self.gap, loss=at, saved_budget=saved_budget)
+            return ilp.round_lp(dag, budget, time_limit=seconds, loss=at, saved_budget=saved_budget)
+        return ilp.solve(dag, budget, time_limit=seconds, gap=self.gap, loss=at, saved_budget=saved_budget)

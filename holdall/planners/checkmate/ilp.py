@@ -57,6 +57,7 @@ def solve(
     With `loss`, that node runs once and at most `saved_budget` is live right after it.
     """
     began = time.perf_counter()
+    until = began + time_limit
     dag, limits = ruled(dag, budget, loss, saved_budget)
 
     def done(staged: Staged | None, bound: float, status: Status) -> Answer:
@@ -64,11 +65,11 @@ def solve(
         return answer(dag, staged.program if staged else None, bound=bound, status=status, seconds=spent)
 
     def left() -> float:
-        return max(time_limit - (time.perf_counter() - began), 0.1)
+        return max(until - time.perf_counter(), 0.1)
 
     if dag.floor > budget:
         return done(None, inf, "infeasible")
-    best = greedy(dag, limits)
+    best = greedy(dag, limits, until=until)
     if best and best.program == dag.once:
         return done(best, best.seen.seconds, "optimal")
     rounded, bound, status = _round(dag, limits, shares=(1.0, 0.9), tries=20, seed=0, mend=True, time_limit=left() / 2)
@@ -82,7 +83,9 @@ def solve(
     if found.x is None:
         return done(best, bound, "feasible" if best else "infeasible" if found.status == "infeasible" else "unknown")
     bound = max(bound, found.bound * mip.cost_unit)
-    staged = squeeze(complete(dag, mip.carried(found.x)), limits)  # rounded to whole numbers, it may be some bytes too large
+    staged = squeeze(
+        complete(dag, mip.carried(found.x)), limits, until=until + 1.0
+    )  # rounded to whole numbers, it may be some bytes too large
     best = min((b for b in (best, staged) if b and limits.allow(b)), key=lambda b: b.seen.seconds, default=None)
     return done(best, bound, "unknown" if best is None else "optimal" if _met(best, bound, gap) else "feasible")
 
@@ -198,10 +201,10 @@ def _round(
                 break
             if best and staged.seen.seconds >= best.seen.seconds:
                 continue
-            mended = squeeze(staged, limits) if mend else staged
+            mended = squeeze(staged, limits, until=until) if mend else staged
             if limits.allow(mended) and (best is None or mended.seen.seconds < best.seen.seconds):
                 best = mended
-    return fill(best, limits) if best and mend else best, bound, status
+    return fill(best, limits, until=until) if best and mend else best, bound, status
 
 
 class Mip:

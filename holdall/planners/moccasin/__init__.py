@@ -28,14 +28,14 @@ class Moccasin:
     weighs_budget: ClassVar[bool] = True
 
     def __call__(self, problem: Problem) -> Plan:
-        return plan_by_ops(self, problem, self._solve, scope=self.scope, nodes=self.nodes)
+        return plan_by_ops(self, problem, self._solve, scope=self.scope, nodes=self.nodes, time_limit=self.time_limit)
 
-    def _solve(self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None) -> Answer:
+    def _solve(self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float) -> Answer:
         return cp.solve(
             dag,
             budget,
             copies=self.copies,
-            time_limit=self.time_limit,
+            time_limit=seconds,
             workers=self.workers,
             loss=loss if saved_budget is not None else None,
             saved_budget=saved_budget,

@@ -21,10 +21,11 @@ from typing import Any
 
 from holdall.actions.reschedule.dag import Answer, Dag, Program, Status, answer, fits
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planning.stages import Limits, everything, fill, greedy, in_stages, ruled, squeeze
+from holdall.planning.stages import Limits, everything, fill, in_stages, ruled, squeeze
 
 _FINE = 1_000_000  # steps in which costs that are no whole numbers are counted, over the dearest node
-_FIRST = 0.8  # of the time, at most, for the first phase: without its point there is nothing to improve
+_FIRST = 0.8  # of the time that is left, at most, for the first phase: without its point there is nothing to improve
+_GREEDY = 0.25  # of the time, at most, for the steps before it
 
 
 def solve(
@@ -53,19 +54,19 @@ def solve(
 
     if dag.floor > budget:
         return done(None, inf, "infeasible")
-    staged = greedy(dag, limits)
-    first = staged.program if staged and max(staged.seen.executed) <= copies else None
+    until = began + time_limit
+    limits = replace(limits, copies=copies)
+    near = squeeze(everything(dag), limits, until=began + _GREEDY * time_limit)
+    first = fill(near, limits, until=began + _GREEDY * time_limit).program if limits.allow(near) else None
     if first == dag.once:
         return done(first, float(sum(dag.cost)), "optimal")
     search = _Search(dag, limits, copies=copies, workers=workers, seed=seed)
     if first is None:
-        limits = replace(limits, copies=copies)
-        near = squeeze(everything(dag), limits)
-        found = search.run(_FIRST * time_limit, hint=near.program, least_peak=True)
+        found = search.run(_FIRST * (until - time.perf_counter()), hint=near.program, least_peak=True)
         if found.program is None or not fits(dag, found.program, budget, loss=loss, saved_budget=saved_budget):
             return done(None, inf if found.solved else float(sum(dag.cost)), "infeasible" if found.solved else "unknown")
-        first = fill(in_stages(dag, found.program), limits).program
-    found = search.run(time_limit - (time.perf_counter() - began), hint=first)
+        first = fill(in_stages(dag, found.program), limits, until=until).program
+    found = search.run(until - time.perf_counter(), hint=first)
     best = first if found.program is None else found.program
     return done(best, found.bound, "optimal" if found.solved else "feasible")
 

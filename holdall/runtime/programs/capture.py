@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 from holdall.errors import Unsupported
-from holdall.ops import is_random, mutated_arguments
+from holdall.ops import branches_of_a_real_run, is_random, mutated_arguments
+from holdall.runtime.programs.answers import Answers
 
 Slot = int  # a storage
 
@@ -151,7 +152,8 @@ def capture(
         return torch.func.functional_call(shim, swapped, a, k)
 
     def joint(tensors: list[torch.Tensor]) -> Any:
-        out, out_spec = tree_flatten(run(tensors))
+        with branches_of_a_real_run(), Answers():
+            out, out_spec = tree_flatten(run(tensors))
         wanted = [i for i, o in enumerate(out) if isinstance(o, torch.Tensor) and o.requires_grad]
         wanted = [i for i in wanted if (i in chosen if chosen is not None else out[i].numel() == 1 or not loss_alone)]
         trained = [i for i, t in enumerate(tensors) if t.requires_grad]

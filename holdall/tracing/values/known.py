@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdall.errors import HoldallError
+from holdall.ops import is_factory, makes_little
 from holdall.tracing.fake_gaps import KERNELS
 from holdall.tracing.values import drawn
 from holdall.tracing.values.chosen import choose, deciding
 
-_LARGEST = 2**21  # elements; enough for masks of a sample batch, small against the model
-_LARGEST_FLOAT = 2**12  # floats are activations more often than control values
+_LARGEST = 2**21  # elements; enough for masks of a sample batch, small beside the model
+_DRAWN = -1  # in the place of a number of the batch's tensors: random numbers
+_LARGEST_FLOAT = 2**12  # floats are activations more often than they are answers
 
 
 class UnknownValue(HoldallError):
@@ -62,6 +64,10 @@ class KnownValues:
     def forget(self, key: int) -> None:
         self._carried.pop(key, None)
 
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether neither the batch nor a random number decides its value."""
+        return self._mode is not None and tensor in self._known and not self._from.get(tensor)
+
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op; compute the values of its outputs if its inputs are known."""
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
@@ -73,7 +79,7 @@ class KnownValues:
         leaves, _ = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         known = all(not isinstance(t, FakeTensor) or t in self._known for t in tensors)
-        if known and (tensors or _is_factory(func)) and not is_random:
+        if known and (tensors or is_factory(func)) and not is_random:
             return self._run_known(func, args, kwargs, factory=not tensors)
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
             for t in tensors:  # an unknown value was written to a known one: forget all
@@ -96,7 +102,7 @@ class KnownValues:
         return out
 
     def _run_known(self, func: Any, args: Any, kwargs: Any, *, factory: bool) -> Any:
-        if factory and not _small_request(args, kwargs):
+        if factory and not makes_little(args, kwargs):
             return func(*args, **kwargs)
         real_args, real_kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
         if "device" in real_kwargs:
@@ -132,7 +138,7 @@ class KnownValues:
         if value is None:
             value = drawn.integers(func, args, kwargs, out)
         if value is not None and isinstance(out, FakeTensor):
-            self._known[out], self._from[out] = value, frozenset()
+            self._known[out], self._from[out] = value, frozenset((_DRAWN,))
 
     def _check_range(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Raise for an index out of range: a fake lookup never fails, a real one would."""
@@ -148,19 +154,3 @@ class KnownValues:
 
 def _small(value: torch.Tensor) -> bool:
     return value.numel() <= (_LARGEST_FLOAT if value.is_floating_point() else _LARGEST)
-
-
-_FACTORIES = ("arange", "full", "zeros", "ones", "scalar_tensor", "eye")
-
-
-def _is_factory(func: Any) -> bool:
-    return str(func).split(".")[1] in _FACTORIES if "." in str(func) else False
-
-
-def _small_request(args: Any, kwargs: Any) -> bool:
-    """Does a factory call make something small? The product of its integers bounds the result's size."""
-    sizes = [n for n in tree_iter((args, kwargs)) if isinstance(n, int) and not isinstance(n, bool)]
-    product = 1
-    for n in sizes:
-        product *= max(1, abs(n))
-    return product <= _LARGEST
