@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from holdall.errors import Unsupported
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.meter import Meter
 from holdall.runtime.states.guard import unwatch_calls
@@ -36,3 +38,13 @@ def _stop_ledger(ledger: Ledger) -> None:
     ledger.budget = None
     if _get_current_dispatch_mode() is ledger:
         ledger.__exit__(None, None, None)
+
+
+def refuse_closed(harness: weakref.ref[Any]) -> None:
+    """Refuse a backward after `close()`: its offloaded tensors and working weights have been freed."""
+    owner = harness()
+    if owner is None or owner._closed:
+        raise Unsupported(
+            "the harness was closed between this forward and its backward, so the saved tensors are gone",
+            hint="call `harness.close()` after the backward; or run the forward again",
+        )

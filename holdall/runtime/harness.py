@@ -28,7 +28,7 @@ from holdall.runtime.assembly import find_there, make_gauge, make_meter
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.oom_report import Recorder
 from holdall.runtime.budget.results import Results, expect
-from holdall.runtime.cleanup import leave_with
+from holdall.runtime.cleanup import leave_with, refuse_closed
 from holdall.runtime.notes import Notes
 from holdall.runtime.patching import put_method
 from holdall.runtime.programs.compiled import Compiler
@@ -54,16 +54,6 @@ from holdall.updates.planned import PLANNED
 __all__ = ["Harness", "Placing"]
 
 log = logging.getLogger("holdall")
-
-
-def _refuse_closed(harness: weakref.ref[Harness]) -> None:
-    """Refuse a backward after `close()`: its offloaded tensors and working weights have been freed."""
-    owner = harness()
-    if owner is None or owner._closed:
-        raise Unsupported(
-            "the harness was closed between this forward and its backward, so the saved tensors are gone",
-            hint="call `harness.close()` after the backward; or run the forward again",
-        )
 
 
 class Harness:
@@ -401,7 +391,7 @@ class Harness:
             if engine is not None:
                 self._outside = engine.outside
                 engine.settle()
-            self._results.add_copies(self._copied())
+            self._results.add_copies(self.stores.copied(self._home))
         finally:
             self._meter.stop()  # the rest is not part of the loop
             self._stay()
@@ -450,14 +440,14 @@ class Harness:
             self._finish_step()
         self._blocks.restart()
         self._watch.begin(args, kwargs)
-        self._results.begin_step(self._copied())
+        self._results.begin_step(self.stores.copied(self._home))
         self._meter.begin()
         self._is_stepping = True
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         self._parts.leave_model()
         if torch.is_grad_enabled():
-            at_backward([t for t in tree_iter(output) if type(t) is torch.Tensor], partial(_refuse_closed, weakref.ref(self)))
+            at_backward([t for t in tree_iter(output) if type(t) is torch.Tensor], partial(refuse_closed, weakref.ref(self)))
         if self.engine is not None:
             self.engine.end_forward(failed=output is None)
 
@@ -473,11 +463,6 @@ class Harness:
         if self.engine is not None:
             self.engine.end_forward(failed=failed)
 
-    def _copied(self) -> dict[str, int]:
-        """Link -> bytes that were copied over it so far."""
-        out = {f"{self._home}->{name}": store.sent for name, store in self.stores.items()}
-        return out | {f"{name}->{self._home}": store.fetched for name, store in self.stores.items()}
-
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         self._finish_step()
 
@@ -486,7 +471,7 @@ class Harness:
         if self._is_stepping:
             self._is_stepping = False
             self._meter.end()
-            self._results.add_step(self.plan, self._copied())
+            self._results.add_step(self.plan, self.stores.copied(self._home))
             self._watch.end()
             self._rivals.after_step(self, Notes(self.notes))
 
@@ -509,7 +494,7 @@ class Harness:
     def measured(self) -> Outcome | None:
         """The measured outcome; None before the first whole step. Seconds are the median of the steps after the first."""
         if not self._closed:
-            self._results.add_copies(self._copied())
+            self._results.add_copies(self.stores.copied(self._home))
         outside = self.engine.outside if self.engine is not None else self._outside
         process = int(self.plan.about.get("process") or 0)
         elsewhere = {name: store.peak for name, store in self.stores.items()}

@@ -156,6 +156,11 @@ class Stores(dict[str, Store]):
             )
         return self[name]
 
+    def copied(self, home: str) -> dict[str, int]:
+        """Bytes copied so far by link, such as "cuda->cpu"; `home`: the device's tier."""
+        out = {f"{home}->{name}": store.sent for name, store in self.items()}
+        return out | {f"{name}->{home}": store.fetched for name, store in self.items()}
+
     def close(self) -> None:
         for store in self.values():
             store.close()
