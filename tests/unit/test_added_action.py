@@ -162,7 +162,7 @@ def test_it_keeps_the_contract_of_actions(folder):
             getattr(contract, name)()
 
 
-def test_an_action_by_default_is_used_without_being_named(folder, step):
+def test_an_action_by_default_is_used_without_being_named(folder):
     (folder / "actions" / "nap.py").write_text(NAP.replace('"nap"\n', '"nap"\n    by_default: ClassVar[bool] = True\n', 1))
     assert "nap" in holdall.problem.resolve_allow(None)
 
