@@ -268,8 +268,8 @@ def test_a_menu_leaves_out_what_cannot_be_carried_out(monkeypatch):
     monkeypatch.setattr(menus, "memory_curve", refuse)
     model, optimizer = setting(Gated)
     traced = holdall.trace(model, sample(), optimizer=optimizer)
-    made = menus.try_choices(make_problem(traced))
-    labels = {c.label for choices in made.found.values() for c in choices}
+    made = menus.try_offered(make_problem(traced))
+    labels = {line.choice.label for lines in made.found.values() for line in lines}
     assert "recompute" in labels and not any("offload" in label for label in labels)
 
 
