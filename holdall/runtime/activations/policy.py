@@ -85,6 +85,7 @@ class Blocks:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         policy = self._policies.get(name)
+        group: Group | None = None
         if policy is None:
             out = forward(*args, **kwargs)
         elif policy.recompute:
@@ -103,8 +104,8 @@ class Blocks:
                 parking = OffloadedSaves(group, (args, kwargs), policy.inputs, self._stay)
             out = policy.runner(module, forward, args, kwargs, parking)
         elif policy.compress is not None:
-            group = self._group(policy)
-            out = compress_saved(policy.compress, group if policy.park else None, forward, args, kwargs)
+            group = self._group(policy) if policy.park else None
+            out = compress_saved(policy.compress, group, forward, args, kwargs)
         elif policy.park:
             group = self._group(policy)
             out = park_saved(OffloadedSaves(group, (args, kwargs), policy.inputs, self._stay), forward, args, kwargs)
@@ -113,7 +114,7 @@ class Blocks:
         if self._leaving:
             for earlier in (*self._leaving.pop("", ()), *self._leaving.pop(name, ())):
                 earlier.let_go()
-        if policy is not None and policy.park and policy.lag:
+        if policy is not None and group is not None and policy.lag:
             self._leaving.setdefault(policy.until, []).append(group)
         return out
 
