@@ -348,7 +348,7 @@ def test_random_bits_of_a_family_are_the_same_through_run_both():
 
 
 def test_a_block_that_is_given_a_cache_is_not_run_op_by_op():
-    """Hugging Face models hand one to their layers unless they are told not to."""
+    """Hugging Face models hand one to their layers where the call asks for it; training by default does without."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -357,7 +357,8 @@ def test_a_block_that_is_given_a_cache_is_not_run_op_by_op():
     model = transformers.LlamaForCausalLM(config)
     ids = torch.randint(0, 64, (4, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    trace = cost_trace(holdall.trace(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer), machine())
+    batch = {"input_ids": ids, "labels": ids, "use_cache": True}
+    trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), machine())
     layers = [b for b in trace.blocks if b.kind == "LlamaDecoderLayer"]
     assert layers and all("Cache" in obstacle(trace, b) for b in layers)
     assert not any(a.name == "reschedule" and a.block in {b.name for b in layers} for a in smallest(trace).actions)
