@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.offload import own_inputs
 from holdall.errors import InvalidInput, Unsupported
@@ -36,8 +36,10 @@ from holdall.types import (
 )
 from holdall.types.layout import BLOCK, allocated_bytes
 
-if TYPE_CHECKING:  # torch is loaded when something is coded, not when actions are listed
+if TYPE_CHECKING:
+    # torch is loaded when something is coded, not when actions are listed
     from holdall.codecs import Codec
+    from holdall.runtime.harness import Harness
 
 SIGN = 0  # in the place of bits: only whether a value is above zero is needed
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -223,7 +225,7 @@ class Compress(Facts):
         codecs = {b: codec_for("sign" if b == SIGN else self.codec, b) for b in self.bits}
         return {n: codecs[b] for n, b in zip(self.saves, self.bits, strict=True)}
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         policy = harness.policy(self.block)
         if policy.recompute or policy.park:
             other = "recompute" if policy.recompute else "offload"

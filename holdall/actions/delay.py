@@ -22,6 +22,8 @@ from holdall.types import Copy, Facts, Kind, Phase, Problem, Run, Schedule, Step
 if TYPE_CHECKING:
     import torch
 
+    from holdall.runtime.harness import Harness
+
 _HANDLING = 0.4  # of an update's time: gradients taken over (6 bytes per parameter) and new weights cast (6), of Adam's 28
 
 
@@ -66,7 +68,7 @@ class Delay(Facts):
         schedule.insert(-1, moved, first=True)
         return schedule
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         if harness.optimizer is None:
             return
         late = _Late(harness, self.warmup)
@@ -89,7 +91,7 @@ def _is_update(step: Step) -> bool:
 class _Late:
     """Holds one step's gradients of the units that are updated on the host, while they are applied beside the next step."""
 
-    def __init__(self, harness: Any, warmup: int) -> None:
+    def __init__(self, harness: Harness, warmup: int) -> None:
         self._harness = harness
         self._warmup = warmup
         self._steps = 0
@@ -102,8 +104,9 @@ class _Late:
 
         engine = self._harness.engine
         self._steps += 1
-        if engine is None or self._steps <= self._warmup:
+        if engine is None or engine.updater is None or self._steps <= self._warmup:
             return
+        updater = engine.updater
         if engine.when != "step":
             raise Unsupported(f"a delayed update cannot also be made at {engine.when!r}", hint='place with when="step"')
         self.settle()
@@ -117,20 +120,20 @@ class _Late:
         def update() -> None:
             for unit, which, grads in jobs:
                 members = [unit.trained[n] for n in which]
-                states = engine.updater.states(members)
+                states = updater.states(members)
                 is_first = not any(states)
-                engine.updater.part(unit).update([m.home.detach() for m in members], grads, states, groups, which)
+                updater.part(unit).update([m.home.detach() for m in members], grads, states, groups, which)
                 for m, state in zip(members, states, strict=True):
                     optimizer.state[m.home] = state
                     if is_first:
-                        engine.updater.outside += sum(getattr(v, "nbytes", 0) for v in state.values())
+                        updater.outside += sum(getattr(v, "nbytes", 0) for v in state.values())
 
         self._is_new = bool(jobs)
         held = sum(g.nbytes for _, _, grads in jobs for g in grads)
-        engine.updater.outside += held - self._nbytes
+        updater.outside += held - self._nbytes
         self._nbytes = held
         if jobs:
-            self._pending = engine.updater.submit(update)
+            self._pending = updater.submit(update)
 
     def _take(self, engine: Any, unit: Any) -> tuple[Any, list[int], list[torch.Tensor]]:
         """Take the gradients of a unit as the loop has left them; for the engine there are none."""

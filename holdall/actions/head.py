@@ -7,10 +7,13 @@ A step with a chunked head is another step, with other ops; so the trace is take
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.errors import Unsupported
 from holdall.types import Facts, Problem, Schedule, Trace
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Head(Facts):
             )
         return schedule
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         from holdall.runtime.head.lazy_logits import chunk_head  # planning needs no torch
 
         try:

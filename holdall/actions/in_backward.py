@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.actions.place import Place
 from holdall.actions.reschedule import region
@@ -26,6 +26,9 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Action, Facts, Kind, Op, Phase, Problem, Run, Schedule, Trace, Unit
 from holdall.types.layout import allocated_bytes
 from holdall.types.trace import OpId, TensorId
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class InBackward(Facts):
             )
         return _Rewrite(schedule.copy(), problem, steps, self.late, holds=self.max_norm is not None).apply()
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         from holdall.optim._in_backward.in_backward import InBackward as Updates
 
         late = {block for block, policy in harness._policies.items() if policy.runner is not None}
@@ -79,16 +82,15 @@ class InBackward(Facts):
         if harness.optimizer is None:
             raise Unsupported("there is no optimizer to update with", hint="give `apply` the optimizer")
         if getattr(harness.optimizer, "consumes_gradients", False):  # it does so by itself
-            if (harness.optimizer.held_norm, harness.optimizer.accumulate) != (self.max_norm, self.accumulate):
+            held: Any = harness.optimizer
+            if (held.held_norm, held.accumulate) != (self.max_norm, self.accumulate):
                 raise InvalidInput(
                     f"{type(harness.optimizer).__name__} does not hold gradients as the plan does "
                     f"(max_norm={self.max_norm}, accumulate={self.accumulate})",
                     hint='give it the same: `clip_grad_norm` with clip="hold", and `accumulate`',
                 )
             return
-        harness.updates = Updates(
-            harness.optimizer, max_norm=self.max_norm, accumulate=self.accumulate
-        )  # `.norm`: for loops that log it
+        harness.updates = Updates(harness.optimizer, max_norm=self.max_norm, accumulate=self.accumulate)
         harness.on_close(harness.updates.close)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.types import Facts, Problem, Schedule, Trace
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,5 +28,5 @@ class Keep(Facts):
         problem.trace.block(self.block)
         return schedule
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         harness.policy(self.block)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.recompute import Recompute, obstacle
 from holdall.types import Action, Block, Choice, Copy, Facts, Problem, Schedule, Trace, Wait
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ class Offload(Facts):
         inside = [x for x in saved if block.first <= trace.tensors[x].born <= block.last and x not in block.outputs]
         return tuple(dict.fromkeys([*inside, *(x for x in inputs if x in saved)]))
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         policy = harness.policy(self.block)
         policy.park = True
         policy.inputs = frozenset(self.inputs)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,6 +35,9 @@ from holdall.tracing.process_memory import besides_of
 from holdall.tracing.step import default_loss
 from holdall.types import Action, Plan, Progress, Trace
 from holdall.types.plan import silent
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 log = logging.getLogger("holdall")
 
@@ -148,7 +151,7 @@ class PlanBook:
         except (OSError, HoldallError) as error:
             log.info("holdall: plans will not be corrected by measured times: %s", error)
 
-    def correct(self, harness: Any, seconds: float) -> Correction | None:
+    def correct(self, harness: Harness, seconds: float) -> Correction | None:
         """Start a correction of the plan in the background if the step time differs from the prediction. None: it is close
         enough.
         """

@@ -85,6 +85,7 @@ class Harness:
         self.notes: list[str] = []
         self.compiler = Compiler(backend, self.note()) if backend is not None else None
         self.engine: Engine | None = None
+        self.updates: Any = None  # what updates in backward; its `.norm` is for loops that log it
         self._make_report = make_report
         self._progress = progress
         self._policies: dict[str, Policy] = {}

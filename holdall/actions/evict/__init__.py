@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.evict.schedule import Rehearsal, rehearse
 from holdall.errors import InvalidInput, OverBudget, Unsupported, unknown_name
@@ -25,6 +25,7 @@ from holdall.types import Facts, Problem, Schedule, Trace
 
 if TYPE_CHECKING:
     from holdall.runtime.eviction.evictor import Evictor
+    from holdall.runtime.harness import Harness
 
 WAYS = ("bytes", "holes", "windows")
 
@@ -103,7 +104,7 @@ class Evict(Facts):
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:  # noqa: ARG002
         return self.rehearse(schedule).schedule
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         from holdall.runtime.eviction.installing import install  # planning needs no torch
 
         others = sorted({a.name for a in harness.plan.actions} - {"evict", "keep"})

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.place.schedule import rewrite_placed, streamable
 from holdall.errors import InvalidInput, unknown_name
 from holdall.types import Facts, Problem, Schedule, Trace
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 __all__ = ["Place", "streamable"]
 
@@ -101,7 +104,7 @@ class Place(Facts):
                 raise unknown_name("unit", unit, known)
         return rewrite_placed(schedule.copy(), problem, self)
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         import torch
 
         from holdall.runtime.harness import Placing

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.recompute.schedule import Rewriting, SegmentReplay
 from holdall.actions.recompute.schedule import keepable as keepable
@@ -21,6 +21,9 @@ from holdall.actions.reschedule import Reschedule
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Block, Choice, Facts, Kind, Problem, Schedule, Trace
 from holdall.types.program import Nest
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 _WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
 _OWN_RANDOM = "aten._cudnn_rnn.default"
@@ -139,7 +142,7 @@ class Recompute(Facts):
         SegmentReplay(rewriting, blocks, nests).apply()
         return rewriting.schedule
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         last = len(self.blocks) - 1
         for position, name in enumerate(self.blocks):
             policy = harness.policy(name)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Action, Block, Choice, Facts, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
 from holdall.types.program import Effect, fault, lazily
 from holdall.types.schedule import Kept
 from holdall.types.trace import TensorId, digest_of
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 _OFFERED = 8  # programs on the menus of planners
 
@@ -110,7 +113,7 @@ class Reschedule(Facts):
         if wrong:
             raise InvalidInput(f"the program of `{self.block}` is not one: {wrong}", hint="plan again")
 
-    def install(self, harness: Any) -> None:
+    def install(self, harness: Harness) -> None:
         from holdall.runtime.programs.runner import Runner
 
         runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note(), harness.compiler, wanted=self.wanted)

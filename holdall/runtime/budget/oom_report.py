@@ -15,12 +15,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdall.types import Action
 from holdall.units import format_bytes
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 _LARGEST = 8  # storages and blocks to name
 _ENTRIES = 100_000  # length of the allocator's history
@@ -50,7 +53,7 @@ class Recorder:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_ENTRIES)
         return lambda: torch.cuda.memory._record_memory_history(enabled=None)
 
-    def add_to(self, error: BaseException, harness: Any, moment: Moment) -> None:
+    def add_to(self, error: BaseException, harness: Harness, moment: Moment) -> None:
         """Attach the paragraph to an error that ends the run."""
         paragraph = self.write(error, harness, moment)
         if hasattr(error, "add_note"):
@@ -58,7 +61,7 @@ class Recorder:
         else:  # Python 3.10
             error.__notes__ = [*getattr(error, "__notes__", []), paragraph]
 
-    def write(self, error: BaseException, harness: Any, moment: Moment) -> str:
+    def write(self, error: BaseException, harness: Harness, moment: Moment) -> str:
         """The paragraph; also writes the files if there is a folder."""
         found = describe(error, harness, moment)
         paragraph = _paragraph(found)
@@ -69,7 +72,7 @@ class Recorder:
                 paragraph += f" The report could not be written to `{self._folder}`: {wrong}."
         return paragraph
 
-    def _write_files(self, found: dict[str, Any], paragraph: str, harness: Any) -> Path:
+    def _write_files(self, found: dict[str, Any], paragraph: str, harness: Harness) -> Path:
         assert self._folder is not None
         number = 0
         while (self._folder / f"oom-{number}").exists():
@@ -84,7 +87,7 @@ class Recorder:
         return folder
 
 
-def describe(error: BaseException, harness: Any, moment: Moment) -> dict[str, Any]:
+def describe(error: BaseException, harness: Harness, moment: Moment) -> dict[str, Any]:
     """The measured live bytes, and the memory the plan predicted at its peak."""
     sizes = _sizes(harness)
     roles: dict[str, int] = {}
@@ -124,7 +127,7 @@ def describe(error: BaseException, harness: Any, moment: Moment) -> dict[str, An
     return {**found, "advice": _advice(found, harness.plan.actions)}
 
 
-def _sizes(harness: Any) -> list[tuple[str, str, int]]:
+def _sizes(harness: Harness) -> list[tuple[str, str, int]]:
     """(role, name, bytes) of every storage on the device that outlives a step."""
     seen: set[int] = set()
     away = harness.engine.away if harness.engine is not None else set()
@@ -138,7 +141,7 @@ def _sizes(harness: Any) -> list[tuple[str, str, int]]:
     return found
 
 
-def _named(harness: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _named(harness: Harness) -> Iterator[tuple[str, str, torch.Tensor]]:
     names = {id(p): name for name, p in harness.model.named_parameters()}
     for name, p in harness.model.named_parameters():
         yield "weights", name, p
@@ -147,10 +150,10 @@ def _named(harness: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, b in harness.model.named_buffers():
         yield "buffers", name, b
     if harness.optimizer is not None:
-        for p, states in harness.optimizer.state.items():
+        for owner, states in harness.optimizer.state.items():
             for key, value in states.items():
                 if isinstance(value, torch.Tensor):
-                    yield "optimizer states", f"{names.get(id(p), 'parameter')}.{key}", value
+                    yield "optimizer states", f"{names.get(id(owner), 'parameter')}.{key}", value
     if harness.engine is not None:
         for held in harness.engine.held.values():
             for t in held.here:
@@ -170,7 +173,7 @@ def _block_of(name: str, paths: set[str]) -> str:
     return name.partition(".")[0]
 
 
-def _live(harness: Any) -> tuple[int, int | None]:
+def _live(harness: Harness) -> tuple[int, int | None]:
     """(bytes in use, bytes reserved by the allocator; None: no allocator reserves memory)."""
     if harness.ledger is not None:
         return harness.ledger.live, None

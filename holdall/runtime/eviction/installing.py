@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -19,12 +19,15 @@ from holdall.runtime.eviction.pool import Pool
 from holdall.runtime.eviction.storages import Rates
 from holdall.units import format_seconds
 
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
+
 log = logging.getLogger("holdall")
 
 MakePool = Callable[[Evictor, int, Callable[[], int]], Pool]  # (driver, bytes in use before the step, live bytes)
 
 
-def install(harness: Any, make_pool: MakePool, rates: Rates, *, align: int = 1) -> Evictor:
+def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int = 1) -> Evictor:
     """Install the hooks that mark the beginning and end of a step, and the mode that handles its ops."""
     model = harness.model
     live = _live_bytes(harness)
@@ -66,7 +69,7 @@ def install(harness: Any, make_pool: MakePool, rates: Rates, *, align: int = 1) 
     return evictor
 
 
-def _live_bytes(harness: Any) -> Callable[[], int]:
+def _live_bytes(harness: Harness) -> Callable[[], int]:
     """Bytes in use on the model's device, as the harness's meter counts them."""
     device = next((p.device for p in harness.model.parameters()), torch.device("cpu"))
     if device.type == "cuda":

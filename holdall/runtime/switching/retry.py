@@ -21,7 +21,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -33,6 +33,9 @@ from holdall.runtime.budget.oom_report import Moment, Recorder
 from holdall.runtime.head.lazy_logits import LazyLogits
 from holdall.runtime.switching.snapshot import Buffers, RandomNumbers, Values
 from holdall.types import Plan
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, OverBudget)
 _SMALL = 2**20  # bytes; gradients of smaller outputs are copied, larger ones would take memory that the plan uses
@@ -61,7 +64,7 @@ class _Forward:
 class Repeat:
     """Wraps the model's forward, and every backward while the harness is on."""
 
-    def __init__(self, harness: Any, tighten: Tighten | None, recorder: Recorder) -> None:
+    def __init__(self, harness: Harness, tighten: Tighten | None, recorder: Recorder) -> None:
         self._harness = harness
         self.run: Callable[[Any, Any], Any] = lambda args, kwargs: harness.model.forward(*args, **kwargs)
         self.adopt: Callable[[Plan], None] = harness.adopt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -15,13 +15,16 @@ from holdall.runtime.switching.retry import Repeat
 from holdall.runtime.switching.snapshot import RandomNumbers
 from holdall.types import Plan
 
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
+
 log = logging.getLogger("holdall")
 
 
 class Choosing:
     """`buckets`: plans for several sizes. `repeat`: retries a step that ran out of memory. Either may be None."""
 
-    def __init__(self, harness: Any, buckets: Buckets | None, repeat: Repeat | None) -> None:
+    def __init__(self, harness: Harness, buckets: Buckets | None, repeat: Repeat | None) -> None:
         self._harness = harness
         self._buckets = buckets
         self._repeat = repeat

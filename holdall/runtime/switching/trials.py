@@ -10,11 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdall.errors import HoldallError, Infeasible
 from holdall.types import Plan
 from holdall.units import format_seconds
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
 
 WARM = 3  # warm-up steps, not counted
 LOOK = 3  # measured steps
@@ -46,7 +49,7 @@ class PlanTrials:
         self._made: tuple[str, Pending, Plan] | None = None  # (name, plan being made, plan it was requested under)
         self._trial: tuple[str, Plan, float] | None = None  # (name of the rival, previous plan, its seconds)
 
-    def after_step(self, harness: Any, note: Callable[[str], None]) -> None:
+    def after_step(self, harness: Harness, note: Callable[[str], None]) -> None:
         is_idle = self._trial is None and self._made is None and not self._waiting
         if is_idle or len(harness.step_peaks) < WARM + LOOK:
             return
@@ -75,7 +78,7 @@ class PlanTrials:
             if rival is not None and rival.actions != harness.plan.actions and seconds > _SLACK * rival.predicted.seconds:
                 self._try(what, rival, harness, seconds, note)
 
-    def _try(self, what: str, rival: Plan, harness: Any, seconds: float, note: Callable[[str], None]) -> None:
+    def _try(self, what: str, rival: Plan, harness: Harness, seconds: float, note: Callable[[str], None]) -> None:
         expected = format_seconds(rival.predicted.seconds)
         note(
             f"a step takes {format_seconds(seconds)}, and {what} should take {expected}: trying it; "
@@ -90,7 +93,7 @@ class PlanTrials:
         if made is not None:
             made[1].close()
 
-    def _judge(self, harness: Any, seconds: float, note: Callable[[str], None]) -> None:
+    def _judge(self, harness: Harness, seconds: float, note: Callable[[str], None]) -> None:
         assert self._trial is not None
         what, before, first = self._trial
         self._trial = None
@@ -105,7 +108,7 @@ def _given(plan: Plan, *_: Any) -> Plan:
     return plan
 
 
-def _asked(make: Correct, harness: Any, seconds: float, note: Callable[[str], None]) -> Pending | Plan | None:
+def _asked(make: Correct, harness: Harness, seconds: float, note: Callable[[str], None]) -> Pending | Plan | None:
     try:
         return make(harness, seconds)
     except Infeasible:  # nothing fits: the run continues with its plan
