@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from holdall.planning.op_graph import programs
 from torch import nn
 
 import holdall
@@ -15,6 +14,7 @@ from holdall.actions.offload import Offload
 from holdall.actions.recompute import Inner, Recompute, keepable, nested, obstacle
 from holdall.actions.reschedule import Reschedule
 from holdall.actions.reschedule import obstacle as op_obstacle
+from holdall.actions.reschedule.op_graph import programs
 from holdall.errors import InvalidInput, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish

@@ -292,5 +292,5 @@ def test_the_curve_counts_the_workspace_of_an_op_while_it_runs():
 def test_a_block_is_treated_once_by_a_technique():
     trace = chain([50] * 3)
     twice = [Recompute.of(trace, trace.blocks[:2]), Recompute.of(trace, trace.blocks[1:2])]
-    with pytest.raises(InvalidInput, match="`b1` is to be treated by recompute twice"):
+    with pytest.raises(InvalidInput, match="`b1` has the action recompute twice"):
         simulate(problem_for(trace), twice)

@@ -47,7 +47,7 @@ class Shelf:
 
     def __init__(self, *, capacity=None, device="cpu"):
         self.capacity, self.device, self.notes = capacity, torch.device(device), []
-        self.used = self.peak = 0
+        self.used = self.peak = self.sent = self.fetched = 0
         self.folder = tempfile.TemporaryDirectory()
         self.count = 0
 
@@ -75,6 +75,7 @@ class Shelf:
         with torch._C._DisableTorchDispatch():
             ticket.buffer.write_bytes(bytes_of(source).numpy().tobytes())
         self.used += ticket.nbytes
+        self.sent += ticket.nbytes
         self.peak = max(self.peak, self.used)
         return ticket
 
@@ -86,6 +87,7 @@ class Shelf:
 
     def get(self, ticket, device):
         target = torch.UntypedStorage(ticket.nbytes, device=device)
+        self.fetched += ticket.nbytes
         if ticket.nbytes:
             with torch._C._DisableTorchDispatch():
                 bytes_of(target).copy_(torch.frombuffer(bytearray(ticket.buffer.read_bytes()), dtype=torch.uint8))
