@@ -42,7 +42,7 @@ LONG = (
     "unit/test_compare_peers.py::test_the_benchmark_writes_every_row",
     "unit/test_ladder.py::test_the_benchmark_runs_on_a_cpu",
     "unit/test_recompute_family.py::test_systems_that_see_more_are_never_slower[llama]",
-    "papers/test_rockmate.py::test_a_real_run_keeps_the_bits_and_the_peak[40]",
+    "unit/test_recompute_family.py::test_the_same_bits_in_less_memory_as_predicted[checkmate-gpt2]",
     "papers/test_korthikanti.py::test_a_layer_saves_what_the_formula_says_and_selective_leaves_the_linear_part[sizes2",
     "papers/test_adam8bit.py::test_a_small_language_model",
     "papers/test_megtaichi.py::test_on_an_arena",
