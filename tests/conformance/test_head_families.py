@@ -343,8 +343,8 @@ def decoder(name, batch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bart", "gpt2"])
 def test_a_block_that_is_run_again_finds_the_cache_of_keys_as_it_was(name):
-    """`use_cache` is on by default, also in training; eager attention would see every key twice."""
-    model, batch = build(name), text(name)
+    """A call that asks for the cache gets it, also in training; eager attention would see every key twice."""
+    model, batch = build(name), {**text(name), "use_cache": True}
     model.set_attn_implementation("eager")
     reference = copy.deepcopy(model)
     expected = train(reference, adam(reference), [batch] * 3)
