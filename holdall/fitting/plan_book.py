@@ -25,6 +25,7 @@ from holdall.fitting.captured import correct_blocks
 from holdall.fitting.correction import Correction, Corrector
 from holdall.fitting.remembering import SLOW, keep_trace, remember_trace
 from holdall.fitting.replan import plan_around
+from holdall.planning.finish import over_budget
 from holdall.problem import PROBLEM, bare_problem, hardware_for, make_problem, resolve_precision
 from holdall.runtime.budget.meter import device_context
 from holdall.runtime.switching.buckets import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
@@ -35,6 +36,7 @@ from holdall.tracing.process_memory import besides_of
 from holdall.tracing.step import default_loss
 from holdall.types import Action, Plan, Progress, Trace
 from holdall.types.plan import silent
+from holdall.units import format_bytes
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
@@ -88,9 +90,20 @@ class PlanBook:
         """The plan for the sample alone; `ready`: one that was made ahead, unless it is for another autocast."""
         traced = self._trace(self._batch)
         if ready is not None and ready.about.get("autocast") == traced.trace.about.get("autocast"):
-            return self.know(ready, traced.trace), traced.trace
+            return self.know(self._within_budget(ready, traced.trace), traced.trace), traced.trace
         made, trace = self._checked(traced, lambda trace: api.plan(trace, **self._planning))
         return self.know(made, trace), trace
+
+    def _within_budget(self, ready: Plan, trace: Trace) -> Plan:
+        """A plan made ahead, held to the budget of this call; refused if it needs more."""
+        problem = make_problem(trace, **{key: value for key, value in self._planning.items() if key in PROBLEM})
+        for tier, missing in over_budget(problem, ready.predicted).items():
+            limit = problem.limit(tier)
+            raise InvalidInput(
+                f"`plan` needs {format_bytes(limit + missing)} of {tier}, over the budget of {format_bytes(limit)}",
+                hint="leave `plan` out, or make it for this budget: holdall.plan(trace, budget=...)",
+            )
+        return replace(ready, budget={tier: min(size, problem.limit(tier)) for tier, size in ready.budget.items()})
 
     def _checked(self, traced: _Traced, make: Callable[[Trace], Plan]) -> tuple[Plan, Trace]:
         """A plan whose op-by-op blocks were captured with the planned ops."""

@@ -58,3 +58,15 @@ def test_a_plan_made_ahead_is_for_one_size():
     with pytest.raises(holdall.InvalidInput, match="`plan` is for one size") as refused:
         holdall.fit(model, None, batch, plan="x.json", lengths="auto", hardware=machine())
     assert refused.value.hint
+
+
+def test_a_plan_made_ahead_keeps_to_the_budget_of_the_call():
+    model, batch = family("tied")
+    trace = holdall.trace(model, batch)
+    ahead = holdall.plan(trace, planner="nop", hardware=machine())
+    needed = ahead.predicted.peak["cpu"]
+    with pytest.raises(holdall.InvalidInput, match=r"`plan` needs .* of cpu, over the budget") as refused:
+        holdall.fit(model, None, batch, plan=ahead, budget=needed // 2, hardware=machine())
+    assert "leave `plan` out" in refused.value.hint
+    with holdall.fit(model, None, batch, plan=ahead, budget=needed + 1, hardware=machine()) as harness:
+        assert harness.plan.budget["cpu"] == needed + 1
