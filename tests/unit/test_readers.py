@@ -280,3 +280,48 @@ def test_a_parameter_that_is_held_beside_its_module_is_updated_and_waited_for(ki
     with holdall.apply(plan, model, optimizer, enforce=False):
         found = train(model, optimizer)
     assert differences(found, train(reference, plain)) == []
+
+
+def test_the_first_blocks_compute_while_updates_of_later_ones_run(monkeypatch):
+    """Through `fit`: nothing of ours may walk over all weights at the beginning of a forward and wait for every one."""
+    transformers = pytest.importorskip("transformers")
+    late(monkeypatch, 0.1)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 64, (2, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    layers = model.model.layers
+    harness = holdall.fit(model, optimizer, {"input_ids": ids, "labels": ids}, budget="95%", planner="zero_offload", overlap=True)
+    began: list[float] = []
+    hooks = [layer.register_forward_pre_hook(lambda *_: began.append(time.perf_counter())) for layer in (layers[0], layers[-1])]
+    with harness:
+        for _ in range(3):
+            began.clear()
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    assert began[1] - began[0] > 0.15, "the first block waited for updates of blocks behind it"
+
+
+def test_a_weight_whose_memory_the_model_replaces_is_refused():
+    class Replacing(torch.nn.Linear):
+        def forward(self, x):
+            if self.training:
+                self.weight.data = self.weight.data.clone()
+            return super().forward(x)
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Replacing(8, 8), torch.nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trace = holdall.trace(model.eval(), x, optimizer=optimizer, loss=lambda m, b: m(b).sum())
+    rows = {unit.name: ("streamed", "host") if unit.name in streamable(trace) else ("resident", "host") for unit in trace.units}
+    plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows, when="step")])
+    model.train()
+    refused = pytest.raises(holdall.Unsupported, match=r"memory of a weight of .* was replaced")
+    with holdall.apply(plan, model, optimizer, enforce=False), refused:
+        model(x).sum().backward()

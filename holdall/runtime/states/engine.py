@@ -185,6 +185,9 @@ class Engine:
             add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
             add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
         add(put_method(self.model, "zero_grad", self._zero_grad))
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.RNNBase):  # it would move its weights out of the memory that is fetched into
+                add(put_method(module, "flatten_parameters", lambda: None))
         self._undo += self._evaluating.watch(self.model, calls)
         add(self.model.register_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self.rest()).remove)

@@ -274,6 +274,17 @@ class PlacedUnit:
                 f"the weights of `{self.name}` cannot be computed with: {what}",
                 hint='this is a bug in holdall: please report it; fit(..., allow={"recompute", "offload"}) may avoid it',
             )
+        if self.flat is not None and self._was_replaced(self.flat):
+            raise Unsupported(
+                f"the memory of a weight of `{self.name}` was replaced during a forward (`p.data = ...`, `p.set_(...)`)",
+                hint='write into it instead (`p.copy_(...)`), or use fit(..., allow={"recompute", "offload"})',
+            )
+
+    def _was_replaced(self, flat: torch.Tensor) -> bool:
+        """Does a working weight no longer share the memory that is fetched into?"""
+        with torch._C.DisableTorchFunction():
+            memory = flat.untyped_storage()._cdata
+            return any(m.is_swapped and m.work.untyped_storage()._cdata != memory for m in self.members)
 
     def was_written(self) -> bool:
         """Was a master written to since the working copies were made?"""

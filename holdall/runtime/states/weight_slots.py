@@ -95,5 +95,13 @@ def put_slots(model: torch.nn.Module, reads: Reads) -> Callable[[], None]:
     return undo
 
 
+def weights_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """What `model.parameters()` yields, without waiting for updates: for whoever looks at identities and not at values."""
+    found: dict[int, torch.nn.Parameter] = {}
+    for module in _with_parameters(model):
+        found.update((id(p), p) for p in dict.values(module._parameters) if p is not None)
+    return list(found.values())
+
+
 def _with_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (module for module in model.modules() if module._parameters)

@@ -31,6 +31,7 @@ from holdall.runtime.activations.recompute import _autocast_state
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.oom_report import Moment, Recorder
 from holdall.runtime.head.lazy_logits import LazyLogits
+from holdall.runtime.states.weight_slots import weights_of
 from holdall.runtime.switching.snapshot import Buffers, RandomNumbers, Values
 from holdall.types import Plan
 
@@ -81,7 +82,7 @@ class Repeat:
     def _weights(self) -> list[torch.nn.Parameter]:
         """The model's weights during a step; cached, since finding them takes longer than checking them."""
         if self._known is None or self._harness.engine is not None:
-            self._known = list(self._harness.model.parameters())
+            self._known = weights_of(self._harness.model)
             self._own = list(map(id, self._known))
         return self._known
 
@@ -280,7 +281,7 @@ class Repeat:
             return "several processes train together, and one cannot retry a step alone"
         if step.buffers.lost():
             return f"the buffer `{step.buffers.lost()[0]}` was changed for the first time, so there is no copy of it"
-        if self._buffers.is_stale or self._own != list(map(id, self._harness.model.parameters())):
+        if self._buffers.is_stale or self._own != list(map(id, weights_of(self._harness.model))):
             return "parameters or buffers of the model were replaced"
         if any(t._version != version for t, version in step.inputs):
             return "an input was changed in place after the forward began"
