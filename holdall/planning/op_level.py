@@ -1,8 +1,9 @@
 """What planners that solve op by op have in common: the graph to solve, the budget that is left for it, and a second look.
 
-Where the whole model is small enough and nothing stands in its way, it is one graph and the solver sees everything at once.
-Otherwise each kind of block is solved once for a falling share of the bytes that it would hold, all blocks alike, until the
-step fits. Either way the simulator has the last word: what it finds too large is solved again in less memory.
+Each kind of block is solved once for a falling share of the bytes that it would hold, all blocks alike, until the step fits.
+Where the whole model is small enough and nothing stands in its way, it is one graph too, and the solver sees everything at
+once; the faster plan is kept, since a large graph is seldom solved to the end. Either way the simulator has the last word: what
+it finds too large is solved again in less memory.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from holdall.planning.finish import finish, outcome_of, outcome_or_never, over_b
 from holdall.planning.menus import kind_of
 from holdall.planning.stages import Limits, everything, squeeze
 from holdall.simulator.curve import memory_curve
-from holdall.types import Action, Plan, Planner, Problem
+from holdall.types import Action, Outcome, Plan, Planner, Problem
 from holdall.units import format_bytes, format_seconds
 
+Attempt = tuple[list[Action], list[str]]  # with what to say about them
+
+_BLOCKS = 0.5  # at most, of the time, where the whole model is solved after them
 _AGAIN = 6  # times the solver is asked again in less memory
 _FIRST = 0.7  # of the time that is left, for one answer: the next may have to fit less memory
 _SHARES = (0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)  # of the bytes that a block holds, one after the other
@@ -45,17 +49,27 @@ def plan_by_ops(planner: Planner, problem: Problem, solver: Solver, *, scope: st
     plain = outcome_of(problem, [])
     if not over_budget(problem, plain):
         return finish(planner, problem, [], why=["everything fits: nothing is run again"], began=began)
-    graph, apart = _whole(problem, scope, nodes)
-    attempts = _blocks(problem, solver, time_limit) if graph is None else _model(problem, graph, solver, time_limit)
-    best: tuple[list[Action], list[str]] = ([], [])
-    least = plain.peak[problem.home]
-    for actions, why in attempts:
-        outcome = outcome_or_never(problem, actions)
-        if outcome.peak[problem.home] < least:
-            least, best = outcome.peak[problem.home], (actions, why)
-        if not over_budget(problem, outcome):
-            return finish(planner, problem, actions, why=[*apart, *why], began=began)
-    return finish(planner, problem, best[0], why=[*apart, *best[1]], began=began)
+    graph, said = _whole(problem, scope, nodes)
+    small: tuple[Outcome, list[Action], list[str]] = (plain, [], [])  # the least memory, where nothing fits
+    fits: list[tuple[Outcome, list[Action], list[str]]] = []
+    for attempts in _ways(problem, graph, solver, scope=scope, until=began + time_limit):
+        for actions, why in attempts:
+            outcome = outcome_or_never(problem, actions)
+            if outcome.peak[problem.home] < small[0].peak[problem.home]:
+                small = outcome, actions, why
+            if not over_budget(problem, outcome):
+                fits.append((outcome, actions, why))
+                break
+    _, actions, why = min(fits, key=lambda f: f[0].seconds) if fits else small
+    return finish(planner, problem, actions, why=[*said, *why], began=began)
+
+
+def _ways(problem: Problem, graph: OpGraph | None, solver: Solver, *, scope: str, until: float) -> Iterator[Iterator[Attempt]]:
+    """Ways to pose the problem, one after the other in the time that is left."""
+    if graph is None or scope == "auto":
+        yield _blocks(problem, solver, (until - time.perf_counter()) * (1.0 if graph is None else _BLOCKS))
+    if graph is not None:
+        yield _model(problem, graph, solver, until - time.perf_counter())
 
 
 def _whole(problem: Problem, scope: str, nodes: int) -> tuple[OpGraph | None, list[str]]:
@@ -73,7 +87,7 @@ def _whole(problem: Problem, scope: str, nodes: int) -> tuple[OpGraph | None, li
     return None, [f"the model is not solved as one graph but by blocks: {large}"]
 
 
-def _model(problem: Problem, graph: OpGraph, solver: Solver, time_limit: float) -> Iterator[tuple[list[Action], list[str]]]:
+def _model(problem: Problem, graph: OpGraph, solver: Solver, time_limit: float) -> Iterator[Attempt]:
     """The whole model as one graph, in the memory that nothing else needs."""
     dag = graph.dag
     target = _room(problem, graph)
@@ -84,7 +98,8 @@ def _model(problem: Problem, graph: OpGraph, solver: Solver, time_limit: float) 
         found = solver(dag, target, loss=graph.middle, saved_budget=None, seconds=left * _FIRST)
         if found.program is None:  # how little memory would do is worth knowing
             small = squeeze(everything(dag), Limits(budget=dag.floor)).program
-            yield [graph.action(small)], [f"no program fits {format_bytes(target)}"]
+            why = "no program fits" if found.status == "infeasible" else "no program was found in its time for"
+            yield [graph.action(small)], [f"{why} {format_bytes(target)}"]
             return
         actions: list[Action] = [graph.action(found.program)]
         seen = replay(dag, found.program)
@@ -114,7 +129,7 @@ def _excess(problem: Problem, actions: list[Action]) -> int:
     return max(over_budget(problem, outcome_or_never(problem, actions)).values(), default=0)
 
 
-def _blocks(problem: Problem, solver: Solver, time_limit: float) -> Iterator[tuple[list[Action], list[str]]]:
+def _blocks(problem: Problem, solver: Solver, time_limit: float) -> Iterator[Attempt]:
     """Every kind of block by itself, for less and less of what it would hold."""
     trace = problem.trace
     chain = [b for b in trace.blocks if b.saves and b.backward is not None and not obstacle(trace, b)]

@@ -29,7 +29,7 @@ PLANNERS = {
     "auto": {},
     "rockmate": {"menus": "cut"},
     "rotor": {},
-    "checkmate": {"method": "lp"},
+    "checkmate": {"method": "lp", "time_limit": 15.0},
     "dtr": {},
     "coop": {},
     "megtaichi": {},
