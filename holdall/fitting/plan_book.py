@@ -25,6 +25,7 @@ from holdall.fitting.captured import correct_blocks
 from holdall.fitting.correction import Correction, Corrector
 from holdall.fitting.remembering import SLOW, keep_trace, remember_trace
 from holdall.fitting.replan import plan_around
+from holdall.pace import Pace, pace_of
 from holdall.planning.finish import over_budget
 from holdall.problem import PROBLEM, bare_problem, hardware_for, make_problem, resolve_precision
 from holdall.runtime.budget.meter import device_context
@@ -303,7 +304,7 @@ class PlanBook:
                 traced, given = api.trace_calls(self._model, batch, **options)
             finally:
                 handle.remove()
-            if identity is not None and time.perf_counter() - began >= SLOW:
+            if identity is not None and time.perf_counter() - began >= SLOW and not self._pace.is_busy:
                 while (corrected := self._captured(traced, given, None)) is not None:  # the arguments of blocks are not cached
                     traced = corrected
                 keep_trace(identity, batch, traced, shapes, context=_context(traced))
@@ -315,9 +316,13 @@ class PlanBook:
         if cache_folder() is None:
             return None
         options = {k: v for k, v in given.items() if k != "optimizer"}
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        gpu = (torch.cuda.get_device_name(), self._pace.since) if torch.cuda.is_available() else None
         found = identity_of(self._model, batch, given.get("optimizer"), options)
         return key_of("trace", found, gpu) if found is not None else None
+
+    @property
+    def _pace(self) -> Pace:
+        return pace_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def _as_it_is_now(self, trace: Trace, batch: Any, given: Mapping[str, Any]) -> Trace:
         besides = besides_of(self._model, given.get("optimizer"), batch, torch.device(str(trace.about["device"])))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from holdall.machine.host_memory import host_memory
 from holdall.machine.more_tiers import tier_names
-from holdall.machine.probe import host_memory
 from holdall.units import GiB, MiB, format_bytes, format_rate
 
 OLDEST_TORCH = (2, 11)

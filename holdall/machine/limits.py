@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from holdall.machine.findings import Finding
-from holdall.machine.probe import host_memory
+from holdall.machine.host_memory import host_memory
 from holdall.units import GiB, MiB, format_bytes, format_rate
 from holdall.updates.host_adam import COMPILERS
 

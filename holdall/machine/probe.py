@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdall.caching import key_of, open_cache
 from holdall.errors import HoldallError, Unsupported, unknown_name
+from holdall.machine.host_memory import host_memory
 from holdall.machine.host_rates import host_rates
+from holdall.pace import pace_of
 from holdall.registry import member_class
 from holdall.runtime.budget.meter import device_context
 from holdall.tiers import Store
@@ -69,7 +71,8 @@ def _place(device: str) -> str:
     where = torch.device(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     host = _processor(), cores, torch.get_num_threads(), host_memory()
-    return key_of("probe", where.type, _name(where), _capacity(where), host, torch.__version__, torch.version.cuda)
+    made_of = torch.__version__, torch.version.cuda
+    return key_of("probe", where.type, _name(where), _capacity(where), host, made_of, pace_of(where).since)
 
 
 def _processor() -> str:
@@ -77,11 +80,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
-
-
-def host_memory(*, root: Path = Path("/")) -> int:
-    """Bytes of RAM this process may use: the machine's, or a control group's limit."""
-    return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,8 @@ def _measure(request: _Request) -> Hardware:
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
         about={"threads": request.threads, "python": platform.python_version(), "notes": list(store.notes)},
     )
-    open_cache().put("probe", _place(request.device), {"when": time.time(), "hardware": _json.pack(measured)})
+    if not pace_of(clock.device).is_busy:
+        open_cache().put("probe", _place(request.device), {"when": time.time(), "hardware": _json.pack(measured)})
     return measured
 
 
@@ -375,26 +374,3 @@ def _dtypes_of(table: list[Rate]) -> list[str]:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Limits of this process's control groups and their parents, in both versions of the interface."""
-    mounted = root / "sys" / "fs" / "cgroup"
-    try:
-        lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = ["0::/", "1:memory:/"]  # the files at the top still apply
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            places = [(mounted, "memory.max"), (mounted / "unified", "memory.max")]
-        elif "memory" in controllers.split(","):
-            places = [(mounted / "memory", "memory.limit_in_bytes")]
-        else:
-            continue
-        # Inside a container the path may be the host's, which is not visible; its parents are.
-        group = PurePosixPath(os.path.normpath(path.lstrip("/") or "."))
-        for folder in (group, *group.parents):
-            for mount, file in places:
-                with suppress(OSError, ValueError):  # missing, or "max"
-                    yield int((mount / folder / file).read_text(encoding="utf-8"))

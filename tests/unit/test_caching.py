@@ -18,6 +18,7 @@ from holdall.cli import app
 from holdall.fitting import remembering
 from holdall.fitting.plan_book import PlanBook
 from holdall.machine import probe as probing
+from holdall.pace import judge
 from holdall.problem import make_problem
 from holdall.testing.worlds import machine
 from holdall.tracing.identity import identity_of
@@ -351,3 +352,32 @@ def test_other_code_has_other_keys(monkeypatch):
     before = key_of("plan", 1)
     monkeypatch.setattr("holdall.caching.own_code", lambda: "another version")
     assert key_of("plan", 1) != before
+
+
+# a device that is busy, or was
+
+
+def test_what_was_measured_on_a_busy_gpu_is_measured_again():
+    pace, record, said = judge(None, [1e-4, 2e-4], 10.0)
+    assert (pace.since, pace.is_busy, said) == (10.0, False, "") and record is not None
+    pace, again, said = judge(record, [0.5e-4, 1.9e-4], 20.0)
+    assert (pace.since, pace.is_busy) == (20.0, False) and again == {"since": 20.0, "seconds": [0.5e-4, 1.9e-4]}
+    assert "2.0 x as fast" in said
+
+
+def test_what_is_measured_on_a_busy_gpu_is_not_kept():
+    record = {"since": 10.0, "seconds": [1e-4, 2e-4]}
+    pace, again, said = judge(record, [1.1e-4, 5e-4], 20.0)
+    assert (pace.since, pace.is_busy, again) == (10.0, True, None) and "2.5 x as long" in said
+
+
+@pytest.mark.parametrize("now", [[1e-4, 2e-4], [1.2e-4, 2.2e-4], [0.9e-4, 1.8e-4]])
+def test_clocks_that_change_a_little_change_nothing(now):
+    pace, again, said = judge({"since": 10.0, "seconds": [1e-4, 2e-4]}, now, 20.0)
+    assert (pace.since, pace.is_busy, again, said) == (10.0, False, None, "")
+
+
+@pytest.mark.parametrize("kept", [{}, {"seconds": [1.0]}, {"since": 1.0, "seconds": [0.0, 1.0]}, "text", [1, 2]])
+def test_a_record_that_cannot_be_read_is_made_anew(kept):
+    pace, again, _ = judge(kept, [1e-4, 2e-4], 20.0)
+    assert pace.since == 20.0 and again is not None

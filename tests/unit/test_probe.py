@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from holdall.errors import InvalidInput, Unsupported
+from holdall.machine.host_memory import host_memory
 from holdall.machine.host_rates import HostRates, host_rates
-from holdall.machine.probe import _Clock, _measure, host_memory, probe
+from holdall.machine.probe import _Clock, _measure, probe
 from holdall.types import Hardware
 from holdall.units import GiB, MiB
 

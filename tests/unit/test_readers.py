@@ -293,7 +293,9 @@ def test_the_first_blocks_compute_while_updates_of_later_ones_run(monkeypatch):
     ids = torch.randint(0, 64, (2, 16))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     layers = model.model.layers
-    harness = holdall.fit(model, optimizer, {"input_ids": ids, "labels": ids}, budget="95%", planner="zero_offload", overlap=True)
+    harness = holdall.fit(
+        model, optimizer, {"input_ids": ids, "labels": ids}, budget="95%", planner="zero_offload", overlap=True
+    )
     began: list[float] = []
     hooks = [layer.register_forward_pre_hook(lambda *_: began.append(time.perf_counter())) for layer in (layers[0], layers[-1])]
     with harness:

@@ -12,7 +12,6 @@ flat buffer per unit on the device, so that a unit moves by one copy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +19,12 @@ from typing import Any
 import torch
 
 from holdall.errors import HoldallError, Unsupported
+from holdall.runtime.states.packing import Layout, like
 from holdall.runtime.states.weight_slots import Slots
 from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
 from holdall.tiers._keepers import Keepers
-from holdall.types.layout import ALIGN, round_up
 
 RESIDENT, STREAMED = "resident", "streamed"
 DEVICE, HOST, THROUGH = "device", "host", "through"
@@ -70,43 +69,6 @@ class Member:
                 self.home.grad = grad
             else:
                 self.home.grad.add_(grad)
-
-
-Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # (shape, stride, dtype)
-
-
-def like(t: torch.Tensor, dtype: torch.dtype | None = None) -> Like:
-    """The pattern of a dense tensor; for any other, the same shape, contiguous."""
-    with torch._C._DisableTorchDispatch():
-        dense = torch.empty_like(t, device="meta")
-    return tuple(t.shape), tuple(dense.stride()), dtype or t.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Offsets of tensors with given patterns in one flat buffer."""
-
-    places: tuple[tuple[int, Like], ...]  # offset in bytes
-    nbytes: int
-
-    @staticmethod
-    def of(patterns: Iterable[Like]) -> Layout:
-        places, end = [], 0
-        for pattern in patterns:
-            places.append((end, pattern))
-            size = pattern[2].itemsize * math.prod(pattern[0])
-            end = round_up(end + size, ALIGN)
-        return Layout(tuple(places), end)
-
-    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in `memory`, a byte buffer of at least that length. Hidden from dispatch modes."""
-        storage, start = memory.untyped_storage(), memory.storage_offset()
-        found = []
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
-            for offset, (shape, stride, dtype) in self.places:
-                empty = torch.empty(0, dtype=dtype, device=memory.device)
-                found.append(empty.set_(storage, (start + offset) // dtype.itemsize, shape, stride))
-        return found
 
 
 class PlacedUnit:
@@ -283,8 +245,7 @@ class PlacedUnit:
     def _was_replaced(self, flat: torch.Tensor) -> bool:
         """Does a working weight no longer share the memory that is fetched into?"""
         with torch._C.DisableTorchFunction():
-            memory = flat.untyped_storage()._cdata
-            return any(m.is_swapped and m.work.untyped_storage()._cdata != memory for m in self.members)
+            return any(m.is_swapped and m.work.untyped_storage()._cdata != flat.untyped_storage()._cdata for m in self.members)
 
     def was_written(self) -> bool:
         """Was a master written to since the working copies were made?"""

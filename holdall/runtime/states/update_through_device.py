@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from holdall.runtime.states.unit import DEVICE, Layout, Member, PlacedUnit, like
+from holdall.runtime.states.packing import Layout, like
+from holdall.runtime.states.unit import DEVICE, Member, PlacedUnit
 from holdall.runtime.states.updates import Order, Updater
 from holdall.tiers import Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor

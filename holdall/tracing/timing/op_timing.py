@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from holdall.caching import key_of, open_cache
+from holdall.pace import pace_of
 from holdall.tracing.timing import step_mixture
 from holdall.tracing.timing.op_inputs import describe, make_inputs
 from holdall.units import GiB, MiB
@@ -116,7 +117,7 @@ class Trials:
 
     def close(self) -> None:
         """Write new results to disk."""
-        if self._is_new and self._kept is not None:
+        if self._is_new and self._kept is not None and self._device is not None and not pace_of(self._device).is_busy:
             self._is_new = False
             place = _place(self._device)
             open_cache().put("ops", place, {**_read(place), **self._kept})  # another process may have written meanwhile
@@ -183,7 +184,7 @@ def _place(device: torch.device | None) -> str:
     backends = torch.backends
     told: list[Any] = [torch.get_float32_matmul_precision(), backends.cudnn.benchmark, backends.cudnn.deterministic]
     told += [backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()]
-    return key_of("ops", gpu.name, gpu.total_memory, torch.__version__, torch.version.cuda, *told)
+    return key_of("ops", gpu.name, gpu.total_memory, torch.__version__, torch.version.cuda, pace_of(device).since, *told)
 
 
 def _read(place: str) -> dict[str, list[float]]:
