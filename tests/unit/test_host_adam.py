@@ -369,3 +369,11 @@ def test_what_does_not_fit_together_is_refused_before_anything_changes(spoil, me
 def test_an_update_needs_a_thread():
     with pytest.raises(ValueError, match="`threads` is 0"):
         World().update(threads=0)
+
+
+def test_a_core_is_left_to_the_thread_that_launches_kernels(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
+    assert host_adam.host_threads(torch.device("cuda")) == 15
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1), raising=False)
+    assert host_adam.host_threads(torch.device("cuda")) == 1
+    assert host_adam.host_threads(torch.device("cpu")) == torch.get_num_threads()

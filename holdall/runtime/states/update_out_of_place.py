@@ -87,7 +87,6 @@ class OutOfPlaceUpdate:
                     [spare.weights[n] for n in which],
                     steps=attempt.steps,
                     into=[spare.new[n] for n in which],
-                    is_awaited=False,
                 )
 
         attempt.done = self._updater.submit(job)
@@ -145,7 +144,7 @@ class OutOfPlaceUpdate:
         """Update the parameters and states after `weights_first`."""
         with self._updater.quiet():
             states = self._updater.states(unit.trained)
-            self._updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), None, is_awaited=False)
+            self._updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), None)
         _poison(grads)
 
     # spare memory

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from holdall.runtime.states.host_threads import Threads, host_threads
 from holdall.runtime.states.unit import DEVICE, Member, PlacedUnit
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import late_job
@@ -53,8 +52,7 @@ class Updater:
         self.back = store.lane() if store is not None else None  # so that new weights do not queue behind states
         self.quiet = quiet
         self.away = away if away is not None else set()  # storages on the host
-        few, many = host_threads(device)
-        self._threads = {peek: Threads(few, many) for peek in (False, True)}  # a peek may have another bottleneck
+        self._threads = host_adam.host_threads(device)
         self.outside = 0  # bytes of optimizer state in ordinary host memory
         self._done, self._took = 0, 0.0  # parameters updated by the fast host kernel, and its seconds
         self._counts_there = {
@@ -146,9 +144,8 @@ class Updater:
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Run a job in the host's update thread."""
         if self._pool is None:
-            threads = self._threads[False].few
             self._pool = ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix="holdall-update", initializer=lambda: torch.set_num_threads(threads)
+                max_workers=1, thread_name_prefix="holdall-update", initializer=torch.set_num_threads, initargs=(self._threads,)
             )
         return self._pool.submit(late_job(job))
 
@@ -204,15 +201,12 @@ class Updater:
         steps: Sequence[torch.Tensor] | None = None,
         into: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
         peek: bool = False,
-        is_awaited: bool = True,
     ) -> None:
         """The whole update in one pass over host memory, group by group; `steps`, `into`: out of place.
 
-        `peek`: only the new weights, into `narrow`. `is_awaited`: the next forward will wait for it.
+        `peek`: only the new weights, into `narrow`.
         """
         began = time.perf_counter()
-        choice = self._threads[peek]
-        threads = choice.awaited() if is_awaited else choice.few
         for number, at in self.part(unit).by_group(order.which).items():
             group = order.groups[number]
             host_adam.update(
@@ -234,14 +228,11 @@ class Updater:
                 else None,
                 peek=peek,
                 exact=self.device.type == "cpu",
-                threads=threads,
+                threads=self._threads,
             )
-        elements, seconds = sum(m.home.numel() for m in members), time.perf_counter() - began
         if not peek:
-            self._done += elements
-            self._took += seconds
-        if is_awaited:
-            choice.took(threads, elements, seconds)
+            self._done += sum(m.home.numel() for m in members)
+            self._took += time.perf_counter() - began
 
     @property
     def rate(self) -> float | None:
