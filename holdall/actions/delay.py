@@ -137,7 +137,7 @@ class _Late:
 
     def _take(self, engine: Any, unit: Any) -> tuple[Any, list[int], list[torch.Tensor]]:
         """Take the gradients of a unit as the loop has left them; for the engine there are none."""
-        from holdall.runtime.states.offloaded_grad import Gradient
+        from holdall.runtime.states.gradients.offloaded import Gradient
 
         held = engine.held[unit.name]
         which, grads = [], []

@@ -8,7 +8,7 @@ import torch
 
 from holdall.runtime.budget.meter import CpuMeter, CudaMeter, Meter, device_context
 from holdall.runtime.states.engine import Engine
-from holdall.runtime.states.weight_cache import Gauge
+from holdall.runtime.states.weights.cache import Gauge
 from holdall.types import Plan
 
 

@@ -35,7 +35,7 @@ from holdall.runtime.programs.compiled import Compiler
 from holdall.runtime.states.engine import Engine
 from holdall.runtime.states.model_copies import copy_plainly
 from holdall.runtime.states.placement import Placing, device_of
-from holdall.runtime.states.weight_cache import Lender
+from holdall.runtime.states.weights.cache import Lender
 from holdall.runtime.switching.backward_hook import watch_backward
 from holdall.runtime.switching.buckets import Buckets
 from holdall.runtime.switching.drift import Watch, refuse_compiled

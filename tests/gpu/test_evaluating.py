@@ -22,7 +22,7 @@ from holdall.planning.finish import finish
 from holdall.problem import resolve_hardware
 from holdall.runtime.budget.meter import device_context
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.runtime.states.weight_cache import _HOLES, Gauge, Lender
+from holdall.runtime.states.weights.cache import _HOLES, Gauge, Lender
 from holdall.types import Problem
 from holdall.units import MiB
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from holdall.runtime.states.updates import Updater
+from holdall.runtime.states.updating.updater import Updater
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdall.runtime.states.weight_slots import Slots
+from holdall.runtime.states.weights.slots import Slots
 from holdall.testing import draws
 from holdall.testing.chaos import chaos, main, run_draw
 from holdall.testing.readers import READERS

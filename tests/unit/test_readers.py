@@ -11,8 +11,8 @@ import holdall
 from holdall.actions.place import Place, streamable
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.states.optimizer_step import Stepping
-from holdall.runtime.states.weight_slots import Slots
+from holdall.runtime.states.updating.optimizer_step import Stepping
+from holdall.runtime.states.weights.slots import Slots
 from holdall.simulator.lower import lower
 from holdall.testing import draws
 from holdall.testing.chaos import chaos

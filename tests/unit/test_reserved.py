@@ -9,7 +9,7 @@ import holdall
 from holdall.actions.place import Place
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.states.updates import Updater
+from holdall.runtime.states.updating.updater import Updater
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import Layer
 from holdall.tiers import _buffers

@@ -18,7 +18,7 @@ from holdall.errors import Infeasible, OverBudget, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.runtime.harness import Harness
-from holdall.runtime.states.updates import Updater
+from holdall.runtime.states.updating.updater import Updater
 from holdall.testing.contracts import problem_for
 from holdall.testing.states import Layer, differences, place_of
 from holdall.testing.worlds import family, far_used, machine

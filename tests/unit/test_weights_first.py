@@ -18,7 +18,7 @@ from holdall.actions.place import Place, streamable
 from holdall.cost.roofline import cost_trace
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
+from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
 from holdall.simulator.lower import lower
 from holdall.testing.contracts import machine, problem_for
 from holdall.testing.states import Layer, differences

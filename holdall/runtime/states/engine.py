@@ -32,20 +32,20 @@ from torch.utils._pytree import tree_map_only
 from holdall.errors import Unsupported
 from holdall.runtime.patching import put_method
 from holdall.runtime.states.evaluation import Evaluating
-from holdall.runtime.states.grad_entry import GradEntry
-from holdall.runtime.states.grad_store import Collector
+from holdall.runtime.states.gradients.collector import Collector
+from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.guard import watch_calls
-from holdall.runtime.states.optimizer_step import BACKWARD, SPILL, STEP, Stepping
-from holdall.runtime.states.pending import Pending
 from holdall.runtime.states.placement import Placing
 from holdall.runtime.states.unit import HOST, Member, PlacedUnit, find_members
-from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
-from holdall.runtime.states.update_speculative import Ahead
-from holdall.runtime.states.update_through_device import UpdateViaDevice
-from holdall.runtime.states.updates import Updater
-from holdall.runtime.states.weight_cache import Lender
-from holdall.runtime.states.weight_slots import Reads, put_slots
-from holdall.runtime.states.weight_streaming import Streaming
+from holdall.runtime.states.updating.optimizer_step import BACKWARD, SPILL, STEP, Stepping
+from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
+from holdall.runtime.states.updating.pending import Pending
+from holdall.runtime.states.updating.speculative import Ahead
+from holdall.runtime.states.updating.updater import Updater
+from holdall.runtime.states.updating.via_device import UpdateViaDevice
+from holdall.runtime.states.weights.cache import Lender
+from holdall.runtime.states.weights.slots import Reads, put_slots
+from holdall.runtime.states.weights.streaming import Streaming
 from holdall.tiers._keepers import Keepers
 from holdall.types import Progress
 from holdall.types.plan import silent

@@ -4,7 +4,7 @@ No backward follows an evaluation, so the masters return to the modules right af
 of the model, which the harness sees. It may also begin below: PEFT's `generate` calls a module that contains the blocks
 directly, so every such module is an entry point, too.
 
-The lender (`weight_cache.py`) decides how much device memory weights may keep from one evaluation to the next; it is also told
+The lender (`weights/cache.py`) decides how much device memory weights may keep from one evaluation to the next; it is also told
 of the forwards of steps, for which it frees everything. Without a lender, weights are freed right after use.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.runtime.states.weight_cache import Lender
-from holdall.runtime.states.weight_streaming import Streaming
+from holdall.runtime.states.weights.cache import Lender
+from holdall.runtime.states.weights.streaming import Streaming
 from holdall.runtime.switching.submodule_calls import holders
 
 

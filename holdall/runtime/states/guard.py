@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_iter
 
 from holdall.runtime.budget.ledger import Ledger
-from holdall.runtime.states.offloaded_grad import Gradient
+from holdall.runtime.states.gradients.offloaded import Gradient
 from holdall.updates.interception import Interception, current_backward
 
 _READS = frozenset(  # methods that read memory without the dispatcher

@@ -20,7 +20,7 @@ import torch
 
 from holdall.errors import HoldallError, Unsupported
 from holdall.runtime.states.packing import Layout, like
-from holdall.runtime.states.weight_slots import Slots
+from holdall.runtime.states.weights.slots import Slots
 from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
@@ -96,7 +96,7 @@ class PlacedUnit:
         self.due = 0  # number of updates requested
         self.made = 0  # number of the update that the working weights, or their source on the host, are from
         self.fetched = 0  # the same for streamed weights at their last fetch
-        self.turn = -1  # the forward in which its weights were last found up to date on the device (`weight_slots.py`)
+        self.turn = -1  # the forward in which its weights were last found up to date on the device (`weights/slots.py`)
 
     def width(self, member: Member) -> torch.dtype:
         """The dtype that the module computes with."""

@@ -31,7 +31,7 @@ from holdall.runtime.activations.recompute import _autocast_state
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.oom_report import Moment, Recorder
 from holdall.runtime.head.lazy_logits import LazyLogits
-from holdall.runtime.states.weight_slots import weights_of
+from holdall.runtime.states.weights.slots import weights_of
 from holdall.runtime.switching.snapshot import Buffers, RandomNumbers, Values
 from holdall.types import Plan
 

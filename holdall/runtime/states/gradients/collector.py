@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 import torch
 
 from holdall.errors import Unsupported
-from holdall.runtime.states.grad_entry import GradEntry
-from holdall.runtime.states.offloaded_grad import Gradient
+from holdall.runtime.states.gradients.entry import GradEntry
+from holdall.runtime.states.gradients.offloaded import Gradient
 from holdall.runtime.states.unit import DEVICE, PlacedUnit
-from holdall.runtime.states.update_speculative import Ahead, wait_for_attempt
+from holdall.runtime.states.updating.speculative import Ahead, wait_for_attempt
 from holdall.tiers._chaos import current
 from holdall.tiers._keepers import Keepers
 

@@ -15,7 +15,7 @@ import torch
 
 from holdall.runtime.states.packing import Layout, like
 from holdall.runtime.states.unit import DEVICE, Member, PlacedUnit
-from holdall.runtime.states.updates import Order, Updater
+from holdall.runtime.states.updating.updater import Order, Updater
 from holdall.tiers import Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from holdall.runtime.states.grad_entry import GradEntry
-from holdall.runtime.states.pending import Pending
+from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
-from holdall.runtime.states.updates import Order
+from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
+from holdall.runtime.states.updating.pending import Pending
+from holdall.runtime.states.updating.updater import Order
 
 Submit = Callable[[Callable[[], Any]], Future[Any]]
 

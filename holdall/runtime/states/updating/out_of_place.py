@@ -20,7 +20,7 @@ import torch
 from holdall.errors import OverBudget
 from holdall.runtime.states.packing import Layout, like
 from holdall.runtime.states.unit import HOST, Member, PlacedUnit
-from holdall.runtime.states.updates import Order, Updater
+from holdall.runtime.states.updating.updater import Order, Updater
 from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor, touch
 from holdall.tiers._chaos import current

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.runtime.states.weight_streaming import Streaming
+from holdall.runtime.states.weights.streaming import Streaming
 
 _HOLES = 32  # 1/32 of the budget may be lost to fragmentation
 _SLACK = 8  # 1/8 of the need is left free for the next forward

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from holdall.errors import Unsupported
-from holdall.runtime.states.offloaded_grad import Gradient
+from holdall.runtime.states.gradients.offloaded import Gradient
 from holdall.runtime.states.unit import PlacedUnit
 
 

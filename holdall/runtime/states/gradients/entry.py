@@ -8,7 +8,7 @@ import torch
 
 from holdall.runtime.states.packing import Layout
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.runtime.states.update_out_of_place import SpeculativeUpdate
+from holdall.runtime.states.updating.out_of_place import SpeculativeUpdate
 from holdall.tiers import Ticket
 from holdall.tiers._keepers import Keepers
 

@@ -2,7 +2,7 @@
 
 A running update is stored by its unit until its result is needed: by the forward of a module that uses the unit; by the loop,
 when it touches a parameter or a state (`guard.py` reports that); or by a call that finishes all. Where the weights are computed
-first (`update_weights_first.py`), a forward waits only for them, and the loop also for the rest.
+first (`weights_first.py`), a forward waits only for them, and the loop also for the rest.
 """
 
 from __future__ import annotations

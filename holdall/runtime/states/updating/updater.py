@@ -1,4 +1,4 @@
-"""Updates of units, on the device or concurrently on the host; `update_through_device.py` has those via the device.
+"""Updates of units, on the device or concurrently on the host; `via_device.py` has those via the device.
 
 Each is the user's own optimizer over the unit's parameters (`updates/parts.py`); they differ in where it runs and in what is
 copied.

@@ -2,7 +2,7 @@
 
 The user's optimizer does nothing for placed parameters: they are removed from its groups while its step runs. Their updates are
 made before that: at once ("step"), overlapping the next forward ("spill"), or already when the gradients arrived ("backward").
-`updates.py` and `update_through_device.py` make an update; `pending.py` waits for it.
+`updater.py` and `via_device.py` make an update; `pending.py` waits for it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported
-from holdall.runtime.states.grad_entry import GradEntry
-from holdall.runtime.states.grad_scaler import unscale
-from holdall.runtime.states.grad_store import Collector, is_spent, spend
-from holdall.runtime.states.pending import Pending
+from holdall.runtime.states.gradients.collector import Collector, is_spent, spend
+from holdall.runtime.states.gradients.entry import GradEntry
+from holdall.runtime.states.gradients.scaler import unscale
 from holdall.runtime.states.unit import DEVICE, THROUGH, PlacedUnit
-from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
-from holdall.runtime.states.update_speculative import Ahead
-from holdall.runtime.states.update_through_device import UpdateViaDevice
-from holdall.runtime.states.update_weights_first import WeightsFirst
-from holdall.runtime.states.updates import Order, Updater
+from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
+from holdall.runtime.states.updating.pending import Pending
+from holdall.runtime.states.updating.speculative import Ahead
+from holdall.runtime.states.updating.updater import Order, Updater
+from holdall.runtime.states.updating.via_device import UpdateViaDevice
+from holdall.runtime.states.updating.weights_first import WeightsFirst
 from holdall.tiers._chaos import current
 from holdall.updates.parts import Groups, snapshot
 

@@ -1,17 +1,17 @@
 """Speculative updates: begun in backward, assuming that the loop will not clip, if it did not in the previous step.
 
-The host computes them next to the old values (`update_out_of_place.py`). At the step, the speculation is either right, and its
-values become the parameters, or it is dropped and the update is made from the old values. Both give the same bits.
+The host computes them next to the old values (`out_of_place.py`). At the step, the speculation is either right, and its values
+become the parameters, or it is dropped and the update is made from the old values. Both give the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 
-from holdall.runtime.states.grad_entry import GradEntry
+from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.unit import HOST
-from holdall.runtime.states.update_out_of_place import OutOfPlaceUpdate
-from holdall.runtime.states.updates import Order
+from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
+from holdall.runtime.states.updating.updater import Order
 from holdall.updates.parts import snapshot
 
 

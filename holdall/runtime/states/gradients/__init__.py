@@ -1,0 +1,1 @@
+"""Gradients of placed parameters: collected, offloaded, scaled, consumed."""

@@ -1,0 +1,1 @@
+"""Working weights of placed parameters: streamed, cached, found by their readers."""
