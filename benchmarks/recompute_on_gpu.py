@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 import holdall
-from holdall.experiments.choices import Choice, read_peers, read_planners
+from holdall.experiments.choices import PlanChoice, read_peers, read_planners
 from holdall.experiments.peer_runs import reason, run_peer
 from holdall.experiments.peers import Subject, Variant, all_variants
 from holdall.experiments.request import plain_outcome
@@ -179,7 +179,9 @@ def _kind(variant: Variant) -> str:
     return variant.family if variant.family != "eager" else "eager"
 
 
-def plan_row(bench: Bench, course: Course, choice: Choice, target: Target, *, kind: str = "planner", backend: str = "") -> None:
+def plan_row(
+    bench: Bench, course: Course, choice: PlanChoice, target: Target, *, kind: str = "planner", backend: str = ""
+) -> None:
     """A planner at a budget. `kind`: eager, or with blocks or programs compiled by `backend`."""
     began = time.perf_counter()
     row: Row = {"kind": kind, "name": choice.label, "setting": target.label, "budget_bytes": target.nbytes}
@@ -434,7 +436,7 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def plan_rows(bench: Bench, course: Course, choices: Sequence[Choice], *, kind: str = "planner", backend: str = "") -> int:
+def plan_rows(bench: Bench, course: Course, choices: Sequence[PlanChoice], *, kind: str = "planner", backend: str = "") -> int:
     """Planners at all budgets; how many rows there was no time for."""
     late = 0
     for choice in choices:
@@ -446,7 +448,7 @@ def plan_rows(bench: Bench, course: Course, choices: Sequence[Choice], *, kind: 
     return late
 
 
-def online_rows(bench: Bench, course: Course, choices: Sequence[Choice], eager: Variant, budgets: str) -> int:
+def online_rows(bench: Bench, course: Course, choices: Sequence[PlanChoice], eager: Variant, budgets: str) -> int:
     """Those that decide as the step runs, on a step with a whole head, after a bare run of that."""
     late = len(choices) * len(course.targets)
     if not choices or not bench.has_time("eager"):

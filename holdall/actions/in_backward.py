@@ -71,7 +71,7 @@ class InBackward(Facts):
         return _Rewrite(schedule.copy(), problem, steps, self.late, holds=self.max_norm is not None).apply()
 
     def install(self, harness: Harness) -> None:
-        from holdall.optim._in_backward.in_backward import InBackward as Updates
+        from holdall.optim._in_backward.in_backward import BackwardUpdates
 
         late = {block for block, policy in harness._policies.items() if policy.runner is not None}
         if late != set(self.late):
@@ -90,7 +90,7 @@ class InBackward(Facts):
                     hint='give it the same: `clip_grad_norm` with clip="hold", and `accumulate`',
                 )
             return
-        harness.updates = Updates(harness.optimizer, max_norm=self.max_norm, accumulate=self.accumulate)
+        harness.updates = BackwardUpdates(harness.optimizer, max_norm=self.max_norm, accumulate=self.accumulate)
         harness.on_close(harness.updates.close)
 
 

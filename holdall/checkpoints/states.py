@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from holdall.checkpoints.plain import pack, unpack
-from holdall.checkpoints.tensors import Entry, describe, read_header, read_into, save_file
+from holdall.checkpoints.tensors import TensorEntry, describe, read_header, read_into, save_file
 from holdall.errors import InvalidInput, Unsupported
 
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
@@ -69,9 +69,9 @@ def write_weights(folder: Path, model: Any) -> None:
         raise Unsupported(what, hint="save its `state_dict` yourself, and report this") from error
 
 
-def check_weights(folder: Path, model: Any) -> list[tuple[Entry, torch.Tensor]]:
+def check_weights(folder: Path, model: Any) -> list[tuple[TensorEntry, torch.Tensor]]:
     """(file entry, tensor of the model) for every weight; raises at the first difference."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in (OPTIMIZER, RANDOM):
             entries |= read_header(path)
@@ -99,7 +99,7 @@ def check_weights(folder: Path, model: Any) -> list[tuple[Entry, torch.Tensor]]:
     return pairs
 
 
-def read_weights(pairs: list[tuple[Entry, torch.Tensor]]) -> None:
+def read_weights(pairs: list[tuple[TensorEntry, torch.Tensor]]) -> None:
     for entry, tensor in pairs:
         read_into(entry, tensor)
 
@@ -178,7 +178,7 @@ def write_optimizer(folder: Path, model: Any, optimizer: Optimizer, save: SaveFi
 
 def check_optimizer(
     folder: Path, about: Mapping[str, Any] | None, model: Any, optimizer: Optimizer
-) -> list[tuple[torch.nn.Parameter, str, Entry]]:
+) -> list[tuple[torch.nn.Parameter, str, TensorEntry]]:
     """(parameter, key, file entry) of every tensor of the state; raises if one does not belong to this optimizer."""
     if about is None:
         raise InvalidInput(f"`{folder}` holds no optimizer", hint="it was saved without one: leave out `optimizer=`")
@@ -208,7 +208,7 @@ def check_optimizer(
 
 def read_optimizer(
     about: Mapping[str, Any],
-    found: list[tuple[torch.nn.Parameter, str, Entry]],
+    found: list[tuple[torch.nn.Parameter, str, TensorEntry]],
     model: Any,
     optimizer: Optimizer,
     *,
@@ -265,7 +265,7 @@ def _parameter(named: Mapping[str, torch.nn.Parameter], name: str, folder: Path)
     return named[name]
 
 
-def _is_like(tensor: Any, entry: Entry) -> bool:
+def _is_like(tensor: Any, entry: TensorEntry) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape
 
 

@@ -47,7 +47,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file."""
 
     path: Path
@@ -84,7 +84,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: M
                 _write(file, piece)
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The entries of a file; raises if it is incomplete."""
     try:
         with open(path, "rb") as file:
@@ -104,7 +104,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return found
 
 
-def read_into(entry: Entry, target: torch.Tensor) -> None:
+def read_into(entry: TensorEntry, target: torch.Tensor) -> None:
     """Overwrite a tensor of the same shape and dtype with the file's values."""
     assert target.dtype == entry.dtype and tuple(target.shape) == entry.shape
     if not entry.nbytes:
@@ -127,12 +127,12 @@ def read_into(entry: Entry, target: torch.Tensor) -> None:
                 part.copy_(here)
 
 
-def _entry(path: Path, about: Mapping[str, Any], start: int) -> Entry:
+def _entry(path: Path, about: Mapping[str, Any], start: int) -> TensorEntry:
     dtype, shape = _DTYPES[about["dtype"]], tuple(int(n) for n in about["shape"])
     begin, end = (int(at) for at in about["data_offsets"])
     if end - begin != math.prod(shape) * dtype.itemsize or begin < 0 or any(n < 0 for n in shape):
         raise ValueError("its header contradicts itself")
-    return Entry(path=path, dtype=dtype, shape=shape, begin=start + begin, nbytes=end - begin)
+    return TensorEntry(path=path, dtype=dtype, shape=shape, begin=start + begin, nbytes=end - begin)
 
 
 def _check_is_plain(name: str, tensor: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ def _write(file: io.FileIO, data: memoryview) -> None:
         data = data[file.write(data) :]  # the system writes at most 2 GiB at a time
 
 
-def _read(file: io.FileIO, into: memoryview, entry: Entry) -> None:
+def _read(file: io.FileIO, into: memoryview, entry: TensorEntry) -> None:
     while into:
         count = file.readinto(into)
         if not count:

@@ -12,7 +12,7 @@ from holdall.analysis.pareto_page import done, pareto_page
 from holdall.cli._console import add_row, cell, grid, in_color, say, show, show_json
 from holdall.cli.plan import plan_json
 from holdall.errors import Infeasible, InvalidInput, unknown_name
-from holdall.experiments.request import Prepared, Request, prepare
+from holdall.experiments.request import PreparedRun, Request, prepare
 from holdall.experiments.workload import describe_workload
 from holdall.models import build, describe, model_names
 from holdall.reporting.text import plan_text
@@ -111,14 +111,14 @@ def why_not(probe: Probe) -> str:
     return probe.error.fact if probe.error is not None else ""
 
 
-def ask_smallest(prepared: Prepared, keep_speed: float | None, progress: Progress) -> Smallest:
+def ask_smallest(prepared: PreparedRun, keep_speed: float | None, progress: Progress) -> Smallest:
     home = prepared.machine.home
     return smallest_budget(
         _plan_for(prepared, progress), most=prepared.budget[home.name], keep_speed=keep_speed, progress=progress
     )
 
 
-def show_smallest(found: Smallest, prepared: Prepared, keep_speed: float | None, *, json: bool) -> None:
+def show_smallest(found: Smallest, prepared: PreparedRun, keep_speed: float | None, *, json: bool) -> None:
     if json:
         show_json(
             {
@@ -139,7 +139,7 @@ def show_smallest(found: Smallest, prepared: Prepared, keep_speed: float | None,
     say(f"\n{plan_text(found.plan, color=in_color())}")
 
 
-def ask_pareto(prepared: Prepared, points: int, progress: Progress) -> Curve:
+def ask_pareto(prepared: PreparedRun, points: int, progress: Progress) -> Curve:
     home = prepared.machine.home.name
     return pareto(_plan_for(prepared, progress), most=prepared.budget[home], points=points, progress=progress)
 
@@ -172,7 +172,7 @@ def show_pareto(curve: Curve, *, json: bool) -> None:
     show(table)
 
 
-def write_page(path: Path, curve: Curve, request: Request, prepared: Prepared) -> None:
+def write_page(path: Path, curve: Curve, request: Request, prepared: PreparedRun) -> None:
     """The curve as one page."""
     name = request.model or str(prepared.trace.about.get("model", "trace"))
     facts = {
@@ -184,7 +184,7 @@ def write_page(path: Path, curve: Curve, request: Request, prepared: Prepared) -
     write_text(path, pareto_page(curve, title=name, facts=facts))
 
 
-def _plan_for(prepared: Prepared, progress: Progress) -> Callable[[int], Plan]:
+def _plan_for(prepared: PreparedRun, progress: Progress) -> Callable[[int], Plan]:
     home = prepared.machine.home.name
 
     def plan_for(budget: int) -> Plan:

@@ -11,15 +11,15 @@ from holdall.analysis import PhasePeak, deciding, phases, tied_bytes, trace_eval
 from holdall.cli._console import add_row, cell, grid, say, show
 from holdall.cost.roofline import cost_trace
 from holdall.errors import InvalidInput
-from holdall.experiments.request import Prepared, Request
-from holdall.experiments.workload import Workload, _quiet, describe_workload
+from holdall.experiments.request import PreparedRun, Request
+from holdall.experiments.workload import Workload, describe_workload, quiet
 from holdall.reporting.text import tier_label
 from holdall.types import Plan, Problem, Progress, Trace
 from holdall.units import format_bytes
 
 
 def find_phases(
-    request: Request, prepared: Prepared, plan: Plan, *, longest_seq: int | None, progress: Progress
+    request: Request, prepared: PreparedRun, plan: Plan, *, longest_seq: int | None, progress: Progress
 ) -> tuple[PhasePeak, ...]:
     """The peaks of every phase; with a trace instead of a model, evaluation is bounded and no longer batch can be looked at."""
     machine = prepared.machine
@@ -58,12 +58,12 @@ def _longer(workload: Workload, seq: int) -> Workload:
 
 def _evaluation(workload: Workload, device: str) -> tuple[torch.nn.Module, Trace]:
     model, _ = workload.build()
-    with _quiet():
+    with quiet():
         precision, autocast = workload.precision, workload.autocast or False
         return model, trace_evaluation(model, workload.sample(), device=device, precision=precision, autocast=autocast)
 
 
-def show_phases(found: tuple[PhasePeak, ...], prepared: Prepared) -> None:
+def show_phases(found: tuple[PhasePeak, ...], prepared: PreparedRun) -> None:
     machine = prepared.machine
     home, far = machine.home.name, machine.far.name if machine.far else ""
     heads = {"device": tier_label(home, home), "host": tier_label(far, home), "pinned": "pinned", "disk": "disk"}
@@ -95,7 +95,7 @@ def _warning(phase: PhasePeak, label: str, size: int, limit: int) -> str:
     return f"warning: {phase.name} needs {format_bytes(size)} of {label}, over the budget of {format_bytes(limit)}: {advice}"
 
 
-def _limits(prepared: Prepared) -> dict[str, int]:
+def _limits(prepared: PreparedRun) -> dict[str, int]:
     """What each memory may hold; what of it is pinned and the disk have no budget."""
     names = [tier.name for tier in prepared.machine.tiers][:2]
     return {memory: prepared.budget[tier] for memory, tier in zip(("device", "host"), names, strict=False)}

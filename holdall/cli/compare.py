@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from holdall.experiments.sweep import Comparison, PeerRow, Row
+    from holdall.experiments.sweep import Comparison, PeerRow, SweepRow
     from holdall.types import Outcome
 
 
@@ -170,7 +170,7 @@ def _peer_cells(row: PeerRow, found: Comparison) -> list[str]:
     return [row.variant.peer, row.variant.setting, "--", peak, "--", step, over, setup]
 
 
-def _cells(row: Row, found: Comparison, measured: bool) -> list[str]:
+def _cells(row: SweepRow, found: Comparison, measured: bool) -> list[str]:
     record = found.record(row)
     kinds = ("predicted", "measured") if measured else ("predicted",)
     peaks = [_known(record[f"{kind}_peak_bytes"], format_bytes) for kind in kinds]

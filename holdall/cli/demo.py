@@ -16,7 +16,7 @@ from holdall.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdall.experiments.demo_runs import Row
+    from holdall.experiments.demo_runs import DemoRow
 
 
 def demo(
@@ -64,7 +64,7 @@ def demo(
         raise typer.Exit(FAILED)
 
 
-def _show(rows: Sequence[Row]) -> None:
+def _show(rows: Sequence[DemoRow]) -> None:
     table = grid("run", "decision", "losses", "budget", "predicted", "measured", "fits", "step", left=3)
     for row in rows:
         add_row(
@@ -84,7 +84,7 @@ def _show(rows: Sequence[Row]) -> None:
             say(f"note: {row.note}")
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: DemoRow) -> dict[str, Any]:
     return {
         "run": row.name,
         "decision": row.decision,

@@ -16,7 +16,7 @@ from holdall.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdall.experiments.ladder_runs import Ladder, Step
+    from holdall.experiments.ladder_runs import Ladder, LadderStep
 
 _UNCOUNTED = "--"
 _TOO_SLOW = 4.0  # times the time in float32
@@ -67,12 +67,12 @@ def ladder(
     from holdall.experiments.ladder_runs import Ladder
     from holdall.experiments.request import find_machine
     from holdall.experiments.sweep_files import write_csv
-    from holdall.experiments.workload import _quiet, check_runnable, describe_workload
+    from holdall.experiments.workload import check_runnable, describe_workload, quiet
 
     workload = describe_workload(model, batch=batch, seq=seq, optimizer=optimizer, precision=precision)
     if workload.source.task != "causal-lm":
         raise Unsupported(f"{model} does not continue text, which the ladder trains on", hint="use a model such as tiny-llama")
-    with progress_bar() as progress, _quiet():
+    with progress_bar() as progress, quiet():
         machine = find_machine(None, hardware, progress)
         check_runnable(machine.device)
         bf16 = False if workload.precision is not None else bf16  # those rungs would undo what was asked for
@@ -104,7 +104,7 @@ def ladder(
         raise typer.Exit(FAILED)
 
 
-def _show(made: Ladder, climbed: Sequence[Step], records: Sequence[dict[str, Any]]) -> None:
+def _show(made: Ladder, climbed: Sequence[LadderStep], records: Sequence[dict[str, Any]]) -> None:
     say(f"{made.source.name}, batch {made.batch} x {made.seq} tokens, {made.steps} steps, on {made.machine.name}\n")
     table = grid("", "numerics", "peak", "", "tokens/s", "", "loss", "fits", left=2)
     before: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def _show(made: Ladder, climbed: Sequence[Step], records: Sequence[dict[str, Any
             say(f"note: {step.rung.name} is said to be exact, but its losses or weights DIFFER from those of the rung before")
 
 
-def _cells(step: Step, record: dict[str, Any], before: dict[str, Any]) -> list[Any]:
+def _cells(step: LadderStep, record: dict[str, Any], before: dict[str, Any]) -> list[Any]:
     if step.run is None or step.peak is None:
         return [step.rung.name, step.rung.numerics, *[_UNCOUNTED] * 5, cell("--")]
     return [

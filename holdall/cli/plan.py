@@ -14,7 +14,7 @@ from holdall.cli._progress import progress_bar
 from holdall.errors import Infeasible, InvalidInput
 
 if TYPE_CHECKING:
-    from holdall.experiments.request import Prepared, Request
+    from holdall.experiments.request import PreparedRun, Request
     from holdall.types import Plan
 
 
@@ -148,7 +148,7 @@ def plan(
         say(f"\nwritten to {out}")
 
 
-def _show(made: Plan, prepared: Prepared, found: Any, *, json: bool) -> None:
+def _show(made: Plan, prepared: PreparedRun, found: Any, *, json: bool) -> None:
     from holdall.reporting.text import plan_text
 
     if json:
@@ -247,7 +247,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def refusal_json(error: Infeasible, prepared: Prepared) -> dict[str, Any]:
+def refusal_json(error: Infeasible, prepared: PreparedRun) -> dict[str, Any]:
     """The same when nothing fits; `smallest` is the least budget found to work, in bytes, or null."""
     return {
         "feasible": False,

@@ -18,7 +18,7 @@ _COMMA = re.compile(r",(?![^\[]*\])")  # not those of a list
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PlanChoice:
     """A planner with options; `label` is what was typed."""
 
     label: str
@@ -26,10 +26,10 @@ class Choice:
     options: Mapping[str, Any]
 
 
-def read_planners(text: str) -> list[Choice]:
+def read_planners(text: str) -> list[PlanChoice]:
     """Planners with their options; what they do not have is refused with what they have."""
     found = [(label, *read_choice(label)) for label in _split(text)]
-    return [Choice(label=label, name=name, options=check_options(name, options)) for label, name, options in found]
+    return [PlanChoice(label=label, name=name, options=check_options(name, options)) for label, name, options in found]
 
 
 def read_peers(text: str) -> list[Peer]:

@@ -13,7 +13,7 @@ from torch import nn
 VOCABULARY = 256  # one entry per byte: no tokenizer is needed
 
 
-class Block(nn.Module):
+class DemoBlock(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual. Dropout is on: replayed random numbers must match too.
 
     Attention is written out, because a GPU's fused kernels may add in another order each time, and the demo compares bits.
@@ -53,7 +53,7 @@ class TinyGPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(DemoBlock(width, heads, dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 

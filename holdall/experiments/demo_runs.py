@@ -12,7 +12,7 @@ import torch
 from holdall.api import plan, trace
 from holdall.errors import Infeasible
 from holdall.experiments.demo_model import TinyGPT, batches
-from holdall.experiments.real_steps import Run, run_steps
+from holdall.experiments.real_steps import RealRun, run_steps
 from holdall.experiments.request import budget_leaving, needed_bytes, plain_outcome
 from holdall.machine.probe import probe
 from holdall.reporting import Report
@@ -36,11 +36,11 @@ SIZES = {"cpu": Size(), "cuda": Size(rows=16, length=256, width=512, blocks=12)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class DemoRow:
     """One run of the table."""
 
     name: str
-    run: Run
+    run: RealRun
     plan: Plan
     identical: bool  # to the untouched model, bit for bit
     note: str = ""
@@ -85,7 +85,7 @@ class Demo:
     def size(self) -> Size:
         return SIZES[self.device]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[DemoRow]:
         """The table, line by line, as the runs end.
 
         One thread on a CPU: kernels this small gain little from a second one, and lose much where another program wants it.
@@ -97,7 +97,7 @@ class Demo:
         finally:
             torch.set_num_threads(threads)
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[DemoRow]:
         reference = self.train("training untouched")
         machine = probe(self.device, quick=True, progress=self.progress)
         self.progress("tracing", 0, 0, "")
@@ -132,19 +132,19 @@ class Demo:
             note = f"{name}: nothing fits {format_bytes(budget)}; run with the smallest budget found instead"
             return plan(traced, budget=error.smallest, **options), note
 
-    def row(self, name: str, made: Plan, reference: Run, note: str = "") -> Row:
+    def row(self, name: str, made: Plan, reference: RealRun, note: str = "") -> DemoRow:
         run = self.train(f"training {name}", made)
         identical = run.equals(reference)
-        return Row(name=name, run=self.judged(run, identical), plan=made, identical=identical, note=note)
+        return DemoRow(name=name, run=self.judged(run, identical), plan=made, identical=identical, note=note)
 
-    def judged(self, run: Run, identical: bool) -> Run:
+    def judged(self, run: RealRun, identical: bool) -> RealRun:
         """The run with the verdict written into its report."""
         assert run.report is not None
         word = "identical to" if identical else "different from"
         parity = f"{word} the untouched model, bit for bit ({self.steps} steps, seed 0)"
         return replace(run, report=replace(run.report, parity=parity))
 
-    def train(self, what: str, made: Plan | None = None) -> Run:
+    def train(self, what: str, made: Plan | None = None) -> RealRun:
         model, optimizer = self.build()
         self.progress(what, 0, self.steps, "")
         return run_steps(

@@ -15,7 +15,7 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError
 from holdall.experiments.ladder_plans import decide
 from holdall.experiments.ladder_rungs import Rung, Settings, climb
-from holdall.experiments.real_steps import Run, run_steps
+from holdall.experiments.real_steps import RealRun, run_steps
 from holdall.models import ModelSource, build
 from holdall.problem import resolve_budget
 from holdall.training.data import Sequences, load_sequences, make_encoder
@@ -23,13 +23,13 @@ from holdall.types import Hardware, Plan, Problem, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class LadderStep:
     """A rung that was climbed, or why it could not be."""
 
     rung: Rung
     settings: Settings
     plan: Plan | None = None
-    run: Run | None = None
+    run: RealRun | None = None
     identical: bool | None = None  # losses and weights, to those of the rung before; None: nothing to compare with
     fits: bool = False
     problem: str = ""
@@ -58,27 +58,29 @@ class Ladder:
     narrow: bool = True  # with the rungs in bf16
     progress: Progress
 
-    def climb(self, *, everything: bool = True) -> Iterator[Step]:
+    def climb(self, *, everything: bool = True) -> Iterator[LadderStep]:
         """The rungs as they end; unless `everything` is asked for, up to the first that fits."""
         rungs = list(climb(self.first, narrow=self.narrow))
         text = self._text()
         limit = resolve_budget(self.budget, self.machine)[self.machine.home.name] if self.budget is not None else None
-        before: Run | None = None
+        before: RealRun | None = None
         for n, (rung, settings) in enumerate(rungs):
             self.progress(rung.name, n, len(rungs), "")
             try:
                 made = self._plan(settings, text, limit)
                 run = self._run(settings, text, made)
             except HoldallError as error:
-                yield Step(rung=rung, settings=settings, problem=error.fact)
+                yield LadderStep(rung=rung, settings=settings, problem=error.fact)
                 continue
             except torch.OutOfMemoryError as error:
-                yield Step(rung=rung, settings=settings, problem=f"ran out of memory: {first_line(error)}")
+                yield LadderStep(rung=rung, settings=settings, problem=f"ran out of memory: {first_line(error)}")
                 continue
-            step = Step(rung=rung, settings=settings, plan=made, run=run, identical=run.equals(before) if before else None)
+            step = LadderStep(
+                rung=rung, settings=settings, plan=made, run=run, identical=run.equals(before) if before else None
+            )
             if limit is None:
                 limit = (step.peak or 0) // 2
-            step = Step(**{**vars(step), "fits": step.peak is not None and step.peak <= limit})
+            step = LadderStep(**{**vars(step), "fits": step.peak is not None and step.peak <= limit})
             before = run
             yield step
             if step.fits and not everything:
@@ -105,14 +107,14 @@ class Ladder:
         )
         return decide(posed, settings.planner, settings.options, in_backward=settings.in_backward)
 
-    def _run(self, settings: Settings, text: Sequences, made: Plan) -> Run:
+    def _run(self, settings: Settings, text: Sequences, made: Plan) -> RealRun:
         device = self.machine.device
         model = build(self.source, device=device, dtype=settings.dtype)
         optimizer = settings.build_optimizer(model)
         batches = (text.batch(n * self.batch, self.batch, device) for n in range(self.steps))
         return run_steps(model, optimizer, batches, plan=made)
 
-    def record(self, step: Step) -> dict[str, Any]:
+    def record(self, step: LadderStep) -> dict[str, Any]:
         """A rung as a line of a file, with everything that is needed to read it alone."""
         run, made = step.run, step.plan
         home = self.machine.home.name

@@ -93,7 +93,7 @@ class Eager:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointPeer:
     """Gradient checkpointing of every block (`torch.utils.checkpoint`, through Hugging Face's switch)."""
 
     name: ClassVar[str] = "checkpoint"
@@ -166,7 +166,7 @@ class Compile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rockmate:
+class RockmatePeer:
     """The authors' own package (PyPI `rockmate`), once for every budget; it profiles on a GPU."""
 
     name: ClassVar[str] = "rockmate"
@@ -180,7 +180,7 @@ class Rockmate:
         return Variant(peer=self.name, setting=format_bytes(budget), family="eager", install=install)
 
 
-PEERS: dict[str, type[Any]] = {cls.name: cls for cls in (Compile, Checkpoint, Selective, Rockmate, Eager)}
+PEERS: dict[str, type[Any]] = {cls.name: cls for cls in (Compile, CheckpointPeer, Selective, RockmatePeer, Eager)}
 
 
 def all_variants(peers: Iterable[Peer], budgets: Sequence[int]) -> list[Variant]:

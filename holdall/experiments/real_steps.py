@@ -19,13 +19,13 @@ from holdall.types import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RealRun:
     losses: tuple[float, ...]
     weights: Mapping[str, torch.Tensor]  # after the last step, on the host
     seconds: float  # a step: the median of those after the first
     report: Report | None  # None: the model was left alone
 
-    def equals(self, other: Run) -> bool:
+    def equals(self, other: RealRun) -> bool:
         """Bit for bit: every loss and every weight."""
         same = self.losses == other.losses and self.weights.keys() == other.weights.keys()
         return same and all(torch.equal(w, other.weights[name]) for name, w in self.weights.items())
@@ -39,7 +39,7 @@ def run_steps(
     plan: Plan | None = None,
     seed: int = 0,
     after_step: Callable[[int], None] = lambda step: None,  # noqa: ARG005
-) -> Run:
+) -> RealRun:
     """The loop of a user. `plan`: installed on the model meanwhile; None: plain, with nothing of ours on it.
 
     The budget is not enforced: a run that goes over it ends, and is judged by what was measured.
@@ -64,4 +64,4 @@ def run_steps(
                 harness.close()  # without an optimizer a step ends where the next begins, or here
             report = harness.report()
     weights = {name: w.detach().cpu().clone() for name, w in model.state_dict().items()}
-    return Run(losses=tuple(losses), weights=weights, seconds=statistics.median(seconds[1:] or seconds), report=report)
+    return RealRun(losses=tuple(losses), weights=weights, seconds=statistics.median(seconds[1:] or seconds), report=report)

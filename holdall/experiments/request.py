@@ -49,7 +49,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRun:
     """Everything that a planner is given."""
 
     planner: str
@@ -72,7 +72,7 @@ class Prepared:
         )
 
 
-def prepare(request: Request, progress: Progress) -> Prepared:
+def prepare(request: Request, progress: Progress) -> PreparedRun:
     """Find the machine and the trace; what is cheap to refuse is refused before anything slow begins."""
     options = read_options(request.planner, request.options)
     read = Trace.load(request.trace) if request.trace else None
@@ -85,7 +85,7 @@ def prepare(request: Request, progress: Progress) -> Prepared:
         progress(f"tracing {workload.source.name}", 0, 0, "")
         read = workload.trace(machine.device)
     check_device(read, machine)
-    return Prepared(
+    return PreparedRun(
         planner=request.planner,
         options=options,
         machine=machine,

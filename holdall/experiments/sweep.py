@@ -14,10 +14,10 @@ import torch
 from holdall.api import plan
 from holdall.cli._errors import first_line
 from holdall.errors import HoldallError, Infeasible, InvalidInput
-from holdall.experiments.choices import Choice
+from holdall.experiments.choices import PlanChoice
 from holdall.experiments.peer_runs import Seen, reason, run_peer
 from holdall.experiments.peers import Peer, Subject, Variant, all_variants
-from holdall.experiments.real_steps import Run, run_steps
+from holdall.experiments.real_steps import RealRun, run_steps
 from holdall.experiments.request import budget_leaving, plain_outcome
 from holdall.experiments.workload import Workload
 from holdall.types import Hardware, Outcome, Plan, Progress, Trace
@@ -37,11 +37,11 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SweepRow:
     planner: str
     target: Target
     plan: Plan | None = None  # None: `problem` says why
-    run: Run | None = None  # None: not measured
+    run: RealRun | None = None  # None: not measured
     identical: bool | None = None  # losses and weights, to those of plain training; None: not compared
     smallest: int | None = None  # where nothing fits: the least budget found to work
     problem: str = ""
@@ -72,7 +72,7 @@ class Sweep:
     machine: Hardware
     trace: Trace
     plain: Outcome  # predicted
-    planners: Sequence[Choice]
+    planners: Sequence[PlanChoice]
     targets: Sequence[Target]
     measure: bool
     peers: Sequence[Peer] = ()
@@ -86,15 +86,15 @@ class Sweep:
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     sweep: Sweep
-    rows: Sequence[Row]
-    reference: Run | None  # plain training, measured; None: not asked for, or it does not fit this machine
+    rows: Sequence[SweepRow]
+    reference: RealRun | None  # plain training, measured; None: not asked for, or it does not fit this machine
     peers: Sequence[PeerRow] = ()
 
     def records(self) -> list[dict[str, Any]]:
         """All rows as lines of a file."""
         return [*map(self.record, self.rows), *map(self.peer_record, self.peers)]
 
-    def record(self, row: Row) -> dict[str, Any]:
+    def record(self, row: SweepRow) -> dict[str, Any]:
         """A row as a line of a file, with everything that is needed to read it alone."""
         sweep, said, seen = self.sweep, row.predicted, row.measured
         return {
@@ -172,7 +172,7 @@ def prepare_sweep(
     workload: Workload,
     machine: Hardware,
     *,
-    planners: Sequence[Choice],
+    planners: Sequence[PlanChoice],
     budgets: str,
     measure: bool,
     progress: Progress,
@@ -228,7 +228,7 @@ def overhead(outcome: Outcome | None, plain: Outcome | None) -> float | None:
     return outcome.seconds / plain.seconds - 1 if outcome and plain else None
 
 
-def outcome_of(run: Run | None) -> Outcome | None:
+def outcome_of(run: RealRun | None) -> Outcome | None:
     """What was measured in a run, if there was one."""
     return run.report.measured if run and run.report else None
 
@@ -253,9 +253,9 @@ def _read_target(label: str, plain: Outcome) -> int:
     return budget_leaving(plain, share)
 
 
-def _row(sweep: Sweep, choice: Choice, target: Target, reference: Run | None, progress: Progress) -> Row:
+def _row(sweep: Sweep, choice: PlanChoice, target: Target, reference: RealRun | None, progress: Progress) -> SweepRow:
     """A planner at a budget; whatever goes wrong with it is its own row's business."""
-    row = Row(planner=choice.label, target=target)
+    row = SweepRow(planner=choice.label, target=target)
     budget = {sweep.home: target.nbytes}
     try:
         made = plan(
@@ -280,7 +280,7 @@ def _row(sweep: Sweep, choice: Choice, target: Target, reference: Run | None, pr
     return replace(row, problem="its run went over the budget", failed=True) if over else row
 
 
-def _peer_row(sweep: Sweep, variant: Variant, reference: Run | None) -> PeerRow:
+def _peer_row(sweep: Sweep, variant: Variant, reference: RealRun | None) -> PeerRow:
     if sweep.workload.precision is not None:
         return PeerRow(variant=variant, problem=f"peers do not know {sweep.workload.precision}")
     device = sweep.machine.device
@@ -299,7 +299,7 @@ def _told(error: Exception, who: str) -> str:
     return reason(error)
 
 
-def _measure_plain(sweep: Sweep, progress: Progress) -> Run | None:
+def _measure_plain(sweep: Sweep, progress: Progress) -> RealRun | None:
     progress("measuring plain training", 0, 0, "")
     try:
         return _run(sweep, plan(sweep.trace, planner="nop", hardware=sweep.machine))
@@ -307,7 +307,7 @@ def _measure_plain(sweep: Sweep, progress: Progress) -> Run | None:
         return None
 
 
-def _run(sweep: Sweep, made: Plan) -> Run:
+def _run(sweep: Sweep, made: Plan) -> RealRun:
     device = sweep.machine.device
     model, optimizer = sweep.workload.build(device)
     return run_steps(model, optimizer, _batches(sweep), plan=made)

@@ -62,7 +62,7 @@ class Workload:
         model, optimizer = self.build()
         batch = self.sample()
         try:
-            with _quiet():
+            with quiet():
                 cast = self.autocast or False
                 return trace(model, batch, optimizer=optimizer, device=device, precision=self.precision, autocast=cast)
         except InvalidInput as error:
@@ -147,7 +147,7 @@ def _hush_transformers() -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """torch logs a traceback of its own for every op that refuses fake tensors; the error says the same in a line."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True

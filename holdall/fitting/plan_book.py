@@ -29,7 +29,7 @@ from holdall.pace import Pace, pace_of
 from holdall.planning.finish import over_budget
 from holdall.problem import PROBLEM, bare_problem, hardware_for, make_problem, resolve_precision
 from holdall.runtime.budget.meter import device_context
-from holdall.runtime.switching.buckets import Axes, Bucket, Buckets, Call, Shapes, find_axes, first_that_goes, met, resize
+from holdall.runtime.switching.buckets import Axes, Bucket, Buckets, ModelCall, Shapes, find_axes, first_that_goes, met, resize
 from holdall.runtime.switching.recast import Prepared
 from holdall.tracing.calls import Given
 from holdall.tracing.identity import identity_of
@@ -82,7 +82,7 @@ class PlanBook:
         self._tracing = dict(tracing)
         self._planning = dict(planning)
         self._adjust = adjust
-        self._call = Call(model)
+        self._call = ModelCall(model)
         self._traces: dict[int, tuple[Plan, Trace]] = {}  # by id of the plan; keeps the plan, so that its id stays unique
         self._corrector: Corrector | None = None
         self._besides: dict[str, Any] = {}  # the process's other memory, measured before the harness existed

@@ -29,7 +29,7 @@ PIECE = 1 << 20  # elements drawn at a time; part of what a seed means
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class MezoProbe:
     """One direction and the slope of the loss along it: all there is to know about an update."""
 
     seed: int
@@ -65,7 +65,7 @@ class Mezo(PerParameter):
         if samples < 1 or not eps > 0:
             raise InvalidInput(f"`samples` is {samples} and `eps` is {eps}", hint="at least one sample, and an eps above 0")
         self._process_group = process_group
-        self.last: tuple[Probe, ...] = ()  # of the last step
+        self.last: tuple[MezoProbe, ...] = ()  # of the last step
         options = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "samples": samples, "seed": seed, "in_place": in_place}
         super().__init__(params, {**options, "steps": 0}, unknown)
 
@@ -84,13 +84,13 @@ class Mezo(PerParameter):
             for sample in range(first["samples"]):
                 seed = mix(first["seed"], first["steps"], sample)
                 above, below = self._losses(closure, seed, first["eps"])
-                probes.append(Probe(seed=seed, slope=(above - below) / (2 * first["eps"])))
+                probes.append(MezoProbe(seed=seed, slope=(above - below) / (2 * first["eps"])))
                 losses += [above, below]
         self.replay(probes)
         return sum(losses) / len(losses)
 
     @torch.no_grad()
-    def replay(self, probes: Sequence[Probe]) -> None:
+    def replay(self, probes: Sequence[MezoProbe]) -> None:
         """Make the update that these probes stand for, as the step that found them did."""
         for n, param, group in self._trained():
             lr, decay = float(group["lr"]), float(group["weight_decay"])

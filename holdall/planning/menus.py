@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from holdall.errors import Unsupported
 from holdall.registry import member_classes
-from holdall.simulator.curve import Curve, memory_curve
+from holdall.simulator.curve import MemoryCurve, memory_curve
 from holdall.types import KEEP, Action, Block, Choice, Problem, Trace
 
 
@@ -60,7 +60,7 @@ class Menus:
     chain: tuple[Block, ...]
     windows: Windows
     found: dict[int, tuple[MenuLine, ...]]  # kind of block -> its lines
-    curves: dict[tuple[Action, ...], Curve] = field(default_factory=dict)  # of steps with some actions around
+    curves: dict[tuple[Action, ...], MemoryCurve] = field(default_factory=dict)  # of steps with some actions around
 
     def items(self, problem: Problem, around: Sequence[Action] = (), *, without: Collection[str] = ()) -> tuple[Item, ...]:
         """The chain of blocks in a step with the actions `around`. `without`: tiers for which nothing leaves."""
@@ -147,7 +147,7 @@ def try_choices(problem: Problem, choices: Mapping[int, Sequence[Choice]]) -> Me
     return Menus(chain=tuple(chain), windows=windows, found={b: tuple(c) for b, c in found.items()})
 
 
-def _tried(problem: Problem, actions: Mapping[int, Sequence[Action]]) -> Iterator[tuple[int, Curve]]:
+def _tried(problem: Problem, actions: Mapping[int, Sequence[Action]]) -> Iterator[tuple[int, MemoryCurve]]:
     """The step with these actions on several blocks at once; one by one, without those that cannot be carried out, if some
     cannot."""
     try:
@@ -189,7 +189,7 @@ def kind_of(block: Block) -> int:
     return block.id if block.same_as is None else block.same_as
 
 
-def _compare(choice: Choice, block: Block, windows: Windows, plain: Curve, curve: Curve) -> MenuLine:
+def _compare(choice: Choice, block: Block, windows: Windows, plain: MemoryCurve, curve: MemoryCurve) -> MenuLine:
     """The line of a choice that was tried on a block."""
     f, b = windows[block.id]
     changed_before = plain.before[f[0]] - curve.before[f[0]]

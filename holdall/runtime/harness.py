@@ -26,7 +26,7 @@ from holdall.runtime.activations.offload import Bank
 from holdall.runtime.activations.policy import Blocks, Policy, at_backward
 from holdall.runtime.assembly import find_there, make_gauge, make_meter
 from holdall.runtime.budget.ledger import Ledger
-from holdall.runtime.budget.oom_report import Recorder
+from holdall.runtime.budget.oom_report import FlightRecorder
 from holdall.runtime.budget.results import Results, expect
 from holdall.runtime.cleanup import leave_with, refuse_closed
 from holdall.runtime.notes import Notes
@@ -104,7 +104,7 @@ class Harness:
         self._closed = False
         self._make_stores = make_stores
         self._next: Plan | None = None  # a plan to change to before the next step
-        recorder = Recorder(record)
+        recorder = FlightRecorder(record)
         self._repeat = Repeat(self, tighten, recorder) if tighten is not None or record is not None else None
         self._sizes = buckets is not None
         self._casting = Casting(self.device, recast, self.note())

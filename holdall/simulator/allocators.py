@@ -125,7 +125,7 @@ class Expandable(Ideal):
         return self.taken(self.peak_allocated)
 
 
-class Block:
+class PageBlock:
     """A range of bytes in one segment; its neighbours there are `before` and `after`."""
 
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
@@ -135,8 +135,8 @@ class Block:
         self.size = size
         self.pool = pool
         self.is_free = True
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before: PageBlock | None = None
+        self.after: PageBlock | None = None
 
 
 class Pool:
@@ -146,17 +146,17 @@ class Pool:
 
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
-        self.listed: list[tuple[Bytes, int, Block]] = []  # addresses differ, so blocks are never compared
+        self.listed: list[tuple[Bytes, int, PageBlock]] = []  # addresses differ, so blocks are never compared
 
-    def add(self, block: Block) -> None:
+    def add(self, block: PageBlock) -> None:
         block.is_free = True
         insort(self.listed, (block.size, block.address, block))
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: PageBlock) -> None:
         block.is_free = False
         del self.listed[bisect_left(self.listed, (block.size, block.address))]
 
-    def take(self, size: Bytes) -> Block | None:
+    def take(self, size: Bytes) -> PageBlock | None:
         """The smallest free block of at least `size`; None: there is none."""
         at = bisect_left(self.listed, (size,))
         if at == len(self.listed):
@@ -180,9 +180,11 @@ class Caching:
         self.peak_allocated = 0
         self.peak_reserved = 0
         self.retries = 0  # cache flushes to make room; each stalls a real device
-        self._live: dict[int, Block | None] = {}  # None: a request of zero bytes, which owns no block
+        self._live: dict[int, PageBlock | None] = {}  # None: a request of zero bytes, which owns no block
         self._pools: dict[tuple[bool, int], Pool] = {}
-        self._segments: dict[int, Block] = {}  # address -> first block; merging keeps the lower block, so it stays the first
+        self._segments: dict[
+            int, PageBlock
+        ] = {}  # address -> first block; merging keeps the lower block, so it stays the first
         self._next_address = 0
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:
@@ -227,7 +229,7 @@ class Caching:
                     kept.append(entry)
             pool.listed = kept
 
-    def segments(self) -> Iterator[list[Block]]:
+    def segments(self) -> Iterator[list[PageBlock]]:
         """The blocks of each segment in order of address."""
         for first in self._segments.values():
             blocks, block = [first], first
@@ -242,14 +244,14 @@ class Caching:
             pool = self._pools[is_small, stream] = Pool(is_small)
         return pool
 
-    def _new_segment(self, size: Bytes, pool: Pool) -> Block:
+    def _new_segment(self, size: Bytes, pool: Pool) -> PageBlock:
         taken = segment_size(size)
         if self.limit is not None and self.reserved + taken > self.limit:
             self.retries += 1
             self.empty_cache()
             if self.reserved + taken > self.limit:
                 raise _over(taken, self.allocated, self.reserved, self.limit)
-        block = Block(self._next_address, taken, pool)
+        block = PageBlock(self._next_address, taken, pool)
         block.is_free = False
         self._segments[block.address] = block
         self._next_address += taken
@@ -258,9 +260,9 @@ class Caching:
         return block
 
 
-def cut(block: Block, size: Bytes) -> Block:
+def cut(block: PageBlock, size: Bytes) -> PageBlock:
     """Shorten a block to `size` bytes; returns the rest."""
-    rest = Block(block.address + size, block.size - size, block.pool)
+    rest = PageBlock(block.address + size, block.size - size, block.pool)
     rest.before, rest.after = block, block.after
     if rest.after is not None:
         rest.after.before = rest
@@ -268,7 +270,7 @@ def cut(block: Block, size: Bytes) -> Block:
     return rest
 
 
-def join(low: Block, high: Block) -> Block:
+def join(low: PageBlock, high: PageBlock) -> PageBlock:
     """Merge two neighbours into the lower block."""
     low.size += high.size
     low.after = high.after

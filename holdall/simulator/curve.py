@@ -10,7 +10,7 @@ from holdall.types import Action, Copy, Drop, Problem, Run
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class MemoryCurve:
     """`before[k]`: live bytes just before op k. `high[k]`: the peak since op k - 1 finished, including op k's results."""
 
     before: list[int]
@@ -20,13 +20,13 @@ class Curve:
     back: list[int]  # bytes whose copy back began since op k - 1
 
 
-def memory_curve(problem: Problem, actions: Iterable[Action]) -> Curve:
+def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
     schedule = lower(problem, actions)
     info = {**problem.trace.tensors, **schedule.added}
     home = problem.home
     live = sum(t.nbytes for x, t in info.items() if t.born < 0 and x not in schedule.start)
     count = len(problem.trace.ops)
-    curve = Curve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count)
+    curve = MemoryCurve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count)
     high, again, out, back = live, 0.0, 0, 0
     done = True  # only frees since the last op
     for step in close(schedule):

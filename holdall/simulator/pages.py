@@ -23,7 +23,7 @@ from holdall.simulator.allocators import (
     ROUND_SEGMENT,
     SMALL_REQUEST,
     SMALL_SEGMENT,
-    Block,
+    PageBlock,
     Pool,
     cut,
     join,
@@ -67,12 +67,12 @@ class Space(Pool):
     def __init__(self, *, is_small: bool) -> None:
         super().__init__(is_small)
         self.page = SMALL_SEGMENT if is_small else PAGE
-        self.unmapped: list[tuple[int, Block]] = [(0, Block(0, TiB, self))]  # by address
+        self.unmapped: list[tuple[int, PageBlock]] = [(0, PageBlock(0, TiB, self))]  # by address
 
     def keeps_rest(self, rest: Bytes) -> bool:
         return rest >= BLOCK
 
-    def take(self, size: Bytes) -> Block | None:
+    def take(self, size: Bytes) -> PageBlock | None:
         at = bisect_left(self.listed, (size,))
         if at == len(self.listed):
             return None
@@ -82,18 +82,18 @@ class Space(Pool):
         block.is_free = False
         return block
 
-    def _grown(self, block: Block) -> Bytes:
+    def _grown(self, block: PageBlock) -> Bytes:
         after = block.after
         return block.size + (after.size if after is not None and self.is_unmapped(after) else 0)
 
-    def is_unmapped(self, block: Block) -> bool:
+    def is_unmapped(self, block: PageBlock) -> bool:
         at = bisect_left(self.unmapped, (block.address,))
         return at < len(self.unmapped) and self.unmapped[at][1] is block
 
-    def is_mapped_and_free(self, block: Block | None) -> bool:
+    def is_mapped_and_free(self, block: PageBlock | None) -> bool:
         return block is not None and block.is_free and not self.is_unmapped(block)
 
-    def lowest(self, size: Bytes) -> Block:
+    def lowest(self, size: Bytes) -> PageBlock:
         """The first range that is long enough, free or unmapped."""
         for _, block in self.unmapped:
             before = block.before
@@ -105,7 +105,7 @@ class Space(Pool):
                 return begin
         raise Exhausted(size)  # of a TiB
 
-    def map(self, block: Block, size: Bytes) -> Bytes:
+    def map(self, block: PageBlock, size: Bytes) -> Bytes:
         """Map pages at the beginning of an unmapped block; returns their bytes. The rest stays unmapped."""
         taken = min(block.size, round_up(size, self.page))
         del self.unmapped[bisect_left(self.unmapped, (block.address,))]
@@ -135,7 +135,7 @@ class Space(Pool):
             self._join(whole)
         return given
 
-    def _join(self, block: Block) -> None:
+    def _join(self, block: PageBlock) -> None:
         """Merge unmapped neighbours."""
         before, after = block.before, block.after
         if after is not None and self.is_unmapped(after):
@@ -152,7 +152,7 @@ class Pages:
     def __init__(self, limit: Bytes) -> None:
         self.limit = limit
         self.reserved = self.halts = self.mapped = 0
-        self.live: dict[int, Block | None] = {}  # None: a request of zero bytes, which owns no block
+        self.live: dict[int, PageBlock | None] = {}  # None: a request of zero bytes, which owns no block
         self._small, self._large = Space(is_small=True), Space(is_small=False)
 
     def alloc(self, key: int, nbytes: Bytes) -> None:
@@ -188,7 +188,7 @@ class Pages:
             join(block, after)
         space.add(block)
 
-    def _more(self, size: Bytes, space: Space) -> Block:
+    def _more(self, size: Bytes, space: Space) -> PageBlock:
         asked = round_up(size, ROUND_SEGMENT) if size >= MIN_OWN_SEGMENT else space.page
         if self.reserved + asked > self.limit:
             self.halts += 1
@@ -211,7 +211,7 @@ class Pages:
             join(block, after)
         return block
 
-    def _map(self, space: Space, block: Block, size: Bytes) -> None:
+    def _map(self, space: Space, block: PageBlock, size: Bytes) -> None:
         taken = space.map(block, size)
         self.reserved += taken
         self.mapped += taken

@@ -8,7 +8,7 @@ from itertools import count
 from math import inf
 
 from holdall.actions.reschedule.dag import Answer, Dag, Program, answer
-from holdall.runtime.eviction.replay import Call, Free, Key
+from holdall.runtime.eviction.replay import Free, Key, OpCall
 
 
 def shortest(dag: Dag, budget: int, *, loss: int | None = None, saved_budget: int | None = None) -> Answer:
@@ -53,18 +53,18 @@ def shortest(dag: Dag, budget: int, *, loss: int | None = None, saved_budget: in
     return answer(dag, None, bound=inf, status="infeasible", seconds=0.0)
 
 
-def uniform_chain(n: int) -> list[Call | Free]:
+def uniform_chain(n: int) -> list[OpCall | Free]:
     """The experiment of DTR's simulator: n layers of cost and size 1, then their gradients, each freeing what it was the last
     to need."""
-    program: list[Call | Free] = []
+    program: list[OpCall | Free] = []
     for i in range(n):
-        program.append(Call(reads=(("f", i - 1),) if i else (), writes=((("f", i), 1),), label="forward"))
+        program.append(OpCall(reads=(("f", i - 1),) if i else (), writes=((("f", i), 1),), label="forward"))
     program.append(Free(key=("f", n - 1)))
-    program.append(Call(writes=((("g", n - 1), 1),), label="gradient"))
+    program.append(OpCall(writes=((("g", n - 1), 1),), label="gradient"))
     for i in range(n - 2, -1, -1):
         program.append(Free(key=("f", i)))
         reads: Sequence[Key] = [*([("f", i - 1)] if i else []), ("g", i + 1)]
-        program.append(Call(reads=tuple(reads), writes=((("g", i), 1),), label="gradient"))
+        program.append(OpCall(reads=tuple(reads), writes=((("g", i), 1),), label="gradient"))
         program.append(Free(key=("g", i + 1)))
     return program
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import holdall
 from holdall.runtime.eviction.arena import Piece, cheapest_window
-from holdall.runtime.eviction.pool import Pool
-from holdall.runtime.eviction.replay import Call, Free, play
+from holdall.runtime.eviction.pool import EvictionPool
+from holdall.runtime.eviction.replay import Free, OpCall, play
 from holdall.runtime.eviction.room import Holes, Windows, is_expensive
 from holdall.runtime.eviction.scores import NAMED
 from holdall.testing.worlds import machine
@@ -70,11 +70,11 @@ def network(seed, n=30):
         reads = [("f", i - 1)] if i else []
         if i > 4 and rng.random() < 0.3:
             reads.append(("f", rng.randrange(max(0, i - 12), i - 1)))
-        program.append(Call(reads=tuple(reads), writes=((("f", i), sizes[i]),), cost=cost[i], label=label[i]))
+        program.append(OpCall(reads=tuple(reads), writes=((("f", i), sizes[i]),), cost=cost[i], label=label[i]))
     gradient = None
     for i in reversed(range(n)):
         reads = (("f", i), gradient) if gradient else (("f", i),)
-        program.append(Call(reads=reads, writes=((("g", i), sizes[i]),), cost=2 * cost[i], label=label[i]))
+        program.append(OpCall(reads=reads, writes=((("g", i), sizes[i]),), cost=2 * cost[i], label=label[i]))
         program += [Free(key=gradient)] if gradient else []
         program.append(Free(key=("f", i)))
         gradient = ("g", i)
@@ -97,7 +97,9 @@ class Watched(Windows):
 def test_after_an_eviction_the_allocation_succeeds():
     for seed in range(20):
         program, total = network(seed, n=50)
-        play(program, lambda d, t=total: Pool(budget=t // 2, room=Watched(NAMED["coop"], t // 2), driver=d, strict=False))
+        play(
+            program, lambda d, t=total: EvictionPool(budget=t // 2, room=Watched(NAMED["coop"], t // 2), driver=d, strict=False)
+        )
     assert Watched.cleared > 100
 
 
@@ -116,7 +118,7 @@ def test_less_fragmentation_and_less_recomputation_than_megtaichi_and_that_less_
             program, total = network(seed, n=40)
             budget = total * share // 100
             played.append(
-                play(program, lambda d, b=budget, r=room: Pool(budget=b, room=r(b), driver=d, strict=False), stop=1e6)
+                play(program, lambda d, b=budget, r=room: EvictionPool(budget=b, room=r(b), driver=d, strict=False), stop=1e6)
             )
         holes[name] = statistics.mean(p.fragmentation or 0 for p in played)
         extra[name] = statistics.mean(p.extra for p in played)
@@ -129,25 +131,29 @@ def test_cheap_and_expensive_results_grow_from_different_ends():
     assert not is_expensive("aten.gelu.default") and not is_expensive("aten.add.Tensor")
     room = Windows(NAMED["coop"], 100)
     program = [
-        Call(writes=((("a", i), 10),), label="aten.mm.default" if i % 2 else "aten.gelu.default", cost=1) for i in range(6)
+        OpCall(writes=((("a", i), 10),), label="aten.mm.default" if i % 2 else "aten.gelu.default", cost=1) for i in range(6)
     ]
-    play(program, lambda d: Pool(budget=100, room=room, driver=d))
+    play(program, lambda d: EvictionPool(budget=100, room=room, driver=d))
     sides = [p.owner.maker.label for p in room.arena if p.owner is not None]
     assert sides == ["aten.mm.default"] * 3 + ["aten.gelu.default"] * 3
 
 
 def test_what_came_back_on_the_way_to_another_goes_at_once():
     """Claim: temporaries of a recomputation do not stay in the arena; under DTR on the same arena they do."""
-    chain = [Call(writes=((0, 10),)), *(Call(reads=(i - 1,), writes=((i, 10),)) for i in range(1, 5))]
-    program = [*chain, *(Free(key=i) for i in range(4)), *(Call(writes=((("filler", i), 10),), cost=100) for i in range(7))]
-    program.append(Call(reads=(4,), writes=(("end", 10),)))
+    chain = [OpCall(writes=((0, 10),)), *(OpCall(reads=(i - 1,), writes=((i, 10),)) for i in range(1, 5))]
+    program = [
+        *chain,
+        *(Free(key=i) for i in range(4)),
+        *(OpCall(writes=((("filler", i), 10),), cost=100) for i in range(7)),
+    ]
+    program.append(OpCall(reads=(4,), writes=(("end", 10),)))
     left = {}
     for kind in (Windows, Holes):
         pools = []
 
         def make(driver, kind=kind, pools=pools):
             room = kind(NAMED["coop" if kind is Windows else "dtr_eq"], 70)
-            pools.append(Pool(budget=70, room=room, driver=driver))
+            pools.append(EvictionPool(budget=70, room=room, driver=driver))
             return pools[0]
 
         assert play(program, make).counts.reruns >= 5  # the whole chain, from its first
@@ -160,11 +166,14 @@ def test_a_change_in_place_leaves_the_storage_where_it_is():
     pools = []
 
     def make(driver):
-        pools.append(Pool(budget=100, room=room, driver=driver))
+        pools.append(EvictionPool(budget=100, room=room, driver=driver))
         return pools[0]
 
     play(
-        [Call(writes=(("x", 10),), label="aten.mm.default"), Call(reads=("x",), changes=("x",), label="aten.relu_.default")],
+        [
+            OpCall(writes=(("x", 10),), label="aten.mm.default"),
+            OpCall(reads=("x",), changes=("x",), label="aten.relu_.default"),
+        ],
         make,
     )
     (there,) = pools[0].present

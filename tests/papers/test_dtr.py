@@ -13,9 +13,9 @@ import holdall
 from holdall.errors import Infeasible, OverBudget
 from holdall.runtime.eviction.evictor import Evictor
 from holdall.runtime.eviction.handle import Handle
-from holdall.runtime.eviction.pool import Pool
-from holdall.runtime.eviction.replay import Call, Free, play
-from holdall.runtime.eviction.room import Room
+from holdall.runtime.eviction.pool import EvictionPool
+from holdall.runtime.eviction.replay import Free, OpCall, play
+from holdall.runtime.eviction.room import EvictionRoom
 from holdall.runtime.eviction.scores import GRID, NAMED
 from holdall.testing.oracles import uniform_chain
 from holdall.testing.worlds import Convnet, chain, machine
@@ -33,8 +33,8 @@ TABLE = {  # extra compute of the authors' simulator; None: over 12800
 
 def under(score, budget, *, sample=False, dead="eager", keep_trace=True, **options):
     score = NAMED[score] if isinstance(score, str) else score
-    return lambda driver: Pool(
-        budget=budget, room=Room(score, sample=sample), driver=driver, dead=dead, keep_trace=keep_trace, **options
+    return lambda driver: EvictionPool(
+        budget=budget, room=EvictionRoom(score, sample=sample), driver=driver, dead=dead, keep_trace=keep_trace, **options
     )
 
 
@@ -89,15 +89,15 @@ def test_a_sample_passes_over_storages_far_below_the_mean():
     """Claim: besides about sqrt(n) at random, none smaller than a hundredth of the mean size is looked at."""
     chosen = {}
 
-    class Watched(Room):
+    class Watched(EvictionRoom):
         def choose(self, pool):
             found = super().choose(pool)
             chosen.setdefault(self.sample, []).append(found.size)
             return found
 
-    program = [Call(writes=((i, 1000 if i % 3 == 0 else 1),)) for i in range(90)]
+    program = [OpCall(writes=((i, 1000 if i % 3 == 0 else 1),)) for i in range(90)]
     for sample in (False, True):
-        play(program, lambda d, s=sample: Pool(budget=15_000, room=Watched(NAMED["lru"], sample=s), driver=d))
+        play(program, lambda d, s=sample: EvictionPool(budget=15_000, room=Watched(NAMED["lru"], sample=s), driver=d))
     assert 1 in chosen[False]
     assert set(chosen[True]) == {1000}
 
@@ -120,7 +120,7 @@ def u(n):
     last = {x: k for k, (made, reads) in enumerate(calls) for x in (made, *reads)}
     program = []
     for k, (made, reads) in enumerate(calls):
-        program.append(Call(reads=tuple(reads), writes=((made, 1),)))
+        program.append(OpCall(reads=tuple(reads), writes=((made, 1),)))
         program += [Free(key=x) for x in last if last[x] == k]
     return calls, program
 
@@ -162,11 +162,11 @@ def test_no_online_policy_beats_the_exact_search(n, budget):
 def test_a_change_in_place_is_made_again_from_the_old_value():
     """x is changed after y was made from it: y needs the old x, z the new one."""
     program = [
-        Call(writes=(("x", 1),)),
-        Call(reads=("x",), writes=(("y", 1),)),
-        Call(changes=("x",), reads=("x",)),
-        *[Call(writes=((("filler", i), 1),)) for i in range(3)],
-        Call(reads=("y", "x"), writes=(("z", 1),)),
+        OpCall(writes=(("x", 1),)),
+        OpCall(reads=("x",), writes=(("y", 1),)),
+        OpCall(changes=("x",), reads=("x",)),
+        *[OpCall(writes=((("filler", i), 1),)) for i in range(3)],
+        OpCall(reads=("y", "x"), writes=(("z", 1),)),
     ]
     played = play(program, under("lru", 3, keep_trace=False))
     assert played.counts.reruns >= 3 and played.peak <= 3
@@ -179,7 +179,7 @@ def test_thrashing_is_one_clear_error():
 
 def test_a_budget_that_cannot_hold_an_op_is_one_clear_error():
     with pytest.raises(OverBudget, match="needs 3 B beside 2 B that cannot be evicted, over the budget of 4 B"):
-        play([Call(writes=(("x", 2),)), Call(reads=("x",), writes=(("y", 3),), label="big")], under("dtr", 4))
+        play([OpCall(writes=(("x", 2),)), OpCall(reads=("x",), writes=(("y", 3),), label="big")], under("dtr", 4))
 
 
 # real models
@@ -479,7 +479,7 @@ def test_random_programs_never_pass_their_budget_and_always_end():
         for i in range(40):
             reads = tuple(rng.sample(made, min(len(made), rng.randint(0, 2))))
             changes = tuple(x for x in reads if rng.random() < 0.2)
-            program.append(Call(reads=reads, writes=((i, rng.randint(1, 4)),), changes=changes, cost=rng.random()))
+            program.append(OpCall(reads=reads, writes=((i, rng.randint(1, 4)),), changes=changes, cost=rng.random()))
             made.append(i)
             if len(made) > 8:
                 program.append(Free(key=made.pop(rng.randrange(len(made)))))

@@ -10,9 +10,9 @@ import torch
 
 import holdall
 from holdall.runtime.eviction.arena import Arena
-from holdall.runtime.eviction.pool import Pool
-from holdall.runtime.eviction.replay import Call, Free, Silent, play
-from holdall.runtime.eviction.room import Holes, Room
+from holdall.runtime.eviction.pool import EvictionPool
+from holdall.runtime.eviction.replay import Free, OpCall, Silent, play
+from holdall.runtime.eviction.room import EvictionRoom, Holes
 from holdall.runtime.eviction.scores import NAMED, MegTaiChi
 from holdall.runtime.eviction.storages import Maker, Storage
 from holdall.testing.worlds import Convnet, machine
@@ -30,18 +30,18 @@ def network(seed, n=30):
         reads = [("f", i - 1)] if i else []
         if i > 4 and rng.random() < 0.3:
             reads.append(("f", rng.randrange(max(0, i - 12), i - 1)))
-        program.append(Call(reads=tuple(reads), writes=((("f", i), sizes[i]),), cost=cost[i], label=label[i]))
+        program.append(OpCall(reads=tuple(reads), writes=((("f", i), sizes[i]),), cost=cost[i], label=label[i]))
     gradient = None
     for i in reversed(range(n)):
         reads = (("f", i), gradient) if gradient else (("f", i),)
-        program.append(Call(reads=reads, writes=((("g", i), sizes[i]),), cost=2 * cost[i], label=label[i]))
+        program.append(OpCall(reads=reads, writes=((("g", i), sizes[i]),), cost=2 * cost[i], label=label[i]))
         program += [Free(key=gradient)] if gradient else []
         program.append(Free(key=("f", i)))
         gradient = ("g", i)
     return program, sum(sizes)
 
 
-class Noted(Pool):
+class Noted(EvictionPool):
     """A pool that remembers what it evicted."""
 
     def evict(self, s):
@@ -57,7 +57,7 @@ def test_without_credit_and_growth_it_evicts_as_dtr_with_union_find(seed):
         pools = []
 
         def make(driver, score=score, total=total, pools=pools):
-            pools.append(Noted(budget=total // 2, room=Room(score), driver=driver))
+            pools.append(Noted(budget=total // 2, room=EvictionRoom(score), driver=driver))
             return pools[0]
 
         play(program, make)
@@ -72,7 +72,7 @@ def allocations(seed, n=150):
     for i in range(n):
         reads = tuple(rng.sample(made, min(len(made), rng.randint(0, 2))))
         size = rng.choice((1, 2, 4, 8, 16)) * rng.randint(1, 9)
-        program.append(Call(reads=reads, writes=((i, size),), cost=rng.randint(1, 10)))
+        program.append(OpCall(reads=reads, writes=((i, size),), cost=rng.randint(1, 10)))
         made.append(i)
         if len(made) > 30:
             program.append(Free(key=made.pop(rng.randrange(len(made)))))
@@ -84,7 +84,11 @@ def compared(programs):
     evictions, extra = {}, {}
     for name in ("dtr_eq", "megtaichi"):
         played = [
-            play(program, lambda d, b=budget, n=name: Pool(budget=b, room=Holes(NAMED[n], b), driver=d, strict=False), stop=1e6)
+            play(
+                program,
+                lambda d, b=budget, n=name: EvictionPool(budget=b, room=Holes(NAMED[n], b), driver=d, strict=False),
+                stop=1e6,
+            )
             for program, budget in programs
         ]
         evictions[name] = statistics.mean(p.counts.evictions for p in played)
@@ -109,7 +113,7 @@ def test_on_networks_it_evicts_as_often_as_dtr_but_recomputes_much_less():
 
 def test_a_storage_that_came_back_often_is_spared():
     """Monotone in the number of recomputations, antitone in free neighbours."""
-    pool = Pool(budget=100, room=Holes(NAMED["megtaichi"], 100), driver=Silent())
+    pool = EvictionPool(budget=100, room=Holes(NAMED["megtaichi"], 100), driver=Silent())
     maker = Maker(inputs=(), cost=5)
     s = Storage("x", 10, maker)
     pool.prepare((), [10])

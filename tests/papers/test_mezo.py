@@ -12,7 +12,7 @@ from torch import nn
 
 from holdall.errors import InvalidInput
 from holdall.optim._math.rng import mix
-from holdall.optim.mezo import Mezo, Probe, _pieces, _shift
+from holdall.optim.mezo import Mezo, MezoProbe, _pieces, _shift
 from holdall.runtime.budget.ledger import Ledger
 
 
@@ -144,7 +144,7 @@ def test_a_run_can_be_replayed_from_seeds_and_slopes(samples):
     assert not same(bits(model), bits(start))
     again = Mezo(start.parameters(), lr=1e-2, weight_decay=0.1)
     for step in log:
-        again.replay([Probe(seed=seed, slope=slope) for seed, slope in step])
+        again.replay([MezoProbe(seed=seed, slope=slope) for seed, slope in step])
     assert same(bits(model), bits(start))
 
 

@@ -19,7 +19,7 @@ from holdall.actions.recompute import Recompute
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.chen import Chen
 from holdall.planners.pofo import Pofo, actions_of, costs_of_chain, costs_of_trace
-from holdall.planners.pofo.program import Link, Segment, solve
+from holdall.planners.pofo.program import PofoLink, PofoSegment, solve
 from holdall.planners.rotor import Rotor
 from holdall.planners.rotor.table import Stage, Table
 from holdall.planning.finish import finish
@@ -56,7 +56,7 @@ def unit_chain(n):
 
 
 def pofo(stages, budget, out, back=None, **options):
-    answer = solve(costs_of_chain(stages, budget), budget, Link(out=out, back=back or out), **options)
+    answer = solve(costs_of_chain(stages, budget), budget, PofoLink(out=out, back=back or out), **options)
     return (NEVER, []) if answer is None else answer
 
 
@@ -107,7 +107,7 @@ def decisions(n, first=0):
     for last, saved in ends:
         for rest in decisions(n, last + 1):
             for place in ("keep", "offload"):
-                yield (Segment(first, last, saved, place), *rest)
+                yield (PofoSegment(first, last, saved, place), *rest)
 
 
 def stage_of_walk(k, d, need, seconds, budget, beta):
@@ -206,7 +206,7 @@ def test_without_recomputation_it_equals_brute_force_over_all_offload_sets(seed)
     budget = largest_working_set(stages) + rng.randint(0, 5)
     best = NEVER
     for places in itertools.product(("keep", "offload"), repeat=len(stages)):
-        cut = [Segment(i, i, "all", place) for i, place in enumerate(places)]
+        cut = [PofoSegment(i, i, "all", place) for i, place in enumerate(places)]
         best = min(best, forward_time(stages, cut, budget, 0.5) + backward_time(stages, cut, budget, 0.5, None))
     assert pofo(stages, budget, 0.5, recompute=False)[0] == pytest.approx(best)
 
@@ -290,7 +290,7 @@ def test_bytes_beyond_the_slots_are_rounded_up():
     coarse = [replace(s, a=1000 * s.a, abar=1000 * s.abar, of=1000 * s.of, ob=1000 * s.ob) for s in fine]
     budget = largest_working_set(fine) + 4
     exact = pofo(fine, budget, 0.5)[0]
-    rounded = solve(costs_of_chain(coarse, 1000 * budget, slots=200), 1000 * budget, Link(out=500, back=500))
+    rounded = solve(costs_of_chain(coarse, 1000 * budget, slots=200), 1000 * budget, PofoLink(out=500, back=500))
     assert exact - 1e-9 <= rounded[0] <= 1.1 * exact
 
 
@@ -323,7 +323,7 @@ def test_the_program_and_the_simulator_agree_on_our_blocks(overlap):
         menus = make_menus(problem)
         costs = costs_of_trace(problem, menus)
         for budget in shares(trace, 80, 40, 20, 10):
-            answer = solve(costs, budget, Link(out=rate, back=rate, hidden_by=int(overlap)))
+            answer = solve(costs, budget, PofoLink(out=rate, back=rate, hidden_by=int(overlap)))
             if answer is None:
                 continue
             kinds |= {(s.saved, s.place) for s in answer[1]}
@@ -500,11 +500,11 @@ def test_long_segments_from_offloaded_inputs_run_as_simulated(stack, overlap, at
     """Inputs leave behind the next block and come back before the segment's replay."""
     problem = problem_on(stack[2], machine(overlap=overlap))
     cut = [
-        Segment(0, 2, "input", "keep"),
-        Segment(3, 5, "input", "offload", at_once, at_once),
-        Segment(6, 6, "all", "offload", at_once, at_once),
-        Segment(7, 8, "input", "offload", at_once, at_once),
-        Segment(9, 9, "all", "keep"),
+        PofoSegment(0, 2, "input", "keep"),
+        PofoSegment(3, 5, "input", "offload", at_once, at_once),
+        PofoSegment(6, 6, "all", "offload", at_once, at_once),
+        PofoSegment(7, 8, "input", "offload", at_once, at_once),
+        PofoSegment(9, 9, "all", "keep"),
     ]
     actions = actions_of(problem, make_menus(problem), cut)
     assert [a.fetch for a in actions if a.name == "offload"] == (

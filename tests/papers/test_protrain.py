@@ -16,7 +16,17 @@ import holdall
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.protrain import ProTrain, actions_of, profile_of
-from holdall.planners.protrain.model import Chunk, Found, Profile, Setting, Span, Stage, map_blocks, modes, search
+from holdall.planners.protrain.model import (
+    BlockSpan,
+    BlockStage,
+    Found,
+    ParameterChunk,
+    Profile,
+    Setting,
+    map_blocks,
+    modes,
+    search,
+)
 from holdall.planning.finish import finish, with_traced
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED
@@ -59,7 +69,7 @@ def paper_ticks(profile, setting):
         on_host += chunk.on_host
     fixed = profile.rest + sum(t for t, s in zip(again, profile.stages, strict=True) if s.chunk < 0)
     for n, stage in enumerate(profile.stages[: setting.n_swap]):
-        after = profile.stages[n + 1] if profile.overlap and n + 1 < len(profile.stages) else Stage(forward=0, backward=0)
+        after = profile.stages[n + 1] if profile.overlap and n + 1 < len(profile.stages) else BlockStage(forward=0, backward=0)
         fixed += max(0, stage.out - after.forward) + max(0, stage.back - after.backward)
     return {
         "backward": fixed + forward + max(backward + on_device, on_host),
@@ -113,7 +123,7 @@ def random_profile(rng, largest=6):
         trained = rng.random() < 0.8
         weights = rng.randint(1, 4)
         chunks.append(
-            Chunk(
+            ParameterChunk(
                 weights=weights,
                 padding=rng.randint(0, 1),
                 grads=rng.randint(1, 4) if trained else 0,
@@ -130,7 +140,7 @@ def random_profile(rng, largest=6):
             )
         )
     stages = [
-        Stage(
+        BlockStage(
             forward=rng.randint(1, 4),
             backward=rng.randint(1, 6),
             again=rng.randint(1, 4),
@@ -148,11 +158,11 @@ def random_profile(rng, largest=6):
     spans = []
     for inside, replays in events:
         before = base + rng.randint(0, 30)
-        spans.append(Span(high=before + rng.randint(0, 6), before=before, inside=inside, done=done, replays=replays))
+        spans.append(BlockSpan(high=before + rng.randint(0, 6), before=before, inside=inside, done=done, replays=replays))
         while replays and done and rng.random() < 0.6:
             done -= 1
             before = base + rng.randint(0, 30)
-            spans.append(Span(high=before + rng.randint(0, 6), before=before, inside=inside, done=done))
+            spans.append(BlockSpan(high=before + rng.randint(0, 6), before=before, inside=inside, done=done))
     return Profile(
         chunks=tuple(chunks),
         stages=tuple(stages),
@@ -195,8 +205,8 @@ def test_more_memory_is_never_slower_in_the_model(seed):
 
 
 def test_a_limit_of_the_host_is_kept():
-    chunks = tuple(Chunk(weights=4, grads=4, states=8, host=10, on_host=100, on_device=1) for _ in range(4))
-    profile = Profile(chunks=chunks, stages=(), spans=(Span(high=64, before=64, inside=0, done=4),), step=64)
+    chunks = tuple(ParameterChunk(weights=4, grads=4, states=8, host=10, on_host=100, on_device=1) for _ in range(4))
+    profile = Profile(chunks=chunks, stages=(), spans=(BlockSpan(high=64, before=64, inside=0, done=4),), step=64)
     mapped = map_blocks(profile)
     assert search(mapped, 40)[0].setting.n_persist < 2
     assert search(mapped, 40, host=20) == []
@@ -324,11 +334,11 @@ def test_a_hit_is_fetched_once_and_a_miss_twice():
 def test_three_units_by_hand():
     """Eqs. 2-11 with numbers: unit 0 persists, 1 misses and 2 hits the buffer; one block is run again, none is swapped."""
     chunks = tuple(
-        Chunk(weights=10, grads=10, states=20, forward=3, backward=6, up=5, down=4, on_device=1, on_host=7, stage=n)
+        ParameterChunk(weights=10, grads=10, states=20, forward=3, backward=6, up=5, down=4, on_device=1, on_host=7, stage=n)
         for n in range(3)
     )
-    stages = tuple(Stage(forward=3, backward=6, again=3, dropped=8, rise=9, chunk=n) for n in range(3))
-    spans = (Span(high=120, before=100, inside=3, done=3), Span(high=118, before=110, inside=1, done=2, replays=True))
+    stages = tuple(BlockStage(forward=3, backward=6, again=3, dropped=8, rise=9, chunk=n) for n in range(3))
+    spans = (BlockSpan(high=120, before=100, inside=3, done=3), BlockSpan(high=118, before=110, inside=1, done=2, replays=True))
     profile = Profile(chunks=chunks, stages=stages, spans=spans, step=130, rest=2, when="backward", overlap=True)
     mapped = next(m for m in map_blocks(profile) if m.found(0, 0).setting[2:] == (0, 1))
     # forward: 3 + max(3, 5) + max(3, 5); backward: 6, 6 + 3 again against 5 + 4, 6 against 4, and the device's update

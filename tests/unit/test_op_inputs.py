@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from holdall.tracing.timing.op_inputs import describe, make_inputs
-from holdall.tracing.timing.step_mixture import Part, choose, interleave, slowdown
+from holdall.tracing.timing.step_mixture import MixturePart, choose, interleave, slowdown
 
 aten = torch.ops.aten
 
@@ -44,8 +44,8 @@ def test_expanded_tensors_can_be_made():
 
 def test_the_time_beyond_the_sum_is_charged_to_arithmetic():
     described = describe((torch.zeros(4, 4), torch.zeros(4, 4)), {})
-    product = Part(aten.mm.default, described, 0.002, 20, 128, True, True)
-    passes = Part(aten.add.Tensor, described, 0.001, 20, 128, False, True)
+    product = MixturePart(aten.mm.default, described, 0.002, 20, 128, True, True)
+    passes = MixturePart(aten.add.Tensor, described, 0.001, 20, 128, False, True)
     asked = []
 
     def time(call, count):
@@ -62,6 +62,6 @@ def test_the_time_beyond_the_sum_is_charged_to_arithmetic():
 def test_the_mixture_is_interleaved_and_has_a_limit():
     assert interleave([1, 3]) == [1, 0, 1, 1] or interleave([1, 3]) == [1, 1, 0, 1]
     described = describe((torch.zeros(4),), {})
-    parts = [Part(aten.neg.default, described, 1e-3, n, 5 * 2**30, False, True) for n in (1, 2)]
+    parts = [MixturePart(aten.neg.default, described, 1e-3, n, 5 * 2**30, False, True) for n in (1, 2)]
     assert [p.times for p in choose(parts)] == [2]  # no room for both
-    assert choose([Part(aten.neg.default, described, 1e-6, 1, 16, False, True)]) == []
+    assert choose([MixturePart(aten.neg.default, described, 1e-6, 1, 16, False, True)]) == []

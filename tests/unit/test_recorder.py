@@ -10,7 +10,7 @@ import torch
 import holdall
 from holdall.errors import OverBudget
 from holdall.runtime import assembly
-from holdall.runtime.budget.oom_report import Recorder
+from holdall.runtime.budget.oom_report import FlightRecorder
 from holdall.testing.worlds import family, machine
 
 
@@ -98,15 +98,15 @@ def test_the_allocators_history_is_kept_while_there_is_a_folder(monkeypatch, tmp
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given))
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
     gpu = torch.device("cuda", 0)
-    Recorder(None).start(gpu)()
-    Recorder(tmp_path).start(torch.device("cpu"))()
+    FlightRecorder(None).start(gpu)()
+    FlightRecorder(tmp_path).start(torch.device("cpu"))()
     assert calls == []
-    stop = Recorder(tmp_path).start(gpu)
+    stop = FlightRecorder(tmp_path).start(gpu)
     stop()
     assert len(calls) == 2
     assert calls[1] == {"enabled": None}
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)  # the user's own
-    Recorder(tmp_path).start(gpu)()
+    FlightRecorder(tmp_path).start(gpu)()
     assert len(calls) == 2
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.evict.schedule import Rehearsal, rehearse
 from holdall.errors import InvalidInput, OverBudget, Unsupported, unknown_name
-from holdall.runtime.eviction.pool import Driver, Pool
-from holdall.runtime.eviction.room import Holes, Room, Windows
+from holdall.runtime.eviction.pool import Driver, EvictionPool
+from holdall.runtime.eviction.room import EvictionRoom, Holes, Windows
 from holdall.runtime.eviction.scores import score_named
 from holdall.runtime.eviction.storages import Rates
 from holdall.types import Facts, Problem, Schedule, Trace
@@ -77,9 +77,11 @@ class Evict(Facts):
     def rates(self) -> Rates:
         return Rates(flops=self.flops, bandwidth=self.bandwidth, overhead=self.overhead)
 
-    def pool(self, driver: Driver, *, outside: int = 0, live: Callable[[], int] | None = None, strict: bool = True) -> Pool:
+    def pool(
+        self, driver: Driver, *, outside: int = 0, live: Callable[[], int] | None = None, strict: bool = True
+    ) -> EvictionPool:
         """A new cache under this policy; `outside`: bytes that are there before a step."""
-        return Pool(
+        return EvictionPool(
             budget=self.budget,
             room=self._room(min(self.arena, max(0, self.budget - outside))),
             driver=driver,
@@ -89,10 +91,10 @@ class Evict(Facts):
             strict=strict,
         )
 
-    def _room(self, arena: int) -> Room:
+    def _room(self, arena: int) -> EvictionRoom:
         score = score_named(self.score)
         if self.how == "bytes":
-            return Room(score, sample=self.sample, least=self.least)
+            return EvictionRoom(score, sample=self.sample, least=self.least)
         kind = Holes if self.how == "holes" else Windows
         tiny = self.least - 1 if self.how == "windows" and self.least else 0
         return kind(score, arena, sample=self.sample, least=self.least, align=self.align, tiny=tiny)
@@ -114,7 +116,7 @@ class Evict(Facts):
                 hint="use it alone",
             )
 
-        def make_pool(evictor: Evictor, before: int, live: Callable[[], int]) -> Pool:
+        def make_pool(evictor: Evictor, before: int, live: Callable[[], int]) -> EvictionPool:
             return self.pool(evictor, outside=before, live=live)
 
         install(harness, make_pool, self.rates, align=self.align)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdall.runtime.eviction.pool import Counts, Driver, Pool, wants
-from holdall.runtime.eviction.replay import Call, Player
+from holdall.runtime.eviction.pool import Counts, Driver, EvictionPool, wants
+from holdall.runtime.eviction.replay import OpCall, Player
 from holdall.runtime.eviction.storages import Maker, Rates, Storage
 from holdall.types import Copy, Phase, Run, Schedule, Step, Wait
 from holdall.types.schedule import Mark
@@ -25,13 +25,13 @@ class Rehearsal:
     fragmentation: tuple[float, ...] = ()  # of the arena, at each request that found no hole
 
 
-def rehearse(schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], Pool]) -> Rehearsal:
+def rehearse(schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], EvictionPool]) -> Rehearsal:
     """Play the policy over the schedule's steps."""
     return _Rewriter(schedule.copy(), rates, make_pool).play()
 
 
 class _Rewriter(Player):
-    def __init__(self, schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], Pool]) -> None:
+    def __init__(self, schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], EvictionPool]) -> None:
         self.schedule = schedule
         self.trace = schedule.trace
         self.rates = rates
@@ -98,7 +98,7 @@ class _Rewriter(Player):
         is_given = run.name.startswith("aten.lift_fresh")  # a constant of the program's text: no work, and an ordinary tensor
         is_norm = op is not None and "batch_norm" in op.site.op
         self.call(
-            Call(
+            OpCall(
                 reads=run.reads,
                 writes=tuple((x, info(x).nbytes) for x in run.writes),
                 changes=tuple(mine),
@@ -117,7 +117,7 @@ class _Rewriter(Player):
                 self.values[x].pinned = True
                 self.pool.candidates.pop(self.values[x], None)
 
-    def ran(self, op: Call, maker: Maker, made: Sequence[Storage], changes: Sequence[tuple[Storage, Storage]]) -> None:
+    def ran(self, op: OpCall, maker: Maker, made: Sequence[Storage], changes: Sequence[tuple[Storage, Storage]]) -> None:
         """The original run, reading what is there now."""
         run = self.steps[op.number]
         assert isinstance(run, Run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from holdall.actions.place.updates import Placed, Updates, waited
+from holdall.actions.place.updates import PlacedUpdate, Updates, waited
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
 from holdall.types.layout import ALIGN, allocated_bytes, flat_bytes, round_up
@@ -154,7 +154,9 @@ class _Rewrite(Updates):
             first = blocks[0] if blocks else None
             at = self._first_read(unit)
             tier = self._tier(unit, update)
-            self.units.append(Placed(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast, tier=tier))
+            self.units.append(
+                PlacedUpdate(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast, tier=tier)
+            )
 
     def _tier(self, unit: Unit, update: str) -> str:
         """Where what is not on the device of a unit lies."""
@@ -175,7 +177,7 @@ class _Rewrite(Updates):
         first = min(reads)
         return min([first, *(b.first for b in self.trace.blocks if b.first <= first <= b.last)])
 
-    def _settle(self, placed: Placed) -> None:
+    def _settle(self, placed: PlacedUpdate) -> None:
         """Sizes and tiers of what is there all the time."""
         unit, schedule = placed.unit, self.schedule
         swapped = self.is_narrow or placed.streamed or placed.update != "device"
@@ -249,7 +251,7 @@ class _Rewrite(Updates):
 
     # weights that come and go
 
-    def _stream(self, placed: Placed) -> None:
+    def _stream(self, placed: PlacedUpdate) -> None:
         unit, block = placed.unit, placed.block
         assert block is not None
         again = self.schedule.replays.get(block.id)
@@ -284,7 +286,7 @@ class _Rewrite(Updates):
         gone = placed.ready if whole else self._next_backward(block)
         self.schedule.hold_more(unit.weights, (gone, 0))
 
-    def _cast(self, placed: Placed, block: Block) -> None:
+    def _cast(self, placed: PlacedUpdate, block: Block) -> None:
         """Weights from the parameters beside them, right before each use."""
         unit = placed.unit
         moved = 3 * sum(self.schedule.info(x).nbytes for x in unit.weights)  # twice as wide where they come from
@@ -303,7 +305,7 @@ class _Rewrite(Updates):
 
     # gradients
 
-    def _gradient(self, placed: Placed, before: TensorId) -> TensorId:
+    def _gradient(self, placed: PlacedUpdate, before: TensorId) -> TensorId:
         """Complete: they stay, or are gathered and leave. Returns what is on its way."""
         unit, schedule = placed.unit, self.schedule
         if placed.update == "device":

@@ -20,7 +20,7 @@ _WEIGHTS_FIRST = 0.69  # likewise, for one that makes the new weights alone
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedUpdate:
     """A unit, what the plan says of it, and where in the step it is used."""
 
     unit: Unit
@@ -48,14 +48,14 @@ class Updates:
         self.end = next((op.id for op in self.trace.ops if op.site.phase is Phase.STEP), len(self.trace.ops)) - 1
         self.is_narrow = bool(self.trace.about.get("precision"))
         self.beside = place.when == "spill" and self.hardware.overlap
-        self.units: list[Placed] = []
+        self.units: list[PlacedUpdate] = []
 
     @property
     def far(self) -> str:
         """Where the host's processors work: the nearest tier."""
         return self.problem.other()
 
-    def is_ahead(self, placed: Placed) -> bool:
+    def is_ahead(self, placed: PlacedUpdate) -> bool:
         """Updated in backward, in the hope that nothing is clipped."""
         can = not placed.streamed or len(placed.unit.grads) == len(placed.unit.weights)
         return self.place.ahead and self.beside and self.is_narrow and placed.update == "host" and can
@@ -108,7 +108,7 @@ class Updates:
     def _device_seconds(self, unit: Unit) -> float:
         return unit.moved / self.hardware.bandwidth + 8 * self.hardware.overhead
 
-    def _on_device(self, placed: Placed) -> None:
+    def _on_device(self, placed: PlacedUpdate) -> None:
         unit, schedule = placed.unit, self.schedule
         grads = unit.grads
         if self.beside:  # at the beginning, with the gradients of the step before
@@ -132,11 +132,11 @@ class Updates:
         at = placed.ready if self.place.when == "backward" else -1 if self.beside else self.end
         schedule.insert(at, [run])
 
-    def elsewhere(self, placed: Placed) -> list[Step]:
+    def elsewhere(self, placed: PlacedUpdate) -> list[Step]:
         """An update in its place, everything in a row."""
         return self.host_steps(placed) if placed.update == "host" else self._through_steps(placed, -1)
 
-    def host_steps(self, placed: Placed, *, weights_first: bool = False) -> list[Step]:
+    def host_steps(self, placed: PlacedUpdate, *, weights_first: bool = False) -> list[Step]:
         unit = placed.unit
         is_ahead = self.is_ahead(placed) and not self.problem.clipped
         factor = _BESIDE_OLD if is_ahead else _WEIGHTS_FIRST if weights_first else 1.0
@@ -158,7 +158,7 @@ class Updates:
             )
         return steps
 
-    def _trip(self, placed: Placed) -> float:
+    def _trip(self, placed: PlacedUpdate) -> float:
         """Seconds in which the host reads and writes what lies in another tier than its own."""
         if placed.tier == self.far:
             return 0.0
@@ -168,7 +168,7 @@ class Updates:
             there, self.hardware, self.far, placed.tier
         )
 
-    def _through_steps(self, placed: Placed, slot: TensorId) -> list[Step]:
+    def _through_steps(self, placed: PlacedUpdate, slot: TensorId) -> list[Step]:
         unit, schedule = placed.unit, self.schedule
         steps: list[Step] = []
         if slot < 0:
@@ -199,7 +199,7 @@ class Updates:
         src, dst = (self.home, self.far) if out else (self.far, self.home)
         return Copy(tensors=tensors, src=src, dst=dst, lands=False, lane="update", uses=(slot,), aside=True, name=name)
 
-    def _slot(self, passing: Iterable[Placed]) -> TensorId:
+    def _slot(self, passing: Iterable[PlacedUpdate]) -> TensorId:
         sizes = []
         for p in passing:
             weights = sum(self.schedule.info(x).nbytes for x in p.unit.weights)

@@ -67,7 +67,7 @@ def coefficient(limit: float, norm: Tensor) -> Tensor:
 # the loop's backward
 
 
-class Watcher(Protocol):
+class NormWatcher(Protocol):
     """Who wants to know of the loop's backwards."""
 
     def begin(self) -> None:
@@ -98,7 +98,7 @@ def in_first_pass() -> bool:
 
 def _backward(
     original: Callable[..., None],
-    watching: list[Watcher],
+    watching: list[NormWatcher],
     self: Tensor,
     gradient: Any = None,
     retain_graph: bool | None = None,
@@ -120,12 +120,12 @@ def _backward(
         watcher.end()
 
 
-_method: Interception[Watcher] = Interception(Tensor, "backward", _backward)
+_method: Interception[NormWatcher] = Interception(Tensor, "backward", _backward)
 watch_backward, unwatch_backward = _method.watch, _method.unwatch
 
 
 @contextmanager
-def _only_for_norms(root: Tensor, own: Collection[int], wanting: Sequence[Watcher]) -> Iterator[None]:
+def _only_for_norms(root: Tensor, own: Collection[int], wanting: Sequence[NormWatcher]) -> Iterator[None]:
     """A walk that leaves nothing behind: other leaves get their gradients in the second one."""
     global _first_pass
     others = [(leaf, leaf.grad) for leaf in _leaves(root) if id(leaf) not in own]

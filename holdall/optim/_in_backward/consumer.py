@@ -85,7 +85,7 @@ def _inside_checkpoint() -> bool:
     return False
 
 
-class Owner(Protocol):
+class GradientOwner(Protocol):
     """Whose gradients they are."""
 
     @property
@@ -119,7 +119,7 @@ class Consumer:
     `clip` and `accumulate` are as `in_backward` has them. `wide`: norms in 32 bits at least, also of narrower gradients.
     """
 
-    def __init__(self, owner: Owner, *, clip: str | None = None, accumulate: int = 1, wide: bool = False) -> None:
+    def __init__(self, owner: GradientOwner, *, clip: str | None = None, accumulate: int = 1, wide: bool = False) -> None:
         self._handles: list[RemovableHandle] = []
         check_ways(clip, accumulate)
         self._owner = weakref.ref(owner)

@@ -19,7 +19,7 @@ from holdall.optim._in_backward.consumer import Consumer
 from holdall.updates.parts import Part, is_separable, snapshot
 
 
-class InBackward:
+class BackwardUpdates:
     """Any separable `torch.optim` class, stepped per parameter in backward. Made by `in_backward`."""
 
     def __init__(
@@ -94,7 +94,7 @@ class InBackward:
 @contextmanager
 def in_backward(
     optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, clip: str = "hold", accumulate: int = 1
-) -> Iterator[InBackward]:
+) -> Iterator[BackwardUpdates]:
     """Inside, each parameter is updated in backward; `step()` and `zero_grad()` of the loop stay, and only end the step.
 
     The bits are those of the same class without its foreach or fused form.
@@ -105,7 +105,7 @@ def in_backward(
     hooks see both. `accumulate`: backwards per step, whose gradients are held until the last adds to each. (`Flora` holds them
     as small sketches instead: see its `sketching`.)
     """
-    made = InBackward(optimizer, max_norm=max_norm, clip=clip, accumulate=accumulate)
+    made = BackwardUpdates(optimizer, max_norm=max_norm, clip=clip, accumulate=accumulate)
     try:
         yield made
     finally:

@@ -159,7 +159,7 @@ def grasp_keeps(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class ParameterSpan:
     """Coordinates number `begin` to `end` of a parameter's kept ones."""
 
     param: int
@@ -167,7 +167,7 @@ class Span:
     end: int
 
 
-def share(counts: Sequence[int], costs: Sequence[float], worker: int, workers: int) -> list[Span]:
+def share(counts: Sequence[int], costs: Sequence[float], worker: int, workers: int) -> list[ParameterSpan]:
     """What one of several workers evaluates: a stretch of all coordinates, with an equal part of the cost."""
     total = sum(count * cost for count, cost in zip(counts, costs, strict=True))
     spans, start = [], 0.0
@@ -177,6 +177,6 @@ def share(counts: Sequence[int], costs: Sequence[float], worker: int, workers: i
             for k in (worker, worker + 1)
         )
         if first < last:
-            spans.append(Span(param=n, begin=first, end=last))
+            spans.append(ParameterSpan(param=n, begin=first, end=last))
         start += count * cost
     return spans

@@ -27,7 +27,7 @@ from typing import ClassVar, NamedTuple
 from holdall.actions.offload import Offload, held, own_inputs, replayed
 from holdall.actions.recompute import WHOLE, Recompute
 from holdall.errors import InvalidInput
-from holdall.planners.pofo.program import ROUGH, Costs, Link, Node, Segment, Way, solve
+from holdall.planners.pofo.program import ROUGH, Costs, Node, PofoLink, PofoSegment, Way, solve
 from holdall.planners.pofo.replays import Replays
 from holdall.planners.rotor.table import Stage, Table
 from holdall.planning.finish import NEVER, finish, outcome_or_never, over_budget
@@ -173,7 +173,7 @@ def _way(place: str, item: Item, line: MenuLine) -> Way:
 
 
 def actions_of(
-    problem: Problem, menus: Sequence[Item], segments: Sequence[Segment], costs: Costs | None = None
+    problem: Problem, menus: Sequence[Item], segments: Sequence[PofoSegment], costs: Costs | None = None
 ) -> list[Action]:
     """The actions that the decisions stand for. `costs`: knows how replays are nested; without it they are not."""
     replays = costs.inside if costs is not None and isinstance(costs.inside, Replays) else None
@@ -196,7 +196,7 @@ def actions_of(
 
 
 class _Candidate(NamedTuple):
-    segments: list[Segment]
+    segments: list[PofoSegment]
     actions: list[Action]
     outcome: Outcome
     missing: dict[str, int]
@@ -265,12 +265,14 @@ def _ask(
 ) -> _Candidate | None:
     """The program's answer for so many bytes, simulated whole; None: it has none."""
     far = problem.hardware.far
-    link = Link(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else Link(out=0.0, back=0.0)
+    link = (
+        PofoLink(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else PofoLink(out=0.0, back=0.0)
+    )
     answer = solve(costs, allowed, link, offload=offload, slots=slots)
     return None if answer is None else _try(problem, answer[1], actions_of(problem, menus, answer[1], costs))
 
 
-def _try(problem: Problem, segments: Sequence[Segment], actions: Sequence[Action]) -> _Candidate:
+def _try(problem: Problem, segments: Sequence[PofoSegment], actions: Sequence[Action]) -> _Candidate:
     outcome = outcome_or_never(problem, actions)
     return _Candidate(list(segments), list(actions), outcome, over_budget(problem, outcome))
 

@@ -50,7 +50,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class PofoLink:
     """Bytes per second in both directions. `hidden_by`: how many later stages may pass before a copy is over."""
 
     out: float
@@ -58,7 +58,7 @@ class Link:
     hidden_by: int | None = None  # None: any number (the paper); 1: our runtime; 0: nothing runs beside a copy
 
 
-class Segment(NamedTuple):
+class PofoSegment(NamedTuple):
     """A decision about stages first..last."""
 
     first: int
@@ -75,8 +75,8 @@ State = tuple[float, int, float, float, Path]  # seconds, K, D_F, D_B, decisions
 
 
 def solve(
-    costs: Costs, budget: int, link: Link, *, recompute: bool = True, offload: bool = True, slots: int = 500
-) -> tuple[float, list[Segment]] | None:
+    costs: Costs, budget: int, link: PofoLink, *, recompute: bool = True, offload: bool = True, slots: int = 500
+) -> tuple[float, list[PofoSegment]] | None:
     """The least seconds and the segments, or None if nothing fits. Beyond `slots` states per stage, K is compared in slots."""
     count = len(costs.nodes)
     rough = None
@@ -101,7 +101,7 @@ def solve(
     if not ended:
         return None
     seconds, path = min(ended, key=lambda e: e[0])
-    found: list[Segment] = []
+    found: list[PofoSegment] = []
     while path:
         found.append(path[0])
         path = path[1]
@@ -109,7 +109,7 @@ def solve(
 
 
 def _grow(
-    costs: Costs, budget: int, link: Link, places: set[str], recompute: bool, at: int, state: State
+    costs: Costs, budget: int, link: PofoLink, places: set[str], recompute: bool, at: int, state: State
 ) -> Iterator[tuple[int, State]]:
     """Every segment that may begin at stage `at`, as (the stage after it, the state there)."""
     seconds, k, d_f, d_b, path = state
@@ -121,7 +121,7 @@ def _grow(
         ahead = pass_stage(d_f, budget - k - way.forward, node.uf, link.out, hidden)
         behind = ahead and pass_stage(d_b, budget - k - way.backward, node.ub, link.back, hidden)
         if ahead and behind:
-            then = (Segment(at, at, "all", way.place, way.at_once, way.at_once), _marked(path, ahead[2], behind[2]))
+            then = (PofoSegment(at, at, "all", way.place, way.at_once, way.at_once), _marked(path, ahead[2], behind[2]))
             out, back = _copies(way, link)
             spent = seconds + ahead[0] + behind[0] + out[0] + back[0]
             yield at + 1, (spent, k + way.pinned, ahead[1] + out[1], behind[1] + back[1], then)
@@ -148,7 +148,7 @@ def _grow(
                 behind = pass_stage(d_b, budget - k - need, takes, link.back, hidden)
                 if behind is None:
                     continue
-                then = (Segment(at, t, "input", way.place, own, way.at_once, need), _marked(path, first, behind[2]))
+                then = (PofoSegment(at, t, "input", way.place, own, way.at_once, need), _marked(path, first, behind[2]))
                 yield t + 1, (spent + behind[0] + back[0], pinned, backlog, behind[1] + back[1], then)
                 if d_b <= budget - k - need:
                     break  # nothing waited: fewer bytes would only take longer
@@ -176,7 +176,7 @@ def pass_stage(
     return total, backlog, waited
 
 
-def _copies(way: Way, link: Link) -> tuple[tuple[float, int], tuple[float, int]]:
+def _copies(way: Way, link: PofoLink) -> tuple[tuple[float, int], tuple[float, int]]:
     """(seconds to wait at once, bytes left waiting) out and back."""
     if way.moved and (way.at_once or link.hidden_by == 0):
         return (way.moved / link.out, 0), (way.moved / link.back, 0)
@@ -187,11 +187,11 @@ def _marked(path: Path, out: bool, back: bool) -> Path:
     """The path, its last segment marked where its copies had to be waited for."""
     if not path or not (out or back):
         return path
-    last: Segment = path[0]
+    last: PofoSegment = path[0]
     return last._replace(out_at_once=last.out_at_once or out, back_at_once=last.back_at_once or back), path[1]
 
 
-def _front(states: list[State], link: Link, slots: int) -> list[State]:
+def _front(states: list[State], link: PofoLink, slots: int) -> list[State]:
     """States that no other beats. A larger backlog is no worse than the time it takes to leave."""
     groups: dict[tuple[float, float], list[State]] = {}
     for state in states:
@@ -218,7 +218,7 @@ def _front(states: list[State], link: Link, slots: int) -> list[State]:
     return [least, *(s for s in merged.values() if s is not least)]
 
 
-def _price(mine: tuple[float, float], other: tuple[float, float], link: Link) -> float:
+def _price(mine: tuple[float, float], other: tuple[float, float], link: PofoLink) -> float:
     """Seconds of waiting after which one backlog is as good as another."""
     total = 0.0
     for more, less, rate in zip(mine, other, (link.out, link.back), strict=True):

@@ -35,13 +35,13 @@ from holdall.cost.link import copy_seconds
 from holdall.cost.updates import host_seconds
 from holdall.errors import InvalidInput
 from holdall.planners.protrain.model import (
-    Chunk,
+    BlockSpan,
+    BlockStage,
     Found,
     Mapped,
+    ParameterChunk,
     Profile,
     Setting,
-    Span,
-    Stage,
     Ticks,
     map_blocks,
     modes,
@@ -49,7 +49,7 @@ from holdall.planners.protrain.model import (
 )
 from holdall.planning.finish import NEVER, finish, outcome_or_never, over_budget, with_traced
 from holdall.simulator import lower
-from holdall.simulator.curve import Curve, memory_curve
+from holdall.simulator.curve import MemoryCurve, memory_curve
 from holdall.types import Action, Block, Outcome, Phase, Plan, Problem, Trace, Unit
 from holdall.units import format_bytes, format_seconds
 
@@ -148,7 +148,7 @@ def _computation(trace: Trace, units: Sequence[Unit], ready: Sequence[int], end:
 
 def _chunks(
     problem: Problem, units: Sequence[Unit], blocks: Sequence[Block], forward: Sequence[Ticks], backward: Sequence[Ticks]
-) -> Iterator[Chunk]:
+) -> Iterator[ParameterChunk]:
     trace, hardware, far = problem.trace, problem.hardware, problem.hardware.far
     if not units or far is None:
         return
@@ -160,7 +160,7 @@ def _chunks(
         grads, states = _nbytes(trace, unit.grads), _nbytes(trace, unit.states)
         homes = 0 if trace.about.get("precision") is not None else weights
         handling = 3 * grads / hardware.bandwidth + 3 * hardware.overhead  # norms taken, gradients gathered
-        yield Chunk(
+        yield ParameterChunk(
             weights=weights,
             padding=weights - sum(plain.info(x).nbytes for x in unit.weights),
             grads=grads,
@@ -178,7 +178,9 @@ def _chunks(
         )
 
 
-def _stages(problem: Problem, units: Sequence[Unit], blocks: Sequence[Block], curve: Curve, end: int) -> Iterator[Stage]:
+def _stages(
+    problem: Problem, units: Sequence[Unit], blocks: Sequence[Block], curve: MemoryCurve, end: int
+) -> Iterator[BlockStage]:
     trace, hardware, far = problem.trace, problem.hardware, problem.hardware.far
     used = users(trace)
     chunk_of = {block.id: n for n in reversed(range(len(units))) for block in used[units[n].name]}
@@ -189,7 +191,7 @@ def _stages(problem: Problem, units: Sequence[Unit], blocks: Sequence[Block], cu
         again = max((trace.saves[i].packed for i in block.saves), default=block.last)
         moved = _nbytes(trace, _moved(problem, block))
         inside = range(block.first, block.last + 1)
-        yield Stage(
+        yield BlockStage(
             forward=_between(trace, block.first, block.last + 1),
             backward=_between(trace, block.backward + 1, until),
             again=_between(trace, block.first, min(again, block.last) + 1),
@@ -202,7 +204,7 @@ def _stages(problem: Problem, units: Sequence[Unit], blocks: Sequence[Block], cu
         )
 
 
-def _spans(curve: Curve, blocks: Sequence[Block], ready: Sequence[int], end: int) -> Iterator[Span]:
+def _spans(curve: MemoryCurve, blocks: Sequence[Block], ready: Sequence[int], end: int) -> Iterator[BlockSpan]:
     """`ready`: the op after which the gradients of each unit are complete."""
     inside_from = {b.last + 1: n + 1 for n, b in enumerate(blocks)}
     inside_from.update({b.first: n for n, b in enumerate(blocks)})
@@ -217,7 +219,7 @@ def _spans(curve: Curve, blocks: Sequence[Block], ready: Sequence[int], end: int
         if k == end or (now, finished) != (inside, done) or k in replays_from:
             if k > start:
                 high = max(curve.high[start:k])
-                yield Span(high=high, before=curve.before[start], inside=inside, done=done, replays=replays)
+                yield BlockSpan(high=high, before=curve.before[start], inside=inside, done=done, replays=replays)
             inside, done, start, replays = now, finished, k, k in replays_from
 
 

@@ -49,7 +49,7 @@ def search(mapped: Iterable[Mapped], limit: int, *, host: int = 2**62, count: in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class ParameterChunk:
     """A unit. Bytes and ticks."""
 
     weights: int  # on the device, where it is not persistent
@@ -73,7 +73,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class BlockStage:
     """A block that holds something for backward."""
 
     forward: Ticks
@@ -88,7 +88,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class BlockSpan:
     """A stretch of the untouched step, up to where a block begins or ends or a unit's gradients are complete."""
 
     high: int  # highest bytes
@@ -102,9 +102,9 @@ class Span:
 class Profile:
     """One step in numbers; sums over units, by n_persist, are made once."""
 
-    chunks: tuple[Chunk, ...]
-    stages: tuple[Stage, ...]
-    spans: tuple[Span, ...]
+    chunks: tuple[ParameterChunk, ...]
+    stages: tuple[BlockStage, ...]
+    spans: tuple[BlockSpan, ...]
     step: int = 0  # highest bytes of the optimizer's step
     rest: Ticks = 0  # computation that belongs to no unit
     when: str = "spill"  # of updates on the host, as in `Place`

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from holdall.codecs import Codec
-from holdall.runtime.activations.offload import Entry, Forward, Group
+from holdall.runtime.activations.offload import Forward, OffloadedEntry, OffloadedGroup
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -59,7 +59,7 @@ class _Coded:
         self._codec = codec
         self._size = storage.nbytes() // dtype.itemsize
         self._codes: torch.UntypedStorage | None = None
-        self._away: Entry | None = None
+        self._away: OffloadedEntry | None = None
 
     @torch.no_grad()
     def encode(self, generator: torch.Generator) -> None:
@@ -69,10 +69,10 @@ class _Coded:
         self._codes = self._codec.encode(flat, generator).untyped_storage()
         self.storage = None
 
-    def park(self, group: Group) -> Entry:
+    def park(self, group: OffloadedGroup) -> OffloadedEntry:
         """Pass the codes to a group that offloads them."""
         assert self._codes is not None
-        self._away, self._codes = Entry(self._codes, group), None
+        self._away, self._codes = OffloadedEntry(self._codes, group), None
         return self._away
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ def _unpack(held: Any) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
-def compress_saved(how: Compression, group: Group | None, forward: Forward, args: Any, kwargs: Any) -> Any:
+def compress_saved(how: Compression, group: OffloadedGroup | None, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Run a block's forward and compress what autograd saves. `group`: offloads the codes to another tier."""
     coded: dict[tuple[int, Codec], _Coded] = {}
     packed = 0

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter, tree_leaves
 
-from holdall.runtime.activations.recompute import Call, Input
+from holdall.runtime.activations.recompute import Input, RecomputedCall
 from holdall.tiers import Store, Ticket
 
 Forward = Callable[..., Any]
 
 
-class Entry:
+class OffloadedEntry:
     """One storage: on the device, offloaded, or fetched again."""
 
     __slots__ = ("__weakref__", "group", "storage", "ticket")
 
-    def __init__(self, storage: torch.UntypedStorage, group: Group) -> None:
+    def __init__(self, storage: torch.UntypedStorage, group: OffloadedGroup) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.ticket: Any = None
         self.group = group
@@ -43,17 +43,17 @@ class Entry:
             self.group.store.free(self.ticket)
 
 
-class Group:
+class OffloadedGroup:
     """The storages that one block call offloads. Only autograd holds the entries, so backward frees each as it releases it."""
 
     def __init__(self, store: Store, bank: Bank, lag: bool) -> None:
         self.store = store
         self.bank = bank
         self.lag = lag
-        self.entries: list[weakref.ref[Entry]] = []
-        self._arriving: list[weakref.ref[Entry]] = []
+        self.entries: list[weakref.ref[OffloadedEntry]] = []
+        self._arriving: list[weakref.ref[OffloadedEntry]] = []
 
-    def leave(self, entries: Sequence[Entry]) -> None:
+    def leave(self, entries: Sequence[OffloadedEntry]) -> None:
         """Start the copies to the tier. Without `lag` the device memory is freed at once, otherwise by `let_go`."""
         tickets = self.bank.put_all(self.store, [entry.storage for entry in entries if entry.storage is not None])
         for entry, ticket in zip(entries, tickets, strict=True):
@@ -117,7 +117,7 @@ class _Parked:
 
     __slots__ = ("entry", "like")
 
-    def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
+    def __init__(self, entry: OffloadedEntry, tensor: torch.Tensor) -> None:
         self.entry = entry
         self.like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -137,12 +137,12 @@ class OffloadedSaves:
     never offloaded.
     """
 
-    def __init__(self, group: Group, arguments: Any, inputs: frozenset[int], stay: Callable[[int], bool]) -> None:
+    def __init__(self, group: OffloadedGroup, arguments: Any, inputs: frozenset[int], stay: Callable[[int], bool]) -> None:
         self.group = group
         self.inputs = inputs
         self._stay = stay
         self._shared = shared_inputs(arguments, inputs)
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, OffloadedEntry] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The placeholder for a tensor; `unpack` returns the tensor."""
@@ -151,7 +151,7 @@ class OffloadedSaves:
         if self._stay(key) or key in self._shared or storage.device.type != self.group.store.device.type:
             return tensor  # such as the random seed that attention keeps on the host
         if key not in self._entries:
-            self._entries[key] = Entry(storage, self.group)
+            self._entries[key] = OffloadedEntry(storage, self.group)
         return _Parked(self._entries[key], tensor)
 
     def leave(self, out: Any) -> None:
@@ -169,7 +169,7 @@ def park_saved(parking: OffloadedSaves, forward: Forward, args: Any, kwargs: Any
     return out
 
 
-def park_inputs(group: Group, call: Call, inputs: frozenset[int]) -> None:
+def park_inputs(group: OffloadedGroup, call: RecomputedCall, inputs: frozenset[int]) -> None:
     """Offload the inputs that a recomputed call keeps for its replay."""
     seen: dict[int, list[Input]] = {}
     for item in call.inputs:
@@ -182,7 +182,7 @@ def park_inputs(group: Group, call: Call, inputs: frozenset[int]) -> None:
         if position in inputs:
             storage = items[0].storage()
             assert storage is not None
-            entry = Entry(storage, group)
+            entry = OffloadedEntry(storage, group)
             entries.append(entry)
             for item in items:
                 item.park(entry)

@@ -10,7 +10,7 @@ import torch
 
 from holdall.ops import backward_nodes
 from holdall.runtime.activations.compress import Compression, compress_saved
-from holdall.runtime.activations.offload import Bank, Group, OffloadedSaves, park_inputs, park_saved
+from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedSaves, park_inputs, park_saved
 from holdall.runtime.activations.recompute import ByProgram, Segment
 from holdall.runtime.states.engine import Engine
 from holdall.tiers import Stores
@@ -56,8 +56,10 @@ class Blocks:
         self._stay = stay
         self._engine = engine
         self._open: Segment | None = None
-        self._leaving: dict[str, list[Group]] = {}  # block after whose forward they are freed -> groups; "": the next block
-        self._awaited: dict[str, list[Group]] = {}  # block -> groups to fetch when its backward begins
+        self._leaving: dict[
+            str, list[OffloadedGroup]
+        ] = {}  # block after whose forward they are freed -> groups; "": the next block
+        self._awaited: dict[str, list[OffloadedGroup]] = {}  # block -> groups to fetch when its backward begins
         self._triggers = {p.fetch for p in policies.values() if p.fetch}
 
     def restart(self) -> None:
@@ -85,7 +87,7 @@ class Blocks:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         policy = self._policies.get(name)
-        group: Group | None = None
+        group: OffloadedGroup | None = None
         if policy is None:
             out = forward(*args, **kwargs)
         elif policy.recompute:
@@ -118,8 +120,8 @@ class Blocks:
             self._leaving.setdefault(policy.until, []).append(group)
         return out
 
-    def _group(self, policy: Policy) -> Group:
-        group = Group(self._stores.at(policy.tier), self._bank, policy.lag)
+    def _group(self, policy: Policy) -> OffloadedGroup:
+        group = OffloadedGroup(self._stores.at(policy.tier), self._bank, policy.lag)
         if policy.fetch:
             self._awaited.setdefault(policy.fetch, []).append(group)
         return group

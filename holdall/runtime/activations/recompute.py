@@ -111,7 +111,7 @@ class Input:
         return None if self._tensor is None else self._tensor.untyped_storage()
 
 
-class Call:
+class RecomputedCall:
     """One recorded module call of a segment."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Segment:
     """Consecutive calls that are replayed together."""
 
     def __init__(self, inner: tuple[Nest, ...] = ()) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecomputedCall] = []
         self.inner = inner
         self.done = False
 
@@ -150,13 +150,13 @@ class Segment:
         state: Sequence[torch.Tensor] = (),
         keep: frozenset[str] = frozenset(),
         only: frozenset[int] = frozenset(),
-    ) -> tuple[Any, Call]:
+    ) -> tuple[Any, RecomputedCall]:
         """Run one call and record it instead of keeping its saved tensors (`only`: just these indices)."""
-        call = Call(module, forward, state, keep)
+        call = RecomputedCall(module, forward, state, keep)
         leaves, call.spec = tree_flatten((args, kwargs))
         call.inputs = [self._reference(leaf) for leaf in leaves]
         call.random = _random_state(leaves)
-        call.autocast = _autocast_state(leaves)
+        call.autocast = autocast_state(leaves)
         numbers = itertools.count()
 
         def pack(tensor: torch.Tensor) -> Promise | torch.Tensor:
@@ -230,7 +230,7 @@ class Segment:
         return parts
 
 
-def _defer(call: Call, part: Segment, first: int, made: dict[Made, Any]) -> None:
+def _defer(call: RecomputedCall, part: Segment, first: int, made: dict[Made, Any]) -> None:
     """Move the call into an inner segment, which recomputes it when backward needs it."""
     again = copy.copy(call)
     again.inputs = [_seen_from(first, item, made) for item in call.inputs]
@@ -273,7 +273,7 @@ def unpack(held: Promise | torch.Tensor) -> torch.Tensor:
     return held.value
 
 
-def _run_again(call: Call, leaves: list[Any], *, deferred: bool, stop: bool) -> Any:
+def _run_again(call: RecomputedCall, leaves: list[Any], *, deferred: bool, stop: bool) -> Any:
     """Run one call again. `deferred`: leave its promises open. `stop`: end it as soon as its last promise is fulfilled."""
     last = max(call.promises, default=-1)
     seen = 0
@@ -321,7 +321,7 @@ def _never(_: object) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _put_back(call: Call) -> Iterator[None]:
+def _put_back(call: RecomputedCall) -> Iterator[None]:
     """Restore the buffers from before the call for the replay; put the current values back after it."""
     after = [b.detach().clone() for b in call.state]
     with torch.no_grad():
@@ -342,7 +342,7 @@ class _Counting(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RecomputedCall) -> None:
         super().__init__()
         self.call = call
         self.counts: dict[Any, int] = {}
@@ -368,7 +368,7 @@ class _Keep(_Counting):
 class _Retrieve(_Counting):
     """Returns kept results instead of running their ops. `leave`: keep the results for another replay."""
 
-    def __init__(self, call: Call, *, leave: bool) -> None:
+    def __init__(self, call: RecomputedCall, *, leave: bool) -> None:
         super().__init__(call)
         self.leave = leave
 
@@ -394,6 +394,6 @@ def _set_random_state(state: RandomState | None) -> None:
         set_device_states(state[1], state[2])
 
 
-def _autocast_state(leaves: Sequence[Any]) -> list[tuple[str, bool, torch.dtype]]:
+def autocast_state(leaves: Sequence[Any]) -> list[tuple[str, bool, torch.dtype]]:
     kinds = {"cpu"} | {t.device.type for t in leaves if isinstance(t, torch.Tensor) and t.device.type in ("cpu", "cuda")}
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]

@@ -30,7 +30,7 @@ _ENTRIES = 100_000  # length of the allocator's history
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class OomMoment:
     """The step that ran out of memory, and what was done about it."""
 
     phase: str  # forward or backward
@@ -38,7 +38,7 @@ class Moment:
     outcome: str
 
 
-class Recorder:
+class FlightRecorder:
     """Describes out-of-memory errors. Without a folder it makes only the paragraph."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -53,7 +53,7 @@ class Recorder:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_ENTRIES)
         return lambda: torch.cuda.memory._record_memory_history(enabled=None)
 
-    def add_to(self, error: BaseException, harness: Harness, moment: Moment) -> None:
+    def add_to(self, error: BaseException, harness: Harness, moment: OomMoment) -> None:
         """Attach the paragraph to an error that ends the run."""
         paragraph = self.write(error, harness, moment)
         if hasattr(error, "add_note"):
@@ -61,7 +61,7 @@ class Recorder:
         else:  # Python 3.10
             error.__notes__ = [*getattr(error, "__notes__", []), paragraph]
 
-    def write(self, error: BaseException, harness: Harness, moment: Moment) -> str:
+    def write(self, error: BaseException, harness: Harness, moment: OomMoment) -> str:
         """The paragraph; also writes the files if there is a folder."""
         found = describe(error, harness, moment)
         paragraph = _paragraph(found)
@@ -87,7 +87,7 @@ class Recorder:
         return folder
 
 
-def describe(error: BaseException, harness: Harness, moment: Moment) -> dict[str, Any]:
+def describe(error: BaseException, harness: Harness, moment: OomMoment) -> dict[str, Any]:
     """The measured live bytes, and the memory the plan predicted at its peak."""
     sizes = _sizes(harness)
     roles: dict[str, int] = {}

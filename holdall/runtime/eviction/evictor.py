@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdall.runtime.eviction.arguments import Spec, flatten, map_tensors, unflatten
 from holdall.runtime.eviction.handle import Cell, Handle, geometry, over
 from holdall.runtime.eviction.outlook import Nature, Outlook, changed_arguments, nature_of
-from holdall.runtime.eviction.pool import Counts, Pool, wants
-from holdall.runtime.eviction.recipe import Constant, RandomState, Recipe, Spot, new_storages, version_of
+from holdall.runtime.eviction.pool import Counts, EvictionPool, wants
+from holdall.runtime.eviction.recipe import Constant, OpRecipe, RandomState, Spot, new_storages, version_of
 from holdall.runtime.eviction.storages import Maker, Storage
 
 _aten = torch.ops.aten
-MakePool = Callable[["Evictor", int], Pool]  # (driver, bytes in use at the start of a step) -> pool
+MakePool = Callable[["Evictor", int], EvictionPool]  # (driver, bytes in use at the start of a step) -> pool
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Handle)
 See = Callable[[torch.UntypedStorage, str], None]
 
@@ -212,7 +212,7 @@ class Evictor(TorchDispatchMode):
             cell.value = new
         if made or changes:
             forms: list[Any] = [self._form(x, at, outside) for x in flat]
-            maker.payload = Recipe(func, forms, spec, random)
+            maker.payload = OpRecipe(func, forms, spec, random)
         for t in flat:
             if isinstance(t, torch.Tensor) and not isinstance(t, Handle):
                 self._see(t.untyped_storage(), label)

@@ -14,7 +14,7 @@ from holdall.runtime.eviction.storages import Storage
 
 if TYPE_CHECKING:
     from holdall.runtime.eviction.evictor import Evictor
-    from holdall.runtime.eviction.pool import Pool
+    from holdall.runtime.eviction.pool import EvictionPool
 
 Geometry = tuple[Any, ...]  # (shape, strides, offset, dtype)
 
@@ -24,9 +24,9 @@ class Cell:
 
     __slots__ = ("__weakref__", "pool", "value")
 
-    def __init__(self, value: Storage, pool: Pool) -> None:
+    def __init__(self, value: Storage, pool: EvictionPool) -> None:
         self.value = value
-        self.pool: Pool | None = pool  # None: the pool no longer manages the bytes
+        self.pool: EvictionPool | None = pool  # None: the pool no longer manages the bytes
 
     def __del__(self) -> None:
         if self.pool is not None:

@@ -15,7 +15,7 @@ from holdall.runtime.budget.meter import device_context
 from holdall.runtime.eviction.evictor import Evictor
 from holdall.runtime.eviction.handle import Handle
 from holdall.runtime.eviction.outlook import Outlook
-from holdall.runtime.eviction.pool import Pool
+from holdall.runtime.eviction.pool import EvictionPool
 from holdall.runtime.eviction.storages import Rates
 from holdall.units import format_seconds
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdall")
 
-MakePool = Callable[[Evictor, int, Callable[[], int]], Pool]  # (driver, bytes in use before the step, live bytes)
+MakePool = Callable[[Evictor, int, Callable[[], int]], EvictionPool]  # (driver, bytes in use before the step, live bytes)
 
 
 def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int = 1) -> Evictor:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from holdall.errors import OverBudget
 from holdall.runtime.eviction.arena import Arena
-from holdall.runtime.eviction.room import Room
+from holdall.runtime.eviction.room import EvictionRoom
 from holdall.runtime.eviction.scores import Component, join, neighbours, reach
 from holdall.runtime.eviction.storages import Maker, Storage
 from holdall.types.trace import Bytes
@@ -43,12 +43,12 @@ class Counts:
     over: int = 0  # requests that could not be met
 
 
-class Pool:
+class EvictionPool:
     def __init__(
         self,
         *,
         budget: Bytes,
-        room: Room,
+        room: EvictionRoom,
         driver: Driver,
         live: Callable[[], Bytes] | None = None,
         outside: Bytes = 0,

@@ -29,7 +29,7 @@ class Constant(NamedTuple):
     changed: bool  # the op changes it; a repetition uses a copy
 
 
-class Recipe:
+class OpRecipe:
     __slots__ = ("flat", "func", "grads", "random", "spec")
 
     def __init__(self, func: Any, flat: list[Any], spec: Spec, random: RandomState | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdall.runtime.eviction.pool import Counts, Pool
+from holdall.runtime.eviction.pool import Counts, EvictionPool
 from holdall.runtime.eviction.storages import Maker, Storage
 from holdall.types.trace import Bytes
 
@@ -13,7 +13,7 @@ Key = Hashable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class OpCall:
     """An op. Inputs that no op of the program made are always on the device."""
 
     reads: tuple[Key, ...] = ()
@@ -36,7 +36,7 @@ class Free:
     key: Key
 
 
-Program = Iterable["Call | Free"]
+Program = Iterable["OpCall | Free"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Silent:
         """Nothing to free."""
 
 
-def play(program: Program, make_pool: Callable[[Silent], Pool], *, stop: float | None = None) -> Played:
+def play(program: Program, make_pool: Callable[[Silent], EvictionPool], *, stop: float | None = None) -> Played:
     """Run a program through a pool. `stop`: give up when recomputation exceeds this cost."""
     driver = Silent()
     pool = make_pool(driver)
@@ -82,17 +82,17 @@ def play(program: Program, make_pool: Callable[[Silent], Pool], *, stop: float |
 class Player:
     """Feeds a program to a pool; `values`: the current value of every storage that the program made."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: EvictionPool) -> None:
         self.pool = pool
         self.values: dict[Key, Storage] = {}
 
-    def step(self, step: Call | Free) -> Maker | None:
+    def step(self, step: OpCall | Free) -> Maker | None:
         if isinstance(step, Free):
             self.pool.release(self.values.pop(step.key))
             return None
         return self.call(step)
 
-    def call(self, op: Call) -> Maker:
+    def call(self, op: OpCall) -> Maker:
         if op.alters:
             self.pool.changes_outside(op.alters)
         inputs = self._values(dict.fromkeys((*op.reads, *op.changes)))
@@ -113,7 +113,7 @@ class Player:
         self.values.update({s.key: s for s in (*made, *(new for _, new in changes))})
         return maker
 
-    def ran(self, op: Call, maker: Maker, made: Sequence[Storage], changes: Sequence[tuple[Storage, Storage]]) -> None:
+    def ran(self, op: OpCall, maker: Maker, made: Sequence[Storage], changes: Sequence[tuple[Storage, Storage]]) -> None:
         """The op has run; its inputs are still locked."""
 
     def _values(self, keys: Iterable[Key]) -> list[Storage]:

@@ -13,10 +13,10 @@ from holdall.runtime.eviction.storages import Maker, Storage
 from holdall.types.trace import Bytes
 
 if TYPE_CHECKING:
-    from holdall.runtime.eviction.pool import Pool
+    from holdall.runtime.eviction.pool import EvictionPool
 
 
-class Room:
+class EvictionRoom:
     """DTR: counts bytes and ignores addresses.
 
     `sample`: score about sqrt(n) candidates, found by random strides, skipping those below `small` of the mean size.
@@ -32,7 +32,7 @@ class Room:
         self.least = least  # storages smaller than this are never evicted
         self._random = random.Random(seed)
 
-    def make(self, pool: Pool, sizes: Sequence[Bytes], label: str) -> bool:  # noqa: ARG002
+    def make(self, pool: EvictionPool, sizes: Sequence[Bytes], label: str) -> bool:  # noqa: ARG002
         """Evict until `sizes` fit; returns whether they do."""
         need = sum(sizes)
         if pool.live + need <= pool.budget:
@@ -44,7 +44,7 @@ class Room:
             pool.evict(chosen)
         return True
 
-    def choose(self, pool: Pool) -> Storage | None:
+    def choose(self, pool: EvictionPool) -> Storage | None:
         """The candidate with the least score; the last of equals. A score of zero ends the search."""
         best, least = None, math.inf
         for s in self._sampled(pool) if self.sample else pool.candidates:
@@ -58,7 +58,7 @@ class Room:
             best = next(iter(pool.candidates), None)
         return best
 
-    def _sampled(self, pool: Pool) -> Iterable[Storage]:
+    def _sampled(self, pool: EvictionPool) -> Iterable[Storage]:
         """Candidates at random strides in [1, sqrt(n)], about sqrt(n) of them; tiny ones are skipped."""
         all_of = list(pool.candidates)
         count = len(all_of)
@@ -90,7 +90,7 @@ class Room:
         """Begin a new step, with this many bytes for its results."""
 
 
-class _Addressed(Room):
+class _Addressed(EvictionRoom):
     """Room in an arena. Pieces are reserved before an op runs and assigned to its results."""
 
     def __init__(
@@ -109,7 +109,7 @@ class _Addressed(Room):
         self.tiny = tiny  # storages up to this size are outside the arena and never evicted
         self._aside: list[Piece] = []
 
-    def make(self, pool: Pool, sizes: Sequence[Bytes], label: str) -> bool:
+    def make(self, pool: EvictionPool, sizes: Sequence[Bytes], label: str) -> bool:
         self.settle()
         for size in sizes:
             if not self._has_address(size):
@@ -129,7 +129,7 @@ class _Addressed(Room):
             pool.evict(chosen)
         return True
 
-    def _clear(self, pool: Pool, size: Bytes) -> bool:
+    def _clear(self, pool: EvictionPool, size: Bytes) -> bool:
         """Evict until there is a hole of `size`; returns whether there is."""
         while self.arena.largest() < size:
             chosen = self.choose(pool)
@@ -185,7 +185,7 @@ class Windows(_Addressed):
 
     drops_temporaries = True
 
-    def _clear(self, pool: Pool, size: Bytes) -> bool:
+    def _clear(self, pool: EvictionPool, size: Bytes) -> bool:
         def cost(piece: Piece) -> float | None:
             if piece.owner is None:
                 return 0.0

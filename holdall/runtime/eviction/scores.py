@@ -19,9 +19,9 @@ from holdall.runtime.eviction.storages import Storage
 from holdall.units import MiB
 
 if TYPE_CHECKING:
-    from holdall.runtime.eviction.pool import Pool
+    from holdall.runtime.eviction.pool import EvictionPool
 
-Score = Callable[["Pool", Storage], float]
+Score = Callable[["EvictionPool", Storage], float]
 
 # recomputation cost, including the evicted neighbourhood
 
@@ -123,7 +123,7 @@ COSTS: dict[str, Callable[[Storage], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class ScoreParts:
     """One combination of the ablation: a cost, over bytes, over staleness."""
 
     cost: str
@@ -135,7 +135,7 @@ class Parts:
         """What the pool must keep up to date for this score."""
         return frozenset({"e*": {"spreads"}, "ancestors": {"spreads"}, "eq": {"components"}}.get(self.cost, ()))
 
-    def __call__(self, pool: Pool, s: Storage) -> float:
+    def __call__(self, pool: EvictionPool, s: Storage) -> float:
         below = (s.size if self.size else 1) * (pool.clock - s.last if self.staleness else 1)
         cost = COSTS[self.cost](s)
         return cost / below if below > 0 else math.inf
@@ -148,7 +148,7 @@ class Random:
     seed: int = 0
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self, pool: Pool, s: Storage) -> float:
+    def __call__(self, pool: EvictionPool, s: Storage) -> float:
         return random.Random(hash((self.seed, pool.evictions, s.born))).random()
 
 
@@ -163,7 +163,7 @@ class MegTaiChi:
     tiny: float = 1e-3
     needs: ClassVar[frozenset[str]] = frozenset({"components"})
 
-    def __call__(self, pool: Pool, s: Storage) -> float:
+    def __call__(self, pool: EvictionPool, s: Storage) -> float:
         free = pool.arena.free_beside(s.place) if pool.arena is not None and s.place is not None else 0
         weight = (s.size + self.credit * free) / MiB
         below = weight * (pool.clock - s.last + self.tiny)
@@ -171,31 +171,31 @@ class MegTaiChi:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coop:
+class CoopScore:
     """The cost of one storage in a window; always finite, because windows are sums."""
 
     tiny: float = 1e-9
     needs: ClassVar[frozenset[str]] = frozenset({"components"})
 
-    def __call__(self, pool: Pool, s: Storage) -> float:
+    def __call__(self, pool: EvictionPool, s: Storage) -> float:
         return component_neighbourhood(s) / max(pool.clock - s.last, self.tiny)
 
 
 NAMED: dict[str, Score] = {
-    "dtr": Parts(cost="e*", size=True, staleness=True),
-    "dtr_eq": Parts(cost="eq", size=True, staleness=True),
-    "local": Parts(cost="local", size=True, staleness=True),
-    "lru": Parts(cost="none", size=False, staleness=True),
-    "size": Parts(cost="none", size=True, staleness=False),
-    "msps": Parts(cost="ancestors", size=True, staleness=False),
+    "dtr": ScoreParts(cost="e*", size=True, staleness=True),
+    "dtr_eq": ScoreParts(cost="eq", size=True, staleness=True),
+    "local": ScoreParts(cost="local", size=True, staleness=True),
+    "lru": ScoreParts(cost="none", size=False, staleness=True),
+    "size": ScoreParts(cost="none", size=True, staleness=False),
+    "msps": ScoreParts(cost="ancestors", size=True, staleness=False),
     "random": Random(),
     "megtaichi": MegTaiChi(),
-    "coop": Coop(),
+    "coop": CoopScore(),
 }
 """Scores by name. `coop` is the cost of one storage in a window: bytes are already the constraint there."""
 
 GRID = tuple(
-    Parts(cost=cost, size=size, staleness=staleness)
+    ScoreParts(cost=cost, size=size, staleness=staleness)
     for cost in ("e*", "eq", "local", "none")
     for size in (True, False)
     for staleness in (True, False)

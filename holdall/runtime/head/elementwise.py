@@ -29,7 +29,7 @@ COMMUTATIVE = frozenset(op for op, name in OPS.items() if name in ("mul", "add")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ElementwiseStep:
     """One op, by method name. `operand`: a number, or a tensor that is the same for every row; None for `tanh`."""
 
     name: str
@@ -69,10 +69,10 @@ class Link:
 class Chain:
     """Ops on every logit: `before` in the head's dtype, then a cast to float32, then `after`."""
 
-    before: tuple[Link, ...] = ()
-    after: tuple[Link, ...] = ()
+    before: tuple[ElementwiseStep, ...] = ()
+    after: tuple[ElementwiseStep, ...] = ()
 
-    def then(self, link: Link, *, cast: bool) -> Chain:
+    def then(self, link: ElementwiseStep, *, cast: bool) -> Chain:
         """The chain with one more op, on logits that were cast to float32 or not."""
         return Chain(self.before, (*self.after, link)) if cast else Chain((*self.before, link), self.after)
 
@@ -87,7 +87,7 @@ NO_CHAIN = Chain()
 class Stretch:
     """Applies links in order to chunks of rows, and keeps the results that their derivatives need."""
 
-    def __init__(self, links: Sequence[Link], like: Tensor, *, differentiable: bool) -> None:
+    def __init__(self, links: Sequence[ElementwiseStep], like: Tensor, *, differentiable: bool) -> None:
         self._links = links
         self._rooms = [torch.empty_like(like) if differentiable and link.needs_result else None for link in links]
 
@@ -111,21 +111,21 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def link_for(func: Any, args: Sequence[Any], logits: Tensor) -> tuple[Link, torch.dtype] | None:
+def link_for(func: Any, args: Sequence[Any], logits: Tensor) -> tuple[ElementwiseStep, torch.dtype] | None:
     """(the link for an op on logits, the dtype of its result); None: the op cannot be applied row by row.
 
     Uses only the metadata of `logits`, not their values.
     """
     name = OPS[func]
     if name == "tanh" or len(args) != 1:
-        return (Link(name), logits.dtype) if name == "tanh" and not args else None
+        return (ElementwiseStep(name), logits.dtype) if name == "tanh" and not args else None
     operand = args[0]
     if type(operand) in (int, float):
-        return Link(name, operand), logits.dtype
+        return ElementwiseStep(name, operand), logits.dtype
     if not isinstance(operand, Tensor) or not _is_same_for_every_row(operand, logits):
         return None
     dtype = logits.dtype if operand.dim() == 0 else torch.promote_types(logits.dtype, operand.dtype)
-    return Link(name, operand.reshape(-1) if operand.dim() else operand, version_of(operand)), dtype
+    return ElementwiseStep(name, operand.reshape(-1) if operand.dim() else operand, version_of(operand)), dtype
 
 
 def _is_same_for_every_row(operand: Tensor, logits: Tensor) -> bool:

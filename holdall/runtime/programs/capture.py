@@ -33,7 +33,7 @@ class Ref(NamedTuple):
     offset: int = 0
 
 
-class Layout(NamedTuple):
+class StorageLayout(NamedTuple):
     """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -42,8 +42,8 @@ class Layout(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        return Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+    def of(tensor: torch.Tensor) -> StorageLayout:
+        return StorageLayout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Does the tensor have this layout? The strides of a single element do not matter."""
@@ -89,7 +89,7 @@ class Graph:
     gradients: list[Ref | None]  # one per input
     constants: dict[Slot, torch.Tensor]
     made: set[Slot] = field(default_factory=set)
-    layouts: dict[Slot, Layout] = field(default_factory=dict)  # layout of every storage as it was made
+    layouts: dict[Slot, StorageLayout] = field(default_factory=dict)  # layout of every storage as it was made
     views: dict[Ref, View] = field(default_factory=dict)  # how the model itself made each view
 
     def names(self) -> list[str]:
@@ -299,7 +299,7 @@ class _Builder:
             gradients=[None if g is None else self._ref(g) for g in per_input],
             constants=self.constants,
             made=made,
-            layouts={slot: Layout.of(base) for slot, base in self.bases.items()},
+            layouts={slot: StorageLayout.of(base) for slot, base in self.bases.items()},
             views={ref: view for ref, view in self.views.items() if view is not None},
         )
 

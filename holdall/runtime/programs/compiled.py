@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.errors import Unsupported, unknown_name
-from holdall.runtime.programs.capture import Graph, Layout, Ref, Slot, same_random_numbers, without_autocast
+from holdall.runtime.programs.capture import Graph, Ref, Slot, StorageLayout, same_random_numbers, without_autocast
 from holdall.runtime.programs.fx_function import Halves, Orders, Writer, obstacle, wanted_of, written
 
 Boxed = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties the list that it is given
@@ -89,7 +89,7 @@ class Compiler:
 class Function:
     """A compiled half whose results have the same layouts as those of the single ops."""
 
-    def __init__(self, run: Boxed, gives: Sequence[Layout], broken: Callable[[Exception], None]) -> None:
+    def __init__(self, run: Boxed, gives: Sequence[StorageLayout], broken: Callable[[Exception], None]) -> None:
         self.is_broken = False
         self._run = run
         self._gives = gives
@@ -126,13 +126,13 @@ class Function:
         return found
 
 
-def _is_odd(tensor: torch.Tensor, layout: Layout, given: set[StorageWeakRef]) -> bool:
+def _is_odd(tensor: torch.Tensor, layout: StorageLayout, given: set[StorageWeakRef]) -> bool:
     """Does it have another shape or strides, or share memory with something larger or with an argument?"""
     is_alike = tensor.shape == layout.shape and layout.fits(tensor) and not tensor.storage_offset()
     return not is_alike or StorageWeakRef(tensor.untyped_storage()) in given
 
 
-def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def in_layout(tensor: torch.Tensor, layout: StorageLayout) -> torch.Tensor:
     """A copy with this shape and these strides.
 
     Inductor of torch 2.11 returns a keepdim sum flattened where one kernel sums along rows and columns.
@@ -145,9 +145,9 @@ def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _layout(graph: Graph, ref: Ref) -> Layout:
+def _layout(graph: Graph, ref: Ref) -> StorageLayout:
     whole = graph.layouts[ref.slot]
-    return whole if ref.size is None else Layout(ref.size, ref.stride, whole.dtype, whole.device)
+    return whole if ref.size is None else StorageLayout(ref.size, ref.stride, whole.dtype, whole.device)
 
 
 # the back end
@@ -166,7 +166,7 @@ def resolve_backend(asked: bool | str) -> str | None:
     return name
 
 
-def _compile(module: torch.fx.GraphModule, backend: str, takes: Sequence[Layout]) -> Boxed:
+def _compile(module: torch.fx.GraphModule, backend: str, takes: Sequence[StorageLayout]) -> Boxed:
     """Compile the module with a back end directly: it is already a graph, so the frontend of `torch.compile` is not needed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

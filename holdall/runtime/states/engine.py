@@ -44,7 +44,7 @@ from holdall.runtime.states.updating.speculative import Ahead
 from holdall.runtime.states.updating.updater import Updater
 from holdall.runtime.states.updating.via_device import UpdateViaDevice
 from holdall.runtime.states.weights.cache import Lender
-from holdall.runtime.states.weights.slots import Reads, put_slots
+from holdall.runtime.states.weights.slots import WeightReads, put_slots
 from holdall.runtime.states.weights.streaming import Streaming
 from holdall.tiers._keepers import Keepers
 from holdall.types import Progress
@@ -81,7 +81,7 @@ class Engine:
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         self._passing = UpdateViaDevice(self.updater) if self.updater is not None else None
         _check(model, optimizer)
-        self._reads = Reads(self._bring, self._catch_up)
+        self._reads = WeightReads(self._bring, self._catch_up)
         self._take_slots_off = put_slots(model, self._reads)
         try:
             self.units = self._find_units(placing)

@@ -25,7 +25,7 @@ _STEP = 1.25  # ratio of neighbouring bucket sizes, so that few buckets are made
 _GIVE_BATCHES = "pass sample batches instead: fit(..., lengths=[short_batch, long_batch])"
 
 
-class Call:
+class ModelCall:
     """Names the arguments of a model call, however the loop passes them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -73,7 +73,7 @@ Make = Callable[[Any, Any], Bucket]
 class Buckets:
     """All plans. A call that none covers gets its own, by `make(args, kwargs)`."""
 
-    def __init__(self, found: Iterable[Bucket], call: Call, make: Make) -> None:
+    def __init__(self, found: Iterable[Bucket], call: ModelCall, make: Make) -> None:
         self.found = sorted(found, key=lambda b: b.size)
         self._call = call
         self._make = make

@@ -27,12 +27,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import HoldallError, OverBudget
-from holdall.runtime.activations.recompute import _autocast_state
+from holdall.runtime.activations.recompute import autocast_state
 from holdall.runtime.budget.ledger import Ledger
-from holdall.runtime.budget.oom_report import Moment, Recorder
+from holdall.runtime.budget.oom_report import FlightRecorder, OomMoment
 from holdall.runtime.head.lazy_logits import LazyLogits
 from holdall.runtime.states.weights.slots import weights_of
-from holdall.runtime.switching.snapshot import Buffers, RandomNumbers, Values
+from holdall.runtime.switching.snapshot import BufferSnapshots, RandomNumbers, Values
 from holdall.types import Plan
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class _Forward:
 class Repeat:
     """Wraps the model's forward, and every backward while the harness is on."""
 
-    def __init__(self, harness: Harness, tighten: Tighten | None, recorder: Recorder) -> None:
+    def __init__(self, harness: Harness, tighten: Tighten | None, recorder: FlightRecorder) -> None:
         self._harness = harness
         self.run: Callable[[Any, Any], Any] = lambda args, kwargs: harness.model.forward(*args, **kwargs)
         self.adopt: Callable[[Plan], None] = harness.adopt
         self._tighten = tighten
         self._recorder = recorder
-        self._buffers = Buffers(harness.model, harness.quiet)
+        self._buffers = BufferSnapshots(harness.model, harness.quiet)
         self._known: list[torch.nn.Parameter] | None = None
         self._own: list[int] = []
         self._latest: _Forward | None = None
@@ -131,7 +131,7 @@ class Repeat:
             kwargs=kwargs,
             numbers=RandomNumbers(self._harness.device),
             buffers=self._buffers.take(),
-            autocast=_autocast_state(leaves),
+            autocast=autocast_state(leaves),
             inputs=[(t, t._version) for t in leaves],
             versions=[p._version for p in self._weights()],
         )
@@ -353,8 +353,8 @@ _ABOVE = "it ran out of memory in the backward of the loss, outside the model"
 _LARGE = "the gradient of the model's output is too large to be kept for a retry; let the model return its loss"
 
 
-def _moment(phase: str, step: _Forward, outcome: str) -> Moment:
-    return Moment(phase=phase, batch=[list(t.shape) for t, _ in step.inputs], outcome=outcome)
+def _moment(phase: str, step: _Forward, outcome: str) -> OomMoment:
+    return OomMoment(phase=phase, batch=[list(t.shape) for t, _ in step.inputs], outcome=outcome)
 
 
 def _outputs(out: Any) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ class RandomNumbers:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-class Buffers:
+class BufferSnapshots:
     """The buffers that a model's forward changes, found by watching it; copies are in host memory.
 
     Norms write their running statistics in a kernel that changes no version: they are always included, and after the first

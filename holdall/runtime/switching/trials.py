@@ -24,7 +24,7 @@ LOOK = 3  # measured steps
 _SLACK = 1.05  # a plan must be slower by more than the noise
 
 
-class Pending(Protocol):
+class PendingTrial(Protocol):
     """A plan that is being made in another process."""
 
     def done(self) -> bool: ...
@@ -34,7 +34,9 @@ class Pending(Protocol):
     def close(self) -> None: ...
 
 
-Correct = Callable[[Any, float], Pending | Plan | None]  # (harness, seconds per step) -> a corrected plan; None: not needed
+Correct = Callable[
+    [Any, float], PendingTrial | Plan | None
+]  # (harness, seconds per step) -> a corrected plan; None: not needed
 
 
 class PlanTrials:
@@ -46,7 +48,7 @@ class PlanTrials:
             self._waiting.append(("a plan corrected by measured times", correct))
         for fallback in sorted(fallbacks, key=lambda plan: plan.predicted.seconds):
             self._waiting.append((f"the fallback `{fallback.planner}`", partial(_given, fallback)))
-        self._made: tuple[str, Pending, Plan] | None = None  # (name, plan being made, plan it was requested under)
+        self._made: tuple[str, PendingTrial, Plan] | None = None  # (name, plan being made, plan it was requested under)
         self._trial: tuple[str, Plan, float] | None = None  # (name of the rival, previous plan, its seconds)
 
     def after_step(self, harness: Harness, note: Callable[[str], None]) -> None:
@@ -108,7 +110,7 @@ def _given(plan: Plan, *_: Any) -> Plan:
     return plan
 
 
-def _asked(make: Correct, harness: Harness, seconds: float, note: Callable[[str], None]) -> Pending | Plan | None:
+def _asked(make: Correct, harness: Harness, seconds: float, note: Callable[[str], None]) -> PendingTrial | Plan | None:
     try:
         return make(harness, seconds)
     except Infeasible:  # nothing fits: the run continues with its plan
@@ -118,7 +120,7 @@ def _asked(make: Correct, harness: Harness, seconds: float, note: Callable[[str]
         return None
 
 
-def _result_of(made: Pending, note: Callable[[str], None]) -> Plan | None:
+def _result_of(made: PendingTrial, note: Callable[[str], None]) -> Plan | None:
     try:
         return made.result()
     except HoldallError as error:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True)
-class Like:
+class InputLike:
     """A tensor's layout, without keeping the tensor alive."""
 
     shape: tuple[int, ...]
@@ -25,8 +25,8 @@ class Like:
     device: torch.device
 
     @staticmethod
-    def of(t: torch.Tensor) -> Like:
-        return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
+    def of(t: torch.Tensor) -> InputLike:
+        return InputLike(tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
 
     def make(self, *, on_host: bool) -> torch.Tensor:
         """Make the tensor. `on_host`: integers without a dimension (seeds of attention kernels) are on the CPU."""
@@ -45,17 +45,17 @@ class Like:
 
 def describe(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments with every tensor replaced by its description."""
-    described: tuple[Any, Any] = tree_map_only(torch.Tensor, Like.of, (args, kwargs))
+    described: tuple[Any, Any] = tree_map_only(torch.Tensor, InputLike.of, (args, kwargs))
     return described
 
 
 def make_inputs(func: Any, described: tuple[Any, Any], *, on_host: bool) -> tuple[Any, Any]:
     """Arguments for `func` from their description."""
-    args, kwargs = tree_map_only(Like, lambda like: like.make(on_host=on_host), described)
+    args, kwargs = tree_map_only(InputLike, lambda like: like.make(on_host=on_host), described)
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     for index, size in _indices(given):
-        memory = index.as_strided((Like.of(index).elements,), (1,))
+        memory = index.as_strided((InputLike.of(index).elements,), (1,))
         if memory.numel() and size > 0:
             memory.copy_(torch.randperm(memory.numel(), device=index.device) % size)
     _split_groups(given)

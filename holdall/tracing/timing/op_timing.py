@@ -73,7 +73,7 @@ class Trials:
         self._device = device if device.type == "cuda" and torch.cuda.is_available() else None
         self._known: dict[Any, Trial] = {}
         self._counts: Counter[Any] = Counter()
-        self._tried: dict[Any, step_mixture.Part] = {}
+        self._tried: dict[Any, step_mixture.MixturePart] = {}
         self._kept: dict[str, list[float]] | None = None  # by op and arguments, from disk
         self._is_new = False  # there are results that are not on disk
 
@@ -126,7 +126,7 @@ class Trials:
         for on_host in (True, False):  # some attention kernels read their random seed through a host pointer
             try:
                 trial = self._measure(func, described, on_host, known)
-                self._tried[key] = step_mixture.Part(
+                self._tried[key] = step_mixture.MixturePart(
                     func=func,
                     described=described,
                     seconds=trial.seconds,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils._pytree import tree_iter
 
-from holdall.tracing.timing.op_inputs import Like, make_inputs
+from holdall.tracing.timing.op_inputs import InputLike, make_inputs
 from holdall.units import GiB
 
 ROUND = 0.05  # seconds of one round through the mixture
@@ -27,7 +27,7 @@ _LEAST, _LARGEST = 0.9, 1.5  # plausible range of the factor
 _FEW = 0.1  # share of the step's time; with less arithmetic than this the clock rate does not matter
 
 
-class Part(NamedTuple):
+class MixturePart(NamedTuple):
     """A kind of op in the step."""
 
     func: Any
@@ -39,10 +39,10 @@ class Part(NamedTuple):
     on_host: bool
 
 
-def choose(parts: Sequence[Part]) -> list[Part]:
+def choose(parts: Sequence[MixturePart]) -> list[MixturePart]:
     """The parts that dominate the step's time, as many as fit in memory."""
     room = _ROOM
-    chosen: list[Part] = []
+    chosen: list[MixturePart] = []
     for part in sorted(parts, key=lambda p: -p.seconds * p.times):
         if part.seconds >= _BRIEF and part.nbytes <= room and len(chosen) < _MOST:
             chosen.append(part)
@@ -56,7 +56,7 @@ def interleave(counts: Sequence[int]) -> list[int]:
     return [n for _, n in sorted(places)]
 
 
-def slowdown(parts: Sequence[Part], time: Callable[[Callable[[], Any], int], float]) -> float:
+def slowdown(parts: Sequence[MixturePart], time: Callable[[Callable[[], Any], int], float]) -> float:
     """The factor for arithmetic-bound ops. `time(call, count)`: seconds per call, over `count` calls in a row."""
     chosen = choose(parts)
     total = sum(p.seconds * p.times for p in chosen)
@@ -82,5 +82,5 @@ def slowdown(parts: Sequence[Part], time: Callable[[Callable[[], Any], int], flo
 
 def nbytes_of(described: tuple[Any, Any]) -> int:
     """Bytes of the tensors in a description."""
-    likes = [x for x in tree_iter(described) if isinstance(x, Like)]
+    likes = [x for x in tree_iter(described) if isinstance(x, InputLike)]
     return sum(x.elements * x.dtype.itemsize for x in likes)

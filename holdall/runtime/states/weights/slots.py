@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdall.runtime.states.unit import PlacedUnit
 
 
-class Reads:
+class WeightReads:
     """Shared by all slots of a model: the number of the forward, and the functions that bring a unit up to date."""
 
     __slots__ = ("bring", "turn", "wait")
@@ -36,7 +36,7 @@ class Slots(dict[str, Any]):
 
     __slots__ = ("reads", "units")
 
-    def __init__(self, values: dict[str, Any], reads: Reads) -> None:
+    def __init__(self, values: dict[str, Any], reads: WeightReads) -> None:
         super().__init__(values)
         self.reads = reads
         self.units: dict[str, PlacedUnit] = {}  # name -> the unit of the working weight there now
@@ -78,7 +78,7 @@ class Slots(dict[str, Any]):
         return dict(self.items())
 
 
-def put_slots(model: torch.nn.Module, reads: Reads) -> Callable[[], None]:
+def put_slots(model: torch.nn.Module, reads: WeightReads) -> Callable[[], None]:
     """Replace the parameter dict of every module by `Slots`; call the result to undo it."""
     before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     for module in _with_parameters(model):
