@@ -256,6 +256,8 @@ def family(name: str, *, padded: bool = False) -> tuple[nn.Module, Any]:
 
         source = models.describe(name)
         model = models.build(source, device="cpu", seed=0)
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = True  # as users have it: the library's default
         batch = models.sample_batch(source, batch=2, seq=16)
         if padded:
             mask = torch.ones_like(batch["input_ids"])
