@@ -137,3 +137,65 @@ def test_nobody_asks_for_an_action_by_its_name(path):
     name = str(path.relative_to(ROOT))
     if not name.startswith(("actions/", "testing/")):
         assert len(compared_names(path)) <= BY_NAME.get(name, 0), compared_names(path)
+
+
+# how tests get in
+
+HARNESSES = 4  # `Harness(` in tests: enter through `holdall.fit`, or `holdall.apply` with a plan
+PRIVATE = 12  # imports of private names: test what the optimizer, the command or the report does with them
+REACHES = 7  # uses of `module._name`
+PATCHES = 42  # replaced parts of holdall: take a context manager of `holdall.testing.stand_ins`, or write one there
+
+
+def imported_names(tree):
+    """Name in a test file -> what it was imported as."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+    return found
+
+
+def is_ours(dotted):
+    return dotted.split(".")[0] == "holdall"
+
+
+def is_private(dotted):
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+def ways_in(path):
+    """What a test file does that a user cannot: (rule, line) each."""
+    tree = ast.parse(path.read_text())
+    names = imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+            if any(is_private(f"{node.module}.{alias.name}") for alias in node.names):
+                yield "private", node.lineno
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if is_ours(names.get(ast.unparse(node.value).split(".")[0], "")):
+                yield "reach", node.lineno
+        elif isinstance(node, ast.Call) and names.get(ast.unparse(node.func), "").endswith(".Harness"):
+            yield "harness", node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            (".setattr", ".setitem", ".delattr", "patch.object")
+        ):
+            root = ast.unparse(node.args[0]).split(".")[0]  # an unknown one is a local name, for something of ours at worst
+            texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            if any(map(is_ours, texts)) or (not isinstance(node.args[0], ast.Constant) and is_ours(names.get(root, "holdall"))):
+                yield "patch", node.lineno
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            root = ast.unparse(node.targets[0]).split(".")[0]
+            yield from [("patch", node.lineno)] * is_ours(names.get(root, ""))
+
+
+@pytest.mark.parametrize(
+    ("rule", "most"), [("harness", HARNESSES), ("private", PRIVATE), ("reach", REACHES), ("patch", PATCHES)]
+)
+def test_tests_enter_as_users_do(rule, most):
+    """Through the public API, or a stand-in of `holdall.testing`. These numbers may only fall."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    found = [f"{path.name}:{line}" for path in files for kind, line in ways_in(path) if kind == rule]
+    assert len(found) <= most, found

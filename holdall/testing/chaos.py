@@ -28,7 +28,9 @@ from contextlib import contextmanager
 
 from holdall.errors import Unsupported
 from holdall.testing import draws
-from holdall.tiers._chaos import Chaos, switch
+from holdall.tiers._chaos import Chaos, current, switch
+
+__all__ = ["Chaos", "chaos", "current", "main", "run_draw"]
 
 TOLERANCE = {False: 5e-3, True: 3e-2}  # on a GPU, by whether the model computes in bfloat16
 

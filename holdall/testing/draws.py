@@ -164,7 +164,7 @@ def loop(
             loss.backward()
             seen.append(loss.item())
             if work is not None:
-                _hand_over(model, work)
+                hand_over(model, work)
         limit = limits[n % len(limits)]
         if limit is not None:
             seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
@@ -176,7 +176,7 @@ def loop(
     return copy.deepcopy({"seen": seen, "model": dict(model.state_dict()), "optimizer": optimizer.state_dict()})
 
 
-def _hand_over(model: torch.nn.Module, work: torch.nn.Module) -> None:
+def hand_over(model: torch.nn.Module, work: torch.nn.Module) -> None:
     """Gradients of the narrow copy are added up in the parameters' precision."""
     for p, w in zip(model.parameters(), work.parameters(), strict=True):
         if w.grad is not None:

@@ -47,6 +47,18 @@ def allocated(state: dict[str, Any]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def sketch(seed: int, rank: int, short: int, like: torch.Tensor) -> torch.Tensor:
+    """The random projection that a seed stands for, as optimizers that draw one must draw it: N(0, 1/rank)."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(rank, short, generator=random, dtype=like.dtype).div_(rank**0.5)
+
+
+def seed_after(seed: int) -> int:
+    """The seed of the next projection: the fifteenth whole number that the old one draws."""
+    random = torch.Generator().manual_seed(seed)
+    return int(torch.randint(0, 2**63 - 1, (15,), generator=random)[14])
+
+
 def refusal(call: Callable[[], Any]) -> HoldallError:
     """The error with which a call is refused; it must be one of ours, in one line, with a hint."""
     try:

@@ -146,7 +146,9 @@ class Recurrent(nn.Module):
         return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-class _Layer(nn.Module):
+class DropoutBlock(nn.Module):
+    """A normalised two-layer perceptron beside the residual stream, with dropout."""
+
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -164,7 +166,7 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.shared, self.other = _Layer(32, 0.1), _Layer(32, 0.1)
+        self.shared, self.other = DropoutBlock(32, 0.1), DropoutBlock(32, 0.1)
         self.head = nn.Linear(32, 64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -178,7 +180,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.layers = nn.ModuleList([_Layer(32, 0.2) for _ in range(4)])
+        self.layers = nn.ModuleList([DropoutBlock(32, 0.2) for _ in range(4)])
         self.head = nn.Linear(32, 64, bias=False)
         self.head.weight = self.embed.weight
 
@@ -215,7 +217,7 @@ class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.layers = nn.ModuleList([_Layer(32, 0.1) for _ in range(3)])
+        self.layers = nn.ModuleList([DropoutBlock(32, 0.1) for _ in range(3)])
         self.head = nn.Linear(32, 64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -254,6 +256,8 @@ def family(name: str, *, padded: bool = False) -> tuple[nn.Module, Any]:
 
         source = models.describe(name)
         model = models.build(source, device="cpu", seed=0)
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = True  # as users have it: the library's default
         batch = models.sample_batch(source, batch=2, seq=16)
         if padded:
             mask = torch.ones_like(batch["input_ids"])

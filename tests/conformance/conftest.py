@@ -4,12 +4,14 @@ import warnings
 
 import pytest
 
+from holdall.testing.stand_ins import planned_for
 from holdall.testing.worlds import machine
 
 
 @pytest.fixture(autouse=True)
-def fixed_machine(monkeypatch):
-    monkeypatch.setattr("holdall.problem._probed", lambda device: machine(read=5e9, write=5e9))
+def fixed_machine():
+    with planned_for(machine(read=5e9, write=5e9)):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,9 +30,7 @@ def hardware():
 
 def llama():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, vocab_size=8192, use_cache=False
-    )
+    config = LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, vocab_size=8192)
     # attention written out: the backward of fused kernels adds in any order, and plain training differs from itself
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config).to("cuda").train()
@@ -42,7 +40,7 @@ def llama():
 
 def gpt2():
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=4096, n_positions=512, use_cache=False)
+    config = GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=4096, n_positions=512)
     model = GPT2LMHeadModel(config).to("cuda").train()
     ids = torch.randint(0, 4096, (4, 512), device="cuda")
     return model, {"input_ids": ids, "labels": ids}

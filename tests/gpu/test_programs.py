@@ -43,7 +43,7 @@ def hardware():
 
 def llama(**options):
     config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, vocab_size=2048, use_cache=False
+        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, vocab_size=2048
     )
     config._attn_implementation = options.pop("attention", "eager")
     ids = torch.randint(0, 2048, (8, 512), device="cuda")
@@ -52,7 +52,7 @@ def llama(**options):
 
 def gpt2():
     """With dropout, so that recomputed masks must be those of the forward."""
-    config = transformers.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=2048, n_positions=512, use_cache=False)
+    config = transformers.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=2048, n_positions=512)
     config._attn_implementation = "eager"
     ids = torch.randint(0, 2048, (8, 512), device="cuda")
     return transformers.GPT2LMHeadModel(config).to("cuda").train(), {"input_ids": ids, "labels": ids}

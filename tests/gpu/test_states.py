@@ -48,7 +48,6 @@ def world():
         num_attention_heads=8,
         vocab_size=2048,
         tie_word_embeddings=True,
-        use_cache=False,
         attn_implementation="eager",  # its backward is the same every time
     )
     model = LlamaForCausalLM(config).train()

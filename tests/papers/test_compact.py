@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import holdall
 from holdall.errors import InvalidInput, Unsupported
-from holdall.optim._math.projection import gaussian, next_seed
 from holdall.optim.compact import Compact
+from holdall.testing.optimizers import seed_after, sketch
 from holdall.testing.worlds import machine
 
 SHAPE = (3, 7, 24)  # batch, length, inputs
@@ -205,13 +205,13 @@ def naive(x, grads, *, rank, gap, lr, scale, weight_decay, seed=1, eps=1e-8):
     """Adam on G P with moments that a new P finds as they are, in the place of sketched layers; from the formulae."""
     m = v = 0.0
     for t, g in enumerate(grads, 1):
-        p = gaussian(seed, rank, x.shape[1], g)  # (rank, inputs)
+        p = sketch(seed, rank, x.shape[1], g)  # (rank, inputs)
         low = g @ p.T
         m, v = 0.9 * m + 0.1 * low, 0.999 * v + 0.001 * low**2
         step = lr * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
         x = x - lr * weight_decay * x - step * scale * (m / (v.sqrt() + eps)) @ p
         if t % gap == 0:
-            seed = next_seed(seed)
+            seed = seed_after(seed)
     return x
 
 

@@ -14,6 +14,7 @@ from holdall.optim import in_backward
 from holdall.optim.lomo import Lomo
 from holdall.runtime.budget.ledger import Ledger
 from holdall.testing.contracts import train as train_family
+from holdall.testing.stand_ins import pieces_of
 from holdall.testing.worlds import SharedTwice, family, machine
 
 
@@ -258,8 +259,8 @@ def test_fp16_with_a_fixed_scale_skips_what_overflows():
     assert lomo.param_groups[0]["scale"] == 1024.0
 
 
-def test_bf16_parameters_are_updated_in_32_bits_a_stretch_at_a_time(monkeypatch):
-    monkeypatch.setattr("holdall.optim._in_backward.consuming.PIECE", 8)
+@pieces_of(8)
+def test_bf16_parameters_are_updated_in_32_bits_a_stretch_at_a_time():
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(5, 6).bfloat16())
     grad, before = torch.randn(5, 6).bfloat16(), p.detach().clone()

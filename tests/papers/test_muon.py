@@ -8,6 +8,7 @@ from torch import nn
 
 from holdall.optim.muon import Muon, factor, orthogonalised
 from holdall.testing.optimizers import allocated, refusal
+from holdall.testing.stand_ins import pieces_of
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -127,12 +128,12 @@ def test_everything_else_is_adamw_bit_for_bit():
         assert torch.equal(run(ours, p, gradients(shape, 20)), run(theirs, q, gradients(shape, 20)))
 
 
-def test_a_stretch_at_a_time_gives_the_bits_of_the_whole(monkeypatch):
+def test_a_stretch_at_a_time_gives_the_bits_of_the_whole():
     results = []
     for piece in (1 << 20, 64):
-        monkeypatch.setattr("holdall.updates.stretches.ON_HOST", piece)
         p = parameter(20, 30)
-        results.append(run(Muon([p], orthogonalise=False, weight_decay=0.1), p, gradients((20, 30), 5)))
+        with pieces_of(piece):
+            results.append(run(Muon([p], orthogonalise=False, weight_decay=0.1), p, gradients((20, 30), 5)))
     assert torch.equal(*results)
 
 

@@ -29,7 +29,7 @@ pytest.importorskip("scipy")
 def gpt2(layers=6):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=layers, n_head=4, n_positions=32, use_cache=False)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=layers, n_head=4, n_positions=32)
     config.loss_type = "ForCausalLM"
     model = transformers.GPT2LMHeadModel(config)
     ids = torch.randint(0, 64, (8, 32))

@@ -1,11 +1,9 @@
 """Fixtures that several files about model states use."""
 
-import time
-
 import pytest
 import torch
 
-from holdall.runtime.states.updating.updater import Updater
+from holdall.testing.stand_ins import late_updates
 
 
 @pytest.fixture
@@ -20,11 +18,7 @@ def no_modes_left():
 
 
 @pytest.fixture
-def slow_host(monkeypatch):
+def slow_host():
     """Updates on the host come late: who does not wait for them sees the old values."""
-    submit = Updater.submit
-
-    def later(self, job):
-        return submit(self, lambda: (time.sleep(0.01), job())[1])
-
-    monkeypatch.setattr(Updater, "submit", later)
+    with late_updates(0.01):
+        yield

@@ -8,7 +8,6 @@ import torch
 import holdall
 from holdall import api
 from holdall.errors import HoldallError
-from holdall.planners.chen import _VARIANTS
 from holdall.planning.finish import over_budget
 from holdall.problem import make_problem
 from holdall.simulator import simulate
@@ -16,7 +15,7 @@ from holdall.testing.worlds import family, machine
 
 MACHINE = machine(overlap=True)
 SIMPLE = {
-    "chen": [{"variant": v} for v in (*_VARIANTS, "recursive")],
+    "chen": [{"variant": v} for v in ("sqrt", "greedy", "all", "articulation", "recursive")],
     "korthikanti": [{}],
     "zero_offload": [{}, {"overlap": True}],
     "protrain": [{}],

@@ -5,21 +5,23 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from typer.testing import CliRunner
 
 import holdall
-from holdall import api
 from holdall.caching import Cache, cache_folder, key_of, open_cache
 from holdall.cli import app
 from holdall.fitting import remembering
 from holdall.fitting.plan_book import PlanBook
-from holdall.machine import probe as probing
+from holdall.machine.probe import probed
 from holdall.pace import judge
 from holdall.problem import make_problem
+from holdall.testing.stand_ins import everything_cached, forget_machine
 from holdall.testing.worlds import machine
 from holdall.tracing.identity import identity_of
 
@@ -27,9 +29,8 @@ from holdall.tracing.identity import identity_of
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDALL_CACHE", str(tmp_path))
-    monkeypatch.setattr(remembering, "SLOW", 0.0)
-    monkeypatch.setattr("holdall.fitting.plan_book.SLOW", 0.0)
-    return tmp_path
+    with everything_cached():
+        yield tmp_path
 
 
 # the folder
@@ -248,19 +249,19 @@ def sample(batch, traced, **planning):
 
 
 @pytest.fixture
-def traced(monkeypatch):
-    """Steps that were really traced."""
+def traced():
+    """Forwards of the model: there are some where a step is really traced."""
     seen = []
-    trace = api.trace_calls
-    monkeypatch.setattr(api, "trace_calls", lambda *args, **kwargs: seen.append(1) or trace(*args, **kwargs))
-    return seen
+    hook = register_module_forward_pre_hook(lambda module, _: seen.append(module) if isinstance(module, Net) else None)
+    yield seen
+    hook.remove()
 
 
-def test_a_second_time_nothing_is_traced_or_planned(folder, traced, monkeypatch):
+def test_a_second_time_nothing_is_traced_or_planned(folder, traced):
     first, trace = sample((torch.ones(4, 8),), traced)
-    assert traced
-    monkeypatch.setattr("holdall.planners.auto.Auto.__call__", lambda *_: pytest.fail("planned again"))
+    assert traced and "remembered" not in first.about
     second, again = sample((torch.zeros(4, 8),), traced)
+    assert second.about["remembered"]
     assert not traced and again.ops == trace.ops and again.tensors == trace.tensors
     assert second.actions == first.actions and second.predicted == first.predicted
     assert {e.kind for e in open_cache().entries()} == {"trace", "plan"}
@@ -337,15 +338,17 @@ def test_a_plan_that_no_longer_fits_beside_the_process_is_made_anew():
 
 
 def test_a_machine_is_measured_once_for_all_processes(folder, monkeypatch):
-    probing._measure.cache_clear()
-    first = probing.probed("cpu")
-    probing._measure.cache_clear()
-    monkeypatch.setattr(probing, "_workloads", lambda _: pytest.fail("measured again"))
-    assert probing.probed("cpu") == first
-    now = probing.time.time()
-    monkeypatch.setattr(probing.time, "time", lambda: now + 30 * 86400)
+    def fail(*_):
+        pytest.fail("measured again")
+
+    forget_machine()
+    first = probed("cpu")
+    forget_machine()
+    assert probed("cpu", progress=fail) == first
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 30 * 86400)
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        probing.probed("cpu")  # a month later
+        probed("cpu", progress=fail)  # a month later
 
 
 def test_other_code_has_other_keys(monkeypatch):

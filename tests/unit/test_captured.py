@@ -8,12 +8,12 @@ from torch import nn
 
 import holdall
 from holdall.actions.reschedule import obstacle, region
-from holdall.errors import Unsupported
 from holdall.fitting.captured import correct_blocks
-from holdall.planners.auto import search
+from holdall.planning.menus import try_offered
 from holdall.planning.to_programs import by_programs
 from holdall.problem import make_problem
 from holdall.runtime.programs.capture import capture
+from holdall.testing.stand_ins import impossible
 
 WIDTH, ROWS = 32, 512
 
@@ -237,40 +237,29 @@ def test_a_result_that_is_changed_in_place_does_not_hide_where_backward_begins()
     assert harness.report().fits
 
 
-def test_a_candidate_that_cannot_be_carried_out_is_dropped(monkeypatch):
+def test_a_candidate_that_cannot_be_carried_out_is_dropped():
     """With the reason among those of the plan; the search goes on."""
-    simulate = search.simulate
-
-    def refuse(problem, actions, **kwargs):
-        if any(a.name == "place" for a in actions):
-            raise Unsupported("the weights of `x` cannot come and go", hint="leave them")
-        return simulate(problem, actions, **kwargs)
-
-    monkeypatch.setattr(search, "simulate", refuse)
     model, optimizer = setting(Gated)
     traced = holdall.trace(model, sample(), optimizer=optimizer)
     peak = holdall.plan(traced, planner="nop").predicted.peak["cpu"]
-    plan = holdall.plan(traced, budget=int(0.9 * peak))
+    with impossible(lambda action: action.name == "place"):
+        plan = holdall.plan(traced, budget=int(0.9 * peak))
     assert plan.actions and not any(a.name == "place" for a in plan.actions)
-    assert any("cannot be carried out: the weights of `x`" in reason for reason in plan.why)
+    assert any("cannot be carried out: place cannot" in reason for reason in plan.why)
 
 
-def test_a_menu_leaves_out_what_cannot_be_carried_out(monkeypatch):
-    from holdall.planning import menus
-
-    measure = menus.memory_curve
-
-    def refuse(problem, actions):
-        if any(a.name == "offload" for a in actions):
-            raise Unsupported("nothing may leave", hint="keep it")
-        return measure(problem, actions)
-
-    monkeypatch.setattr(menus, "memory_curve", refuse)
+def test_a_menu_leaves_out_what_cannot_be_carried_out():
     model, optimizer = setting(Gated)
     traced = holdall.trace(model, sample(), optimizer=optimizer)
-    made = menus.try_offered(make_problem(traced))
-    labels = {line.choice.label for lines in made.found.values() for line in lines}
-    assert "recompute" in labels and not any("offload" in label for label in labels)
+
+    def labels():
+        made = try_offered(make_problem(traced))
+        return {line.choice.label for lines in made.found.values() for line in lines}
+
+    assert any("offload" in label for label in labels())
+    with impossible(lambda action: action.name == "offload"):
+        found = labels()
+    assert "recompute" in found and not any("offload" in label for label in found)
 
 
 def test_what_is_known_of_blocks_is_saved_with_the_trace(tmp_path):

@@ -12,9 +12,8 @@ import torch
 
 from holdall.runtime.states.weights.slots import Slots
 from holdall.testing import draws
-from holdall.testing.chaos import chaos, main, run_draw
+from holdall.testing.chaos import Chaos, chaos, current, main, run_draw
 from holdall.testing.readers import READERS
-from holdall.tiers._chaos import Chaos, current, late_job
 from holdall.tiers.far import Far
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
@@ -24,8 +23,6 @@ SECONDS = 12  # of the sample; `python -m holdall.testing.chaos` draws as many a
 
 def test_it_is_off():
     assert current() is None
-    job = object()
-    assert late_job(job) is job
 
 
 def test_it_is_on_inside_and_off_after_an_error():
@@ -38,7 +35,7 @@ def test_it_is_on_inside_and_off_after_an_error():
 
 @pytest.mark.parametrize(("asked", "seed"), [("chaos", 0), ("chaos:7", 7), ("other,chaos:2", 2), ("", None), ("other", None)])
 def test_the_environment_puts_it_on(asked, seed):
-    code = "from holdall.tiers._chaos import current; c = current(); print(None if c is None else c.seed)"
+    code = "from holdall.testing.chaos import current; c = current(); print(None if c is None else c.seed)"
     env = {**os.environ, "HOLDALL_DEBUG": asked, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert said.stdout.strip() == str(seed)

@@ -1,7 +1,6 @@
 """A checkpoint knows nothing of the plan: a run goes on under another one, or without any, and ends with the same bits."""
 
 import copy
-import errno
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.registry import member_class
 from holdall.testing.contracts import problem_for
+from holdall.testing.stand_ins import full_disk
 from holdall.testing.states import Layer, differences, place_of
 from holdall.testing.worlds import machine
 
@@ -671,32 +671,13 @@ def test_a_tensor_that_no_plain_file_can_hold_is_refused_and_leaves_nothing(tmp_
     assert os.listdir(tmp_path / "checkpoints") == ["step-000001"]
 
 
-class FullDisk:
-    """A disk with room for so many more bytes; everything that is written through `io.FileIO` counts."""
-
-    def __init__(self, monkeypatch, room):
-        self.room = room
-        write = tensors._write
-
-        def counted(file, data):
-            take = min(len(data), self.room)
-            self.room -= take
-            write(file, data[:take])
-            if take < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(tensors, "_write", counted)
-
-
 @pytest.mark.parametrize("room", [0, 100, 5_000, 20_000])  # in the header, in the weights, in the optimizer's states
-def test_a_full_disk_loses_nothing(tmp_path, room, monkeypatch):
+def test_a_full_disk_loses_nothing(tmp_path, room):
     run = stepped()
     before = run.save(tmp_path, 1)
     content = {path.name: path.read_bytes() for path in before.iterdir()}
-    with monkeypatch.context() as patch:
-        FullDisk(patch, room)
-        with pytest.raises(HoldallError) as caught:
-            run.save(tmp_path, 2, keep=1)
+    with full_disk(room), pytest.raises(HoldallError) as caught:
+        run.save(tmp_path, 2, keep=1)
     assert caught.value.fact == "cannot save the checkpoint of step 2: No space left on device; the one of step 1 is intact"
     assert os.listdir(tmp_path / "checkpoints") == ["step-000001"]
     assert {path.name: path.read_bytes() for path in before.iterdir()} == content

@@ -1,11 +1,16 @@
 """The questions before a run as they are typed: phases, the largest, the smallest, the curve, prices, a number, a check-up."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from holdall.cli import app
+from holdall.machine.findings import examine
+from holdall.machine.limits import limits
 from holdall.types import Hardware, Plan, Tier
 
 NOP = ["--gpu", "t4", "--planner", "nop"]
@@ -117,10 +122,8 @@ def test_the_longest_sequence_ends_with_the_positions_of_the_model(tiny):
 
 
 def test_the_largest_model_of_a_family(monkeypatch, folder):
-    from holdall.cli import _inverse
-
     little, larger = (str(folder / name / "config.json") for name in ("little", "larger"))
-    monkeypatch.setattr(_inverse, "model_names", lambda: (larger, "tiny-llama", little))
+    monkeypatch.setattr("holdall.cli._inverse.model_names", lambda: (larger, "tiny-llama", little))
     peaks = [
         answered("plan", m, "--seq", "16", "--optimizer", "sgd", *NOP)["predicted"]["peak"]["gpu"] for m in (little, larger)
     ]
@@ -172,20 +175,19 @@ def test_estimate_can_be_nothing_but_a_number(tiny):
 
 
 def test_doctor_looks_at_limits(monkeypatch):
-    import holdall.machine.limits as limits
-
+    resource = pytest.importorskip("resource")
     found = {f["what"]: f for f in answered("doctor")}
     for what in ("pinning", "disk", "compiler", "optional", "extra solvers", "allocator"):
         assert found[what]["found"]
-    monkeypatch.setattr(limits, "_LITTLE_DISK", 2**60)
-    monkeypatch.setattr(limits, "COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(limits, "_locked_limit", lambda: 8 * 2**20)
-    monkeypatch.setattr(limits.torch.cuda, "is_available", lambda: True)
-    checked = {f.what: f for f in limits.limits()}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**40, free=2**30))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
+    checked = {f.what: f for f in limits()}
     assert not checked["disk"].ok and not checked["compiler"].ok
     assert not checked["pinning"].ok and "ulimit -l unlimited" in checked["pinning"].advice
-    monkeypatch.setattr(limits, "_locked_limit", lambda: None)
-    assert limits._pinning().ok
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert next(f for f in limits() if f.what == "pinning").ok
 
 
 @pytest.mark.parametrize(
@@ -197,8 +199,6 @@ def test_doctor_looks_at_limits(monkeypatch):
     ],
 )
 def test_doctor_says_what_an_allocator_setting_means(monkeypatch, value, words):
-    from holdall.machine.findings import _environment
-
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
-    finding = next(f for f in _environment() if f.what == "allocator")
+    finding = next(f for f in examine() if f.what == "allocator")
     assert words in finding.advice and value in finding.found

@@ -1,5 +1,8 @@
 """The closed forms give the published numbers, and agree with a count of the tensors that a real block keeps."""
 
+import json
+from importlib.resources import files
+
 import pytest
 import torch
 
@@ -8,6 +11,8 @@ from holdall.cost import closed_form
 from holdall.cost.closed_form import BERT_LARGE, GPT3_6_7B, Shape
 from holdall.errors import InvalidInput
 from holdall.units import GiB
+
+PRESETS = json.loads((files("holdall") / "data" / "models.json").read_text(encoding="utf-8"))
 
 SMALL = Shape(layers=1, hidden=128, heads=4)
 
@@ -100,7 +105,7 @@ def test_the_parameters_of_real_models_are_within_a_percent_of_the_formula(name)
         heads=config.num_attention_heads,
         vocabulary=config.vocab_size,
     )
-    assert closed_form.parameters(shape) == pytest.approx(models._presets()[name]["parameters"], rel=0.01)
+    assert closed_form.parameters(shape) == pytest.approx(PRESETS[name]["parameters"], rel=0.01)
 
 
 def test_the_states_of_the_common_recipes():

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 
 from holdall.cli import app
 from holdall.errors import InvalidInput
-from holdall.experiments import sweep
 from holdall.experiments.choices import read_peers, read_planners
 from holdall.experiments.peer_runs import allocated_on_top, reason, run_peer
 from holdall.experiments.peers import Compile, Selective, Subject, all_variants
-from holdall.experiments.workload import Workload
+from holdall.testing.stand_ins import planned_for
 from holdall.types import Hardware, Tier
 
 SMALL = {
@@ -34,23 +33,6 @@ def small(tmp_path_factory):
     machine = Hardware(name="small", device="cpu", tiers=tiers, flops={"float32": 1e10}, bandwidth=1e10, overlap=False)
     machine.save(folder / "cpu.json")
     return [str(folder / "config.json"), "--batch", "2", "--seq", "32", "--hardware", str(folder / "cpu.json")]
-
-
-_TRACES = {}
-
-
-@pytest.fixture(autouse=True)
-def traced_once(monkeypatch):
-    """The same small step is traced by three tests; once is enough."""
-    real = Workload.trace
-
-    def trace(self, device):
-        key = (str(self), device)
-        if key not in _TRACES:
-            _TRACES[key] = real(self, device)
-        return _TRACES[key]
-
-    monkeypatch.setattr(Workload, "trace", trace)
 
 
 def says(*words):
@@ -187,20 +169,30 @@ def test_compare_puts_peers_beside_planners(small, tmp_path):
     assert chart.stat().st_size > 1000 and "ratio 1 per block" in result.stdout
 
 
-def test_what_fails_is_a_row_with_its_reason(small, monkeypatch):
-    real = sweep.plan
+BROKEN = """
+from dataclasses import dataclass
+from typing import ClassVar
 
-    def broken(trace, **given):
-        if given["planner"] == "rotor":
-            raise RuntimeError("a bug of a planner\nwith more lines")
-        return real(trace, **given)
 
-    monkeypatch.setattr(sweep, "plan", broken)
+@dataclass(frozen=True)
+class Broken:
+    name: ClassVar[str] = "broken"
+    paper: ClassVar[str] = "none"
+
+    def __call__(self, problem):
+        raise RuntimeError("a bug of a planner\\nwith more lines")
+"""
+
+
+def test_what_fails_is_a_row_with_its_reason(small, monkeypatch, tmp_path):
+    (tmp_path / "planners").mkdir()
+    (tmp_path / "planners" / "broken.py").write_text(BROKEN)
+    monkeypatch.setenv("HOLDALL_MEMBERS", str(tmp_path))
     monkeypatch.setitem(sys.modules, "rockmate", None)
-    words = [*small, "--budgets", "100%", "--planners", "rotor", "--measure", "--peers"]
+    words = [*small, "--budgets", "100%", "--planners", "broken", "--measure", "--peers"]
     result = says(*words, "rockmate,compile:ratios=[1]:backend=nonesuch")
     assert result.exit_code == 1  # for the planner; peers are not ours to judge
-    assert "note: rotor at 100%: RuntimeError: a bug of a planner\n" in result.stdout
+    assert "note: broken at 100%: RuntimeError: a bug of a planner\n" in result.stdout
     assert "`rockmate` is not installed" in result.stdout and "pip install rockmate" in result.stdout
     assert "note: compile, ratio 1, nonesuch: " in result.stdout and "nonesuch" in result.stdout
 
@@ -220,13 +212,13 @@ def bench():
 
 def test_the_benchmark_writes_every_row_and_stops_at_its_limit(bench, small, tmp_path, monkeypatch, capsys):
     machine = Hardware.load(small[-1])
-    monkeypatch.setattr("holdall.probe", lambda *_, **__: machine)
     monkeypatch.setattr(bench, "FIRST", "chen")
     out = tmp_path / "rows.csv"
     words = f"bench --tiny --model {small[0]} --seq 32 --optimizer adamw --commit abc --out {out}".split()
     words += ["--planners", "nop,chen,chen:variant=sqrt", "--budgets", "50%,100%", "--peers", "checkpoint"]
     monkeypatch.setattr(sys, "argv", words)
-    bench.main()
+    with planned_for(machine):
+        bench.main()
     rows = list(csv.DictReader(out.open()))
     assert [(r["name"], r["setting"], r["status"]) for r in rows] == [
         ("eager", "plain", "ok"), ("eager", "plain, again", "ok"), ("chen", "50%", "does not fit"), ("chen", "100%", "ok"),
@@ -240,7 +232,8 @@ def test_the_benchmark_writes_every_row_and_stops_at_its_limit(bench, small, tmp
     assert checkpoint < chen < nop and nop == pytest.approx(1, abs=0.01)
     monkeypatch.setattr(sys, "argv", [*words, "--time-limit", "0"])
     capsys.readouterr()
-    bench.main()
+    with planned_for(machine):
+        bench.main()
     assert len(list(csv.DictReader(out.open()))) == len(rows) + 2  # only what everything is held against
     assert "7 rows were not begun" in capsys.readouterr().out
 

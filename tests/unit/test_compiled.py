@@ -123,11 +123,11 @@ def test_what_cannot_be_compiled_runs_op_by_op_and_it_is_said_once(name, why):
 def test_a_back_end_that_fails_is_asked_once_and_named(monkeypatch):
     asked = []
 
-    def fail(module, backend, takes):
+    def fail(module, inputs):
         asked.append(module.code)
         raise RuntimeError("no such kernel\nand more")
 
-    monkeypatch.setattr(compiled, "_compile", fail)
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: fail)
     model, batch, trace = without_dropout("tied")
     layers = layers_of(trace)
     same, harness, _ = run_both(model, batch, finish(Nop(), problem_for(trace), layers), backend="aot_eager")
@@ -138,7 +138,7 @@ def test_a_back_end_that_fails_is_asked_once_and_named(monkeypatch):
 @pytest.mark.parametrize("half", [0, 1], ids=["forward", "backward"])
 def test_a_function_that_fails_at_its_first_call_costs_speed_and_not_the_run(monkeypatch, half):
     """For all blocks that share it, and although it has let go of what it was given."""
-    honest, made, called = compiled._compile, [], []
+    honest, made, called = torch._dynamo.lookup_backend("aot_eager"), [], []
 
     def fail(boxed):
         boxed.clear()
@@ -149,7 +149,7 @@ def test_a_function_that_fails_at_its_first_call_costs_speed_and_not_the_run(mon
         made.append(honest(*args))
         return fail if len(made) == half + 1 else made[-1]
 
-    monkeypatch.setattr(compiled, "_compile", compile_once)
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: compile_once)
     model, batch, trace = without_dropout("tied")
     plan = finish(Nop(), problem_for(trace), layers_of(trace))
     same, harness, _ = run_both(model, batch, plan, backend="aot_eager")
@@ -423,10 +423,10 @@ def scaled(self, x):
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "squeezed"])
 def test_sums_that_come_without_their_dimensions_are_put_right(monkeypatch, flat):
     """As from inductor of torch 2.11 on a GPU, where rows and columns of the same tensor are added up by one kernel."""
-    honest, seen = compiled._compile, []
+    honest, seen = torch._dynamo.lookup_backend("aot_eager"), []
 
-    def without_ones(module, backend, takes):
-        run = honest(module, backend, takes)
+    def without_ones(module, inputs):
+        run = honest(module, inputs)
 
         def lossy(boxed):
             found = run(boxed)
@@ -435,7 +435,7 @@ def test_sums_that_come_without_their_dimensions_are_put_right(monkeypatch, flat
 
         return lossy
 
-    monkeypatch.setattr(compiled, "_compile", without_ones)
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: without_ones)
     torch.manual_seed(0)
     block, x, notes = Block(scaled), given(2, 3, 8), []
     leaves = [x, *block.parameters()]
@@ -487,7 +487,7 @@ def test_results_of_another_shape_are_refused():
 
 
 def test_without_the_registry_of_back_ends_the_frontend_is_used(monkeypatch):
-    monkeypatch.setattr(compiled, "_graph_compiler", lambda _: None)
+    monkeypatch.delattr(torch._dynamo, "lookup_backend")
     torch.manual_seed(0)
     block, x = Block(mlp), given(2, 3, 8)
     leaves = [x, *block.parameters()]

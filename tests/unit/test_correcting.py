@@ -11,7 +11,6 @@ import torch
 
 import holdall
 from holdall.actions.recompute import Recompute
-from holdall.fitting import correction
 from holdall.fitting.correction import Correction, Corrector
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
@@ -111,7 +110,7 @@ def test_a_second_process_answers_with_a_plan(world):
 
 def program(monkeypatch, code):
     popen = subprocess.Popen
-    monkeypatch.setattr(correction.subprocess, "Popen", lambda command, **kwargs: popen([sys.executable, "-c", code], **kwargs))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kwargs: popen([sys.executable, "-c", code], **kwargs))
 
 
 def test_a_slow_planner_holds_nobody_up_and_is_ended(world, monkeypatch):
@@ -151,6 +150,6 @@ def test_the_second_process_sees_no_gpu_and_writes_no_cache(world, monkeypatch, 
         seen.update(kwargs["env"])
         return popen([sys.executable, "-c", ""], **kwargs)
 
-    monkeypatch.setattr(correction.subprocess, "Popen", spy)
+    monkeypatch.setattr(subprocess, "Popen", spy)
     ask(Corrector(mine, trace), trace)
     assert seen["CUDA_VISIBLE_DEVICES"] == "" and seen["HOLDALL_CACHE"] == "off"

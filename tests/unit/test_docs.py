@@ -6,12 +6,15 @@ import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from typer.main import get_command
 
 import holdall
+from holdall.cli import VERBS, app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -94,26 +97,24 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
+def load_verb(verb: str) -> Any:
+    return get_command(app).resolve_command(None, [verb])[1]
+
+
 def examples() -> list[tuple[str, str]]:
     """(verb, line) of every example in the help of the command line."""
-    from holdall.cli._verbs import VERBS, load_verb
-
     texts = {verb: (load_verb(verb).help or "").replace("\\\n", " ") for verb in VERBS}
     return [(verb, line) for verb, text in texts.items() for line in re.findall(r"^\s*(?:Example: )?(holdall .*)$", text, re.M)]
 
 
 @pytest.mark.parametrize(("where", "line"), [*commands(), *examples()])
 def test_a_command_line_parses(where, line):
-    from holdall.cli._verbs import VERBS, load_verb
-
     _, verb, *words = shlex.split(line)
     assert verb in VERBS
     load_verb(verb).make_context(verb, words)
 
 
 def test_verbs_and_options_that_are_only_mentioned_exist():
-    from holdall.cli._verbs import VERBS, load_verb
-
     mentions = {(page, code) for page in ALL for code in re.findall(r"`(holdall [a-z][^`\n]*)`", FENCE.sub("", TEXT[page]))}
     for page, code in mentions:
         verb, *words = code.split()[1:]

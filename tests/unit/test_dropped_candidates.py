@@ -8,10 +8,10 @@ from holdall.actions.offload import Offload
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule
-from holdall.errors import Unsupported
 from holdall.registry import member_names
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for
+from holdall.testing.stand_ins import impossible
 from holdall.testing.worlds import machine
 
 MENU = {Recompute, Offload, Reschedule, Place}
@@ -26,27 +26,13 @@ def trace():
     return holdall.trace(model, torch.randn(256, 16), optimizer=optimizer, loss=lambda model, x: model(x).square().mean())
 
 
-def refusing(monkeypatch, is_refused):
-    """Actions that the predicate names turn out to be impossible when they are tried, as those do that only the schedule shows
-    to be so."""
-    for action in MENU:
-        real = action.rewrite
-
-        def rewrite(self, schedule, problem, real=real):
-            if is_refused(self):
-                raise Unsupported(f"{self.name} cannot be carried out here", hint="do something else")
-            return real(self, schedule, problem)
-
-        monkeypatch.setattr(action, "rewrite", rewrite)
-
-
 def test_every_planner_that_searches_is_here():
     assert set(SEARCHING) <= set(member_names("planners"))
 
 
 @pytest.mark.parametrize("planner", SEARCHING)
 @pytest.mark.parametrize("place", [False, True])
-def test_what_cannot_be_carried_out_is_dropped(planner, place, trace, monkeypatch):
+def test_what_cannot_be_carried_out_is_dropped(planner, place, trace):
     """The plan for the budget needs something that turns out to be impossible: another is found, or refused as too small."""
     if planner == "rotor" and place:
         pytest.skip("it places no states")
@@ -54,7 +40,6 @@ def test_what_cannot_be_carried_out_is_dropped(planner, place, trace, monkeypatc
     home = simulate(problem, []).peak[problem.home]
     hardware = machine(overlap=True)
     for share in (85, 70, 55):
-        monkeypatch.undo()
         try:
             plain = holdall.plan(trace, planner=planner, budget=home * share // 100, hardware=hardware)
         except holdall.Infeasible:
@@ -63,9 +48,9 @@ def test_what_cannot_be_carried_out_is_dropped(planner, place, trace, monkeypatc
         if not used:
             continue
         bad = used[-1]
-        refusing(monkeypatch, lambda action, bad=bad: action == bad)
         try:
-            other = holdall.plan(trace, planner=planner, budget=home * share // 100, hardware=hardware)
+            with impossible(lambda action, bad=bad: action == bad):
+                other = holdall.plan(trace, planner=planner, budget=home * share // 100, hardware=hardware)
         except holdall.Infeasible:
             continue  # nothing else fits, and that is said: no `Unsupported`
         assert bad not in other.actions

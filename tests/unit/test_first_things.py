@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
 import holdall
 from holdall.actions.recompute import Recompute
-from holdall.cli import _words as words
+from holdall.cli import app
+from holdall.errors import InvalidInput
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.testing.contracts import problem_for
@@ -105,9 +107,20 @@ def test_words_of_the_command_line_are_those_that_are_understood():
     from holdall.models import DTYPES
     from holdall.tracing.autocast import resolve_autocast
 
-    assert set(words.DTYPES) == {*DTYPES, *DTYPE_ALIASES, *MIXED}
-    for word in words.AUTOCASTS:
+    def refuses(option, word):
+        command = get_command(app).resolve_command(None, ["estimate"])[1]
+        try:
+            command.make_context("estimate", ["tiny-gpt2", option, word])
+        except InvalidInput:
+            return True
+        return False
+
+    words = {*DTYPES, *DTYPE_ALIASES, *MIXED}
+    assert refuses("--dtype", "bf61") and not any(refuses("--dtype", word) for word in words)
+    for word in ("bf16", "bfloat16", "fp16", "float16", "no", "off", "fp32", "float32"):
+        assert not refuses("--autocast", word)
         resolve_autocast(word, "cuda")
+    assert refuses("--autocast", "int8")
 
 
 def test_a_loop_that_leaves_the_trace_hears_it_once_per_kind():

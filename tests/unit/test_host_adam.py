@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,7 +11,9 @@ import time
 import pytest
 import torch
 
-from holdall.updates import host_adam, host_library, host_native, host_step
+from holdall.testing.stand_ins import host_adam_by, host_adam_not_chosen, pieces_of
+from holdall.updates import host_adam, host_library, host_native
+from holdall.updates.host_step import step_by_torch
 
 SHAPES = [(), (1,), (3,), (16,), (17, 5), (64, 63), (1,), (129, 257), (0,)]
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -19,21 +22,23 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="counts threads in
 
 
 @pytest.fixture(params=["native", "torch"])
-def backend(request, monkeypatch):
+def backend(request):
     """Each test runs with either back end in place of the chosen one."""
     if request.param == "torch":
-        monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
-    elif not host_adam.backend().startswith("native"):
+        with host_adam_by(step_by_torch):
+            yield request.param
+        return
+    if not host_adam.backend().startswith("native"):
         pytest.skip(host_adam.backend())
-    return request.param
+    yield request.param
 
 
 @pytest.fixture
 def nothing_chosen(monkeypatch, tmp_path):
-    """As in a new process of a new user; compiled without haste, for that is quicker."""
-    monkeypatch.setattr(host_library, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in host_library.FLAGS))
-    monkeypatch.setattr(host_adam, "_chosen", None)
+    """As in a new process of a new user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with host_adam_not_chosen():
+        yield
 
 
 class World:
@@ -163,24 +168,28 @@ def test_both_back_ends_agree_after_many_steps():
     if not host_adam.is_exact() or not host_adam.backend().startswith("native"):
         pytest.skip(host_adam.backend())
     ours, theirs = (World([(4096 + 7,)], torch.bfloat16) for _ in range(2))
-    for step, world in ((host_adam._choose().step, ours), (host_step.step_by_torch, theirs)):
-        dice = torch.Generator().manual_seed(1)
-        for i in range(100):
-            rule = host_step.Rule(1e-3 / (i + 1), 0.9, 0.999, 1e-8, 0.01 * (i % 3), bool(i % 2), bool(i % 5), 1 / (1 + i % 4))
-            world.grads[0].copy_(torch.randn(4103, generator=dice))
-            world.steps[0] += 1
-            step(host_adam._gather(world.params, world.exp_avg, world.exp_avg_sq, world.steps, world.grads, None), rule, 2)
-    assert_same(ours.state(), theirs.state())
+    many_steps(ours)
+    with host_adam_by(step_by_torch):
+        many_steps(theirs)
+    assert all(map(torch.equal, ours.state(), theirs.state()))
+
+
+def many_steps(world):
+    dice = torch.Generator().manual_seed(1)
+    for i in range(100):
+        rule = {"lr": 1e-3 / (i + 1), "betas": (0.9, 0.999), "weight_decay": 0.01 * (i % 3), "scale": 1 / (1 + i % 4)}
+        world.grads[0].copy_(torch.randn(4103, generator=dice))
+        world.update(decoupled=bool(i % 2), maximize=bool(i % 5), **rule)
 
 
 @pytest.mark.parametrize("length", [48, 1024])
-def test_slices_give_the_bits_of_the_whole(monkeypatch, length):
-    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
+@host_adam_by(step_by_torch)
+def test_slices_give_the_bits_of_the_whole(length):
     shapes = [(5,), (16,), (2003,), (3, 701)]
     whole, sliced = World(shapes, torch.bfloat16), World(shapes, torch.bfloat16)
     whole.update(scale=0.5)
-    monkeypatch.setattr(host_step, "SLICE", length)
-    sliced.update(scale=0.5)
+    with pieces_of(length):
+        sliced.update(scale=0.5)
     assert all(map(torch.equal, whole.state(), sliced.state()))
 
 
@@ -235,11 +244,11 @@ def test_the_gil_is_released(backend):
         sys.setswitchinterval(interval)
 
 
+@host_adam_by(step_by_torch)
 def test_torch_runs_with_the_threads_asked_for_and_keeps_its_own(monkeypatch):
     seen = []
     fused = torch._fused_adamw_
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *a, **k: (seen.append(torch.get_num_threads()), fused(*a, **k)))
-    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
     settings = []
 
     def work():
@@ -284,49 +293,47 @@ def test_native_runs_in_the_threads_asked_for_and_leaves_none():
 
 
 def test_without_a_compiler_torch_does_the_work(nothing_chosen, monkeypatch):
-    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     ours, theirs = World(), World()
     ours.update()
     assert host_adam.backend() == "torch: no C++ compiler is on the path (of c++, g++, clang++)"
     assert host_adam.is_exact()
-    host_step.step_by_torch(
-        host_adam._gather(
-            theirs.params, theirs.exp_avg, theirs.exp_avg_sq, [s.add_(1) for s in theirs.steps], theirs.grads, None
-        ),
-        host_step.Rule(1e-2, 0.9, 0.95, 1e-8, 0.1, True, False, 1.0),
-        1,
-    )
-    assert_same(ours.state(), theirs.state())
+    with host_adam_by(step_by_torch):
+        theirs.update(threads=1)
+    assert all(map(torch.equal, ours.state(), theirs.state()))
 
 
 def test_a_compiler_that_fails_is_named_and_torch_does_the_work(nothing_chosen, monkeypatch):
-    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "/bin/false")
+    monkeypatch.setattr(shutil, "which", lambda _name: "/bin/false")
     assert host_adam.backend().startswith("torch: the native back end does not load: /bin/false says")
 
 
-def test_a_native_step_that_is_wrong_is_not_taken(nothing_chosen, monkeypatch):
-    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "c++")
+def native_steps_are(monkeypatch, step):
+    """Whatever is compiled does this."""
+    monkeypatch.setattr(shutil, "which", lambda _name: "c++")
     monkeypatch.setattr(host_library, "build", lambda _compiler, _fusion: "nowhere")
-    monkeypatch.setattr(host_native, "bind", lambda _library, _rounding: lambda _arrays, _rule, _threads: None)
+    monkeypatch.setattr(host_native, "bind", lambda _library, _rounding: step)
+
+
+def test_a_native_step_that_is_wrong_is_not_taken(nothing_chosen, monkeypatch):
+    native_steps_are(monkeypatch, lambda _arrays, _rule, _threads: None)
     assert host_adam.backend().startswith("torch: the native back end differs by")
 
 
 def test_a_native_step_that_is_nearly_right_says_how_far_it_is(nothing_chosen, monkeypatch):
     def nearly(arrays, rule, threads):
-        host_step.step_by_torch(arrays, rule, threads)
+        step_by_torch(arrays, rule, threads)
         for a in arrays:
             a.param[0] = torch.nextafter(a.param[0], torch.tensor(9.0))
 
-    monkeypatch.setattr(host_adam.shutil, "which", lambda _name: "c++")
-    monkeypatch.setattr(host_library, "build", lambda _compiler, _fusion: "nowhere")
-    monkeypatch.setattr(host_native, "bind", lambda _library, _rounding: nearly)
+    native_steps_are(monkeypatch, nearly)
     assert "at most 1 ulps" in host_adam.backend()
     assert not host_adam.is_exact()
     exact, theirs, near = (World([(5,), (64,)]) for _ in range(3))
     exact.update(exact=True)  # which torch does then
     near.update()
-    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
-    theirs.update()
+    with host_adam_by(step_by_torch):
+        theirs.update()
     assert all(map(torch.equal, exact.state(), theirs.state()))
     assert not all(map(torch.equal, near.state(), theirs.state()))
 
@@ -336,13 +343,13 @@ def test_it_is_compiled_once_for_all_processes(nothing_chosen, monkeypatch, tmp_
         pytest.skip(host_adam.backend())
     libraries = list((tmp_path / "holdall").iterdir())
     assert 1 <= len(libraries) <= 2 and {library.suffix for library in libraries} == {".so"}
-    monkeypatch.setattr(host_adam, "_chosen", None)
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("compiled again"))
-    assert host_adam.backend().startswith("native")
+    with host_adam_not_chosen():
+        assert host_adam.backend().startswith("native")
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(nothing_chosen, monkeypatch, tmp_path):
-    if not any(map(host_adam.shutil.which, host_adam.COMPILERS)):
+    if not any(map(shutil.which, host_adam.COMPILERS)):
         pytest.skip("no C++ compiler")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

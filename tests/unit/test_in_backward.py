@@ -26,7 +26,7 @@ from holdall.optim.lomo import Lomo
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.testing.contracts import fingerprint, problem_for, train
-from holdall.testing.worlds import Tied, _Layer, family, machine
+from holdall.testing.worlds import DropoutBlock, Tied, family, machine
 from holdall.tracing import trace_step
 from holdall.tracing.step import default_loss
 from holdall.types import Plan, Problem
@@ -38,7 +38,7 @@ class Small(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.layers = nn.ModuleList([_Layer(32, 0.2) for _ in range(2)])
+        self.layers = nn.ModuleList([DropoutBlock(32, 0.2) for _ in range(2)])
         self.head = nn.Linear(32, 64, bias=False)
         self.head.weight = self.embed.weight
 

@@ -11,9 +11,8 @@ import torch
 
 import holdall
 from holdall.errors import Infeasible, InvalidInput, MissingExtra, Unsupported
-from holdall.fitting.request import FitRequest
-from holdall.integrations._fitting import Fitting, loss_of_any_output
 from holdall.runtime.budget.ledger import Ledger
+from holdall.testing.stand_ins import planned_for
 from holdall.testing.worlds import machine
 
 transformers = pytest.importorskip("transformers")
@@ -24,9 +23,10 @@ KNOWN = "trainer", "accelerate_loop", "lightning_trainer", "raw_loop"  # no file
 
 
 @pytest.fixture(autouse=True)
-def known_machine(monkeypatch):
+def known_machine():
     """No test here is about the speed of this one."""
-    monkeypatch.setattr("holdall.problem._probed", lambda device: machine())
+    with planned_for(machine()):
+        yield
 
 
 def script(name, *, plain=False, budget=None):
@@ -279,8 +279,6 @@ def test_a_loss_outside_of_the_model_is_planned_for_where_it_is_given(tmp_path):
     trainer, model = run(given)
     assert logged(trainer) == logged(reference) and same_weights(model, expected)
     assert given.harness.plan.actions
-    outputs = Net()(torch.ones(1, 2, 16))
-    assert torch.equal(loss_of_any_output(lambda: outputs, ()), outputs["logits"].sum()), "without it, the outputs stand for it"
 
 
 @pytest.mark.parametrize(
@@ -312,6 +310,19 @@ def test_accumulation_belongs_to_the_trainer():
 
 
 # accelerate and Fabric
+
+
+def test_where_a_model_returns_no_loss_its_outputs_stand_for_it():
+    from accelerate import Accelerator
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    peaks = []
+    for loss in (None, lambda model, batch: model(**batch)["logits"].sum()):
+        accelerator, batch = Accelerator(cpu=True), {"x": torch.ones(1, 2, 16)}
+        with holdall.integrations.accelerate.fit(accelerator, model, optimizer, batch, planner="nop", loss=loss) as fitting:
+            peaks.append(fitting.harness.plan.predicted.peak["cpu"])
+    assert peaks[0] == peaks[1] > 0
 
 
 def test_accelerate_plans_at_once_for_a_given_batch():
@@ -479,11 +490,13 @@ def test_a_missing_package_is_answered_with_its_install_command(module, package,
 
 
 def test_lines_of_the_log_go_above_a_progress_bar(monkeypatch):
-    tqdm = pytest.importorskip("tqdm").tqdm
+    from accelerate import Accelerator
+
+    pytest.importorskip("tqdm")
     log, said = logging.getLogger("holdall"), []
-    monkeypatch.setattr(tqdm, "write", said.append)
+    monkeypatch.setattr("tqdm.tqdm.write", said.append)
     monkeypatch.setattr(log, "propagate", False)  # as where nobody has set up logging
-    with Fitting(Net(), None, FitRequest()):
+    with holdall.integrations.accelerate.fit(Accelerator(cpu=True), Net(), None):
         log.warning("something to know")
     log.propagate = True
     assert said == ["something to know"]
@@ -503,7 +516,7 @@ def test_trl_trains_the_same_in_less_memory(tmp_path):
     def losses(*callbacks):
         transformers.set_seed(0)
         config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, use_cache=False
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
         )
         given = {
             "max_steps": 3,

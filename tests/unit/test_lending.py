@@ -55,7 +55,7 @@ def ids(rows=2, length=8, seed=0):
 def traced(precision=None):
     model, optimizer = fresh()
     batch = ids()
-    given = {"input_ids": batch, "labels": batch, "use_cache": False}
+    given = {"input_ids": batch, "labels": batch}
     return cost_trace(holdall.trace(model, given, optimizer=optimizer, precision=precision, head="whole"), machine())
 
 
@@ -99,13 +99,13 @@ def generate(model, rows=2, tokens=TOKENS, length=4):
 def evaluate(model, rows=2):
     with torch.no_grad():
         batch = ids(rows, seed=9)
-        return model.eval()(input_ids=batch, labels=batch, use_cache=False).loss.item()
+        return model.eval()(input_ids=batch, labels=batch).loss.item()
 
 
 def step(model, optimizer, n):
     torch.manual_seed(n)
     batch = ids(seed=n)
-    loss = model.train()(input_ids=batch, labels=batch, use_cache=False).loss
+    loss = model.train()(input_ids=batch, labels=batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -241,7 +241,7 @@ def test_weights_that_were_lent_room_are_never_old():
         batch = ids(seed=1)
         model.train()
         torch.manual_seed(1)
-        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        model(input_ids=batch, labels=batch).loss.backward()
         seen += [evaluate(model), evaluate(model)]  # within a step: nothing is lent
         optimizer.step()
         seen += [evaluate(model), evaluate(model)]
@@ -307,7 +307,7 @@ def test_a_generation_that_does_not_call_the_model_itself_is_an_evaluation_too()
     loop(*adapted(), expected)
     model, optimizer = adapted()
     batch = ids()
-    given = {"input_ids": batch, "labels": batch, "use_cache": False}
+    given = {"input_ids": batch, "labels": batch}
     trace = cost_trace(holdall.trace(model, given, optimizer=optimizer, head="whole"), machine())
     can = streamable(trace)
     rows = {u.name: ("streamed" if u.name in can else "resident", "host" if u.numel else "device") for u in trace.units}
@@ -322,7 +322,7 @@ def test_a_generation_that_does_not_call_the_model_itself_is_an_evaluation_too()
 def test_the_predicted_peak_of_an_evaluation_holds_with_what_is_lent(share):
     model, optimizer = fresh()
     batch = ids(seed=9)
-    given = {"input_ids": batch, "labels": batch, "use_cache": False}
+    given = {"input_ids": batch, "labels": batch}
     plan = make_plan()
     budget = plan.predicted.peak["cpu"] * share // 100
     plan = replace(plan, budget={**plan.budget, "cpu": budget})

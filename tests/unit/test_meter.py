@@ -1,13 +1,14 @@
 """The meter of a GPU, with a device that the test makes up: what it leaves to the allocator."""
 
+import sys
+
 import pytest
 import torch
 
-from holdall.runtime.budget import meter
 from holdall.runtime.budget.meter import CudaMeter
 
 GIB = 2**30
-SPARE = meter._SPARE / GIB  # for the last page, and for what comes later
+SPARE = (12 + 24) / 1024  # GiB: the last page, and what comes later
 
 
 @pytest.fixture
@@ -17,10 +18,14 @@ def device(monkeypatch):
     class Device:
         context, limits = GIB // 2, []
 
-    monkeypatch.setattr(meter, "device_context", lambda _: Device.context)
-    monkeypatch.setattr(meter, "_expandable_segments", lambda on: False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")  # the user has said
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (16 * GIB - Device.context, 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: type("Event", (), {"record": lambda *_: None}))
     for name, value in {
         "empty_cache": None,
+        "current_stream": None,
+        "memory_reserved": 0,
         "get_per_process_memory_fraction": 1.0,
         "reset_peak_memory_stats": None,
         "max_memory_reserved": 3 * GIB,
@@ -29,13 +34,11 @@ def device(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 16 * GIB}))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: Device.limits.append(share * 16))
-    monkeypatch.setattr(CudaMeter, "_mark", lambda _: None)
     return Device
 
 
 def step(metered):
     metered.begin()
-    metered._began = object()
     metered.end()
 
 
@@ -69,7 +72,7 @@ def test_kernels_that_come_in_the_first_steps_lower_the_limit(device):
         ("", "", None),
     ],
 )
-def test_pages_are_small_where_they_can_be_and_the_user_has_not_said(own, known, expected, monkeypatch):
+def test_pages_are_small_where_they_can_be_and_the_user_has_not_said(own, known, expected, device, monkeypatch):
     changed = []
 
     def change(settings):
@@ -80,8 +83,8 @@ def test_pages_are_small_where_they_can_be_and_the_user_has_not_said(own, known,
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", own)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", change, raising=False)
-    assert meter._expandable_segments(True) == (expected is not None)
+    metered = CudaMeter(torch.device("cuda"))
+    metered.start(8 * GIB)
     assert changed == ([] if expected is None else [expected])
-    if expected is not None:
-        assert meter._expandable_segments(False)
-        assert changed[-1] == expected.replace("True", "False").replace("mb:12", "mb:20")
+    metered.stop()
+    assert changed[1:] == ([] if expected is None else [expected.replace("True", "False").replace("mb:12", "mb:20")])

@@ -2,12 +2,15 @@
 
 import builtins
 import json
+from importlib.resources import files
 
 import pytest
 import torch
 
 from holdall import models
 from holdall.errors import InvalidInput, MissingExtra, Unsupported
+
+PRESETS = json.loads((files("holdall") / "data" / "models.json").read_text(encoding="utf-8"))
 
 PUBLISHED = {  # parameters as printed on the model's card or in its paper
     "gpt2": 124e6,
@@ -85,21 +88,21 @@ def count(model):
 def test_a_preset_built_on_meta_has_the_parameters_it_claims(name):
     model = models.build(models.describe(name))
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert count(model) == models._presets()[name]["parameters"]
+    assert count(model) == PRESETS[name]["parameters"]
 
 
 def test_the_presets_agree_with_the_published_counts_within_one_percent():
     assert set(PUBLISHED) == set(NAMES) - set(TINY)
     assert len(PUBLISHED) >= 30
     for name, published in PUBLISHED.items():
-        assert models._presets()[name]["parameters"] == pytest.approx(published, rel=0.01), name
+        assert PRESETS[name]["parameters"] == pytest.approx(published, rel=0.01), name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_value_of_a_preset_is_a_field_that_its_config_knows(name):
     config = models.describe(name).config
     fresh = type(config)()
-    for key, value in models._presets()[name]["config"].items():
+    for key, value in PRESETS[name]["config"].items():
         assert hasattr(fresh, key) or key == "decoder_start_token_id", key  # T5 reads it without declaring it
         assert getattr(config, key) == value or key == "rope_parameters"
 
@@ -204,7 +207,7 @@ def test_a_folder_with_a_config_but_no_weights_is_random(tmp_path):
     models.describe("tiny-llama").config.save_pretrained(tmp_path)
     source = models.describe(tmp_path)
     assert source.task == "causal-lm"
-    assert count(models.build(source, device="cpu")) == models._presets()["tiny-llama"]["parameters"]
+    assert count(models.build(source, device="cpu")) == PRESETS["tiny-llama"]["parameters"]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_step_that_is_too_large_is_said_to_be():
 def llama():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8, vocab_size=4096, use_cache=False
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8, vocab_size=4096
     )
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(config).train()

@@ -6,8 +6,9 @@ import inspect
 import pytest
 import torch
 
-from holdall.updates import parts
-from holdall.updates.parts import Part, clone_optimizer, is_separable, snapshot
+from holdall.runtime.budget.ledger import Ledger
+from holdall.testing.stand_ins import pieces_of
+from holdall.updates.parts import ELEMENTWISE, Part, clone_optimizer, is_separable, snapshot
 
 RULES = {
     "Adadelta": {},
@@ -92,7 +93,7 @@ def assert_same(values, states, params, optimizer):
 
 
 def test_every_elementwise_rule_is_tried():
-    assert {rule_class(rule) for rule in RULES} == parts.ELEMENTWISE
+    assert {rule_class(rule) for rule in RULES} == ELEMENTWISE
 
 
 @pytest.mark.parametrize(("rule", "form"), CASES)
@@ -184,9 +185,9 @@ def test_positions_are_told_apart_by_group():
 
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize(("rule", "form"), CASES)
-def test_narrow_gradients_by_the_stretch_give_what_wide_ones_give(rule, form, sliced, monkeypatch):
-    """PIECE of 64: one parameter is cut in four, others come in batches; counters advance once."""
-    monkeypatch.setattr(parts, "PIECE", 64)
+@pieces_of(64)
+def test_narrow_gradients_by_the_stretch_give_what_wide_ones_give(rule, form, sliced):
+    """In pieces of 64, one parameter is cut in four, others come in batches; counters advance once."""
     params, mine = make_params(), make_params()
     whole, owner = make_optimizer(rule, form, params), make_optimizer(rule, form, mine)
     part, states = Part(owner, mine), states_of(owner, mine)
@@ -201,8 +202,8 @@ def test_narrow_gradients_by_the_stretch_give_what_wide_ones_give(rule, form, sl
     assert all(torch.equal(n, p.bfloat16()) for n, p in zip(narrow, params, strict=True))
 
 
-def test_a_parameter_that_is_laid_out_in_another_order_can_be_sliced(monkeypatch):
-    monkeypatch.setattr(parts, "PIECE", 64)
+@pieces_of(64)
+def test_a_parameter_that_is_laid_out_in_another_order_can_be_sliced():
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(5, 40).t())]
     mine = [torch.nn.Parameter(params[0].detach().clone())]
@@ -216,22 +217,24 @@ def test_a_parameter_that_is_laid_out_in_another_order_can_be_sliced(monkeypatch
     assert_same(values, states, params, whole)
 
 
-def test_slicing_bounds_the_wide_gradients(monkeypatch):
-    monkeypatch.setattr(parts, "PIECE", 64)
-    mine = make_params()
-    owner = make_optimizer("AdamW", "default", mine)
-    part, values, states = Part(owner, mine), [p.detach() for p in mine], [{} for _ in mine]
-    seen = []
-    widen = parts._widen
-    monkeypatch.setattr(parts, "_widen", lambda g, v, s: seen.append(sum(t.numel() for t in g)) or widen(g, v, s))
-    part.update(values, gradients(0, torch.bfloat16), states, snapshot(owner), range(len(mine)), sliced=True)
-    assert max(seen) <= 64
-    assert sum(seen) == sum(p.numel() for p in mine)
+def test_slicing_bounds_the_wide_gradients():
+    def above(elements):
+        torch.manual_seed(0)
+        mine = [torch.nn.Parameter(torch.randn(4096))]
+        owner = torch.optim.SGD(mine, lr=0.1, foreach=False)
+        grads, values = [torch.randn(4096).bfloat16()], [mine[0].detach()]
+        with pieces_of(elements), Ledger(seed=[*mine, *grads]) as counted:
+            before = counted.live
+            Part(owner, mine).update(values, grads, [{}], snapshot(owner), [0], sliced=True)
+            return counted.peak - before
+
+    assert above(4096) >= 4 * 4096
+    assert above(64) <= 3 * 4 * 64
 
 
 @pytest.mark.parametrize("rule", ["Adafactor"])
-def test_rules_that_are_not_elementwise_are_never_sliced(rule, monkeypatch):
-    monkeypatch.setattr(parts, "PIECE", 16)
+@pieces_of(16)
+def test_rules_that_are_not_elementwise_are_never_sliced(rule):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(8, 6)) for _ in range(2)]
     mine = copy.deepcopy(params)

@@ -11,29 +11,18 @@ import holdall
 from holdall.actions.place import Place, streamable
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.states.updating.optimizer_step import Stepping
 from holdall.runtime.states.weights.slots import Slots
 from holdall.simulator.lower import lower
 from holdall.testing import draws
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
 from holdall.testing.readers import READERS
+from holdall.testing.stand_ins import late_updates
 from holdall.testing.states import differences
 from holdall.types import Wait
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
 BASE = replace(draws.draw(0, 0), rule="plain", narrow=False, rows=0, tied=False, clipped="always", accumulate=1, ahead=False)
-
-
-def late(monkeypatch, seconds=0.02):
-    """Updates on the host take their time."""
-    made = Stepping._on_host
-
-    def slow(self, *args):
-        time.sleep(seconds)
-        return made(self, *args)
-
-    monkeypatch.setattr(Stepping, "_on_host", slow)
 
 
 def as_drawn(**changes):
@@ -42,15 +31,15 @@ def as_drawn(**changes):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_late_update_is_waited_for_whoever_reads(name, monkeypatch):
-    late(monkeypatch)
+@late_updates(0.02)
+def test_a_late_update_is_waited_for_whoever_reads(name):
     assert as_drawn(family=name) == []
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rows", [0, 5])
-def test_a_late_update_of_the_head_is_waited_for(tied, rows, monkeypatch):
-    late(monkeypatch)
+@late_updates(0.02)
+def test_a_late_update_of_the_head_is_waited_for(tied, rows):
     assert as_drawn(family="tiny-llama", rows=rows, tied=tied) == []
 
 
@@ -116,7 +105,7 @@ def unused_experts(kind, share):
             loss = work(ids)
             loss.backward()
             if work is not model:
-                draws._hand_over(model, work)
+                draws.hand_over(model, work)
             optimizer.step()
             optimizer.zero_grad()
             if work is not model:
@@ -257,8 +246,8 @@ class Listed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["host", "through"])
-def test_a_parameter_that_is_held_beside_its_module_is_updated_and_waited_for(kind, monkeypatch):
-    late(monkeypatch)
+@late_updates(0.02)
+def test_a_parameter_that_is_held_beside_its_module_is_updated_and_waited_for(kind):
     torch.manual_seed(0)
     x, model, reference = torch.randn(4, 8), Listed(), Listed()
     reference.load_state_dict(model.state_dict())
@@ -282,10 +271,10 @@ def test_a_parameter_that_is_held_beside_its_module_is_updated_and_waited_for(ki
     assert differences(found, train(reference, plain)) == []
 
 
-def test_the_first_blocks_compute_while_updates_of_later_ones_run(monkeypatch):
+@late_updates(0.1)
+def test_the_first_blocks_compute_while_updates_of_later_ones_run():
     """Through `fit`: nothing of ours may walk over all weights at the beginning of a forward and wait for every one."""
     transformers = pytest.importorskip("transformers")
-    late(monkeypatch, 0.1)
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, vocab_size=64
     )
@@ -293,9 +282,8 @@ def test_the_first_blocks_compute_while_updates_of_later_ones_run(monkeypatch):
     ids = torch.randint(0, 64, (2, 16))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     layers = model.model.layers
-    harness = holdall.fit(
-        model, optimizer, {"input_ids": ids, "labels": ids}, budget="95%", planner="zero_offload", overlap=True
-    )
+    batch = {"input_ids": ids, "labels": ids}
+    harness = holdall.fit(model, optimizer, batch, budget="95%", planner="zero_offload", overlap=True)
     began: list[float] = []
     hooks = [layer.register_forward_pre_hook(lambda *_: began.append(time.perf_counter())) for layer in (layers[0], layers[-1])]
     with harness:

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import holdall
-from holdall.optim._math import per_parameter
 from holdall.optim.apollo import Apollo
 from holdall.optim.compact import Compact
 from holdall.optim.galore import GaLore
 from holdall.runtime.budget.ledger import Ledger
-from holdall.updates import stretches
+from holdall.testing.stand_ins import pieces_of
 
 KINDS = {"galore": GaLore, "apollo": Apollo, "compact": Compact}
 ROWS, WIDTH = 48, 64
@@ -29,10 +28,10 @@ def trained(kind, dtype, steps=3):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_the_bits_and_states_are_those_of_one_walk(kind, dtype, monkeypatch):
+def test_the_bits_and_states_are_those_of_one_walk(kind, dtype):
     whole, one = trained(kind, dtype)
-    monkeypatch.setattr(stretches, "ON_HOST", 1024)  # 3 of them
-    parts, several = trained(kind, dtype)
+    with pieces_of(1024):  # 3 of them
+        parts, several = trained(kind, dtype)
     assert torch.equal(whole, parts)
     mine, other = one.state[whole], several.state[parts]
     assert mine.keys() == other.keys()
@@ -46,7 +45,7 @@ def test_the_bits_and_states_are_those_of_one_walk(kind, dtype, monkeypatch):
     assert several.state_bytes(parts) == sum(v.nbytes for v in other.values() if torch.is_tensor(v))
 
 
-def test_what_is_made_on_the_way_is_as_large_as_a_stretch(monkeypatch):
+def test_what_is_made_on_the_way_is_as_large_as_a_stretch():
     table, optimizer = trained(GaLore, torch.bfloat16)
     held = [table, table.grad, *(v for v in optimizer.state[table].values() if torch.is_tensor(v))]
 
@@ -56,14 +55,13 @@ def test_what_is_made_on_the_way_is_as_large_as_a_stretch(monkeypatch):
             optimizer.step()
             return counted.peak - before
 
-    whole = above()
-    monkeypatch.setattr(stretches, "ON_HOST", 512)
-    assert whole >= 3 * 4 * ROWS * WIDTH
-    assert above() <= 5 * 4 * 512
+    assert above() >= 3 * 4 * ROWS * WIDTH
+    with pieces_of(512):
+        assert above() <= 5 * 4 * 512
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_states_go_from_one_way_to_the_other(kind, monkeypatch):
+def test_states_go_from_one_way_to_the_other(kind):
     whole, one = trained(kind, torch.bfloat16, steps=2)
     parts = copy.deepcopy(whole)
     other = kind([parts], lr=1e-2, weight_decay=0.1)
@@ -71,12 +69,12 @@ def test_states_go_from_one_way_to_the_other(kind, monkeypatch):
     grad = torch.randn(ROWS, WIDTH).bfloat16()
     whole.grad, parts.grad = grad, grad.clone()
     one.step()
-    monkeypatch.setattr(stretches, "ON_HOST", 1024)
-    other.step()
+    with pieces_of(1024):
+        other.step()
     assert torch.equal(whole, parts)
 
 
-def test_a_plan_counts_what_stretches_move_and_not_the_whole_each_time(monkeypatch):
+def test_a_plan_counts_what_stretches_move_and_not_the_whole_each_time():
     def moved():
         table = torch.nn.Embedding(ROWS, WIDTH)
         trace = holdall.trace(
@@ -85,15 +83,12 @@ def test_a_plan_counts_what_stretches_move_and_not_the_whole_each_time(monkeypat
         return sum(u.moved for u in trace.units)
 
     whole = moved()
-    monkeypatch.setattr(stretches, "ON_HOST", 64)  # 48 of them
-    assert moved() <= 1.5 * whole
+    with pieces_of(64):  # 48 of them
+        assert moved() <= 1.5 * whole
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_step_traced_for_a_gpu_elsewhere_has_a_gpus_stretches(monkeypatch):
-    monkeypatch.setattr(stretches, "ON_HOST", 512)
-    monkeypatch.setattr(per_parameter, "_ON_GPU", 2048)
-
+def test_a_step_traced_for_a_gpu_elsewhere_has_a_gpus_stretches():
     def workspace(device):
         table = torch.nn.Embedding(ROWS, WIDTH, dtype=torch.bfloat16)
         ids = torch.arange(ROWS)
@@ -101,4 +96,5 @@ def test_a_step_traced_for_a_gpu_elsewhere_has_a_gpus_stretches(monkeypatch):
         traced = holdall.trace(table, ids, optimizer=optimizer, loss=lambda model, x: model(x).sum(), device=device)
         return traced.units[0].workspace
 
-    assert workspace("cuda") == 4 * workspace("cpu")
+    with pieces_of(512, on_gpu=2048):
+        assert workspace("cuda") == 4 * workspace("cpu")

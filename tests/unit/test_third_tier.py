@@ -22,6 +22,7 @@ from holdall.machine.more_tiers import with_tiers
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.simulator import simulate
+from holdall.testing.stand_ins import planned_for
 from holdall.testing.worlds import machine
 from holdall.types import Hardware, Plan, Problem, Tier
 
@@ -230,8 +231,8 @@ def test_a_run_with_the_third_tier_keeps_the_bits_and_every_budget_to_the_byte(s
     assert f"peak {shelf}" in str(report)
 
 
-def test_fit_lets_a_tier_join_that_the_budget_names(shelf, monkeypatch):
-    monkeypatch.setattr("holdall.problem._probed", lambda _: machine())
+@planned_for(machine())
+def test_fit_lets_a_tier_join_that_the_budget_names(shelf):
     model, optimizer = fresh()
     budget = {**tight(traced(), far=0.0), "far": 1, shelf: "auto"}
     with holdall.fit(model, optimizer, BATCH, budget=budget, allow=["offload"]) as harness:

@@ -1,6 +1,5 @@
 """A run that was interrupted ends as one that was not; nothing half-written is taken for a checkpoint; mistakes get a line."""
 
-import errno
 import json
 from importlib.resources import files
 from pathlib import Path
@@ -8,16 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from holdall import models
 from holdall.cli.train import train
 from holdall.errors import HoldallError, Infeasible, InvalidInput, OverBudget, Unsupported
-from holdall.training import TrainOptions, checkpoint, loop
+from holdall.testing.stand_ins import full_disk
+from holdall.training import TrainOptions, loop
 from holdall.training.checkpoint import latest_checkpoint, save_checkpoint
 from holdall.training.data import load_sequences, make_encoder
 from holdall.training.loop import run_training
+from holdall.units import MiB
 
 ONE_LAYER = {}  # preset -> folder
 CORPUS = Path(str(files("holdall") / "data" / "corpus.txt"))
@@ -223,12 +224,10 @@ def test_no_folder_has_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_a_save_that_was_killed_is_ignored_and_later_cleared(tmp_path, trained, monkeypatch):
+def test_a_save_that_was_killed_is_ignored_and_later_cleared(tmp_path, trained):
     save(tmp_path, 1, trained)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            save(tmp_path, 2, trained)
+    with full_disk(100, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, trained)
     assert folders(tmp_path) == ["step-000001", "step-000002.tmp"]
     assert latest_checkpoint(tmp_path).step == 1
     save(tmp_path, 2, trained)
@@ -251,19 +250,10 @@ def test_a_checkpoint_that_lost_a_file_or_a_part_of_it_is_passed_over(tmp_path, 
     assert latest_checkpoint(tmp_path).step == 1
 
 
-def test_a_full_disk_is_said_in_a_line_and_leaves_the_checkpoint_before(tmp_path, trained, monkeypatch):
+def test_a_full_disk_is_said_in_a_line_and_leaves_the_checkpoint_before(tmp_path, trained):
     before = save(tmp_path, 1, trained)
     files_before = {path.name: path.read_bytes() for path in before.iterdir()}
-    written = []
-
-    def full(tensors, path):
-        if written:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(path)
-        save_file(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(HoldallError) as caught:
+    with full_disk(len(files_before["model.safetensors"]) + 100), pytest.raises(HoldallError) as caught:
         save(tmp_path, 2, trained, keep=1)
     assert caught.value.fact == ("cannot save the checkpoint of step 2: No space left on device; the one of step 1 is intact")
     assert folders(tmp_path) == ["step-000001"]  # what was half-written is gone, and gives its space back
@@ -424,20 +414,11 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path, monkeypatch):
     assert folders(tmp_path) == ["step-000001"]
 
 
-def test_a_failed_save_in_a_run_leaves_the_one_before_to_go_on_from(tmp_path, monkeypatch):
-    saved = []
-
-    def full(tensors, path):
-        if len(saved) == 2:  # the first checkpoint has two such files
-            raise OSError(errno.ENOSPC, "No space left on device")
-        saved.append(path)
-        save_file(tensors, path)
-
+def test_a_failed_save_in_a_run_leaves_the_one_before_to_go_on_from(tmp_path):
     changes = {"steps": 2, "save_every": 1}
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(HoldallError, match="step 2: No space left on device; the one of step 1 is intact"):
-            run_training(options(tmp_path, **changes))
+    said = "step 2: No space left on device; the one of step 1 is intact"
+    with full_disk(2 * MiB), pytest.raises(HoldallError, match=said):  # a checkpoint takes 1.3 MiB
+        run_training(options(tmp_path, **changes))
     assert run_training(options(tmp_path, **changes)).resumed_from == 1
 
 

@@ -21,9 +21,9 @@ from holdall.planning.finish import finish
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
 from holdall.simulator.lower import lower
 from holdall.testing.contracts import machine, problem_for
+from holdall.testing.stand_ins import host_adam_by
 from holdall.testing.states import Layer, differences
 from holdall.types import Run
-from holdall.updates import host_adam
 from holdall.updates.host_step import step_by_torch
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
@@ -145,7 +145,7 @@ def test_every_unit_is_taken_where_the_host_catches_up(kind, rests):
 
 @kinds
 @pytest.mark.parametrize("norm", [1e-3, 1e6])
-def test_where_the_fast_kernel_has_other_bits_torch_makes_the_updates_in_the_same_ways(kind, norm, rests, monkeypatch):
+def test_where_the_fast_kernel_has_other_bits_torch_makes_the_updates_in_the_same_ways(kind, norm, rests):
     def loop(when, ahead):
         model, optimizer, harness = begin(kind, when, ahead)
         with harness:
@@ -157,10 +157,10 @@ def test_where_the_fast_kernel_has_other_bits_torch_makes_the_updates_in_the_sam
         for a in arrays:
             (a.out if a.is_peek else a.new[0] if a.new else a.param).mul_(2)
 
-    monkeypatch.setattr(host_adam, "_chosen", host_adam._by_torch("asked for"))
-    reference, _ = loop("step", False)
-    monkeypatch.setattr(host_adam, "_chosen", host_adam._Backend("native", "not the bits of torch", False, wrong))
-    ours, harness = loop("spill", True)
+    with host_adam_by(step_by_torch):
+        reference, _ = loop("step", False)
+    with host_adam_by(wrong, is_exact=False):
+        ours, harness = loop("spill", True)
     assert differences(ours, reference) == []
     assert rests[1] if norm < 1 else all(harness.were_ahead[2:])
 

@@ -1,0 +1,151 @@
+"""What tests put in place of parts of the library, for a while: small pieces, a slow host, a fixed machine.
+
+Almost each is a context manager, and the only place that knows which internals it replaces.
+
+    with planned_for(machine()), late_updates(0.01):
+        holdall.fit(model, optimizer, batch, budget="1GiB")
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import holdall
+from holdall import problem
+from holdall.checkpoints import tensors
+from holdall.errors import Unsupported
+from holdall.fitting import plan_book, remembering
+from holdall.machine import probe
+from holdall.optim import mezo
+from holdall.optim._in_backward import consuming
+from holdall.optim._math import per_parameter
+from holdall.registry import member_class
+from holdall.runtime.states.updating.updater import Updater
+from holdall.types import Action, Hardware
+from holdall.updates import host_adam, host_library, host_step, parts, stretches
+from holdall.updates.host_step import Step, step_by_torch
+
+
+@contextmanager
+def replaced(*places: tuple[object, str, object]) -> Iterator[None]:
+    """Attributes with other values inside: (owner, name, value) each."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@contextmanager
+def planned_for(hardware: Hardware) -> Iterator[None]:
+    """Whoever names no hardware plans for this one: nothing is measured."""
+    with replaced((problem, "_probed", lambda _: hardware), (holdall, "probe", lambda *_, **__: hardware)):
+        yield
+
+
+@contextmanager
+def pieces_of(elements: int, *, on_gpu: int | None = None) -> Iterator[None]:
+    """Updates take so many elements of a large tensor at a time, so that a small one has several pieces, too."""
+    host = [(stretches, "ON_HOST"), (parts, "PIECE"), (consuming, "PIECE"), (mezo, "PIECE"), (host_step, "SLICE")]
+    gpu = [(per_parameter, "_ON_GPU", on_gpu)] if on_gpu is not None else []
+    with replaced(*((module, name, elements) for module, name in host), *gpu):
+        yield
+
+
+@contextmanager
+def late_updates(seconds: float) -> Iterator[None]:
+    """Every update that the host makes beside the step begins late: who does not wait for it sees the old values."""
+    submit = Updater.submit
+
+    def later(self: Updater, job: Callable[[], Any]) -> Any:
+        def begins_late() -> Any:
+            time.sleep(seconds)
+            return job()
+
+        return submit(self, begins_late)
+
+    with replaced((Updater, "submit", later)):
+        yield
+
+
+@contextmanager
+def failing_updates(error: Exception) -> Iterator[None]:
+    """Every update that the host makes with the optimizer's own ops raises."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with replaced((Updater, "on_host", fail)):
+        yield
+
+
+@contextmanager
+def host_adam_by(step: Step = step_by_torch, *, is_exact: bool = True) -> Iterator[None]:
+    """The host's Adam made by this function; by torch's kernel, as where there is no compiler."""
+    with replaced((host_adam, "_chosen", host_adam._Backend("stand-in", "asked for", is_exact, step))):
+        yield
+
+
+@contextmanager
+def host_adam_not_chosen() -> Iterator[None]:
+    """As in a new process: how the host makes Adam's updates is chosen at the next one. A compiler need not optimise much."""
+    quick = tuple("-O0" if flag == "-O3" else flag for flag in host_library.FLAGS)
+    with replaced((host_adam, "_chosen", None), (host_library, "FLAGS", quick)):
+        yield
+
+
+def forget_machine() -> None:
+    """As in a new process: what this machine can do is measured when somebody asks, or read from the cache on disk."""
+    probe._measure.cache_clear()
+    problem._probed.cache_clear()
+
+
+@contextmanager
+def full_disk(room: int, error: BaseException | None = None) -> Iterator[None]:
+    """A disk with room for so many more bytes of checkpoints' tensors; a write beyond them raises: this error, or that of a
+    full disk."""
+    write, left = tensors._write, room
+
+    def counted(file: io.FileIO, data: memoryview) -> None:
+        nonlocal left
+        take = min(len(data), left)
+        left -= take
+        write(file, data[:take])
+        if take < len(data):
+            raise error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with replaced((tensors, "_write", counted)):
+        yield
+
+
+@contextmanager
+def impossible(is_refused: Callable[[Action], bool]) -> Iterator[None]:
+    """Actions that the function names turn out to be impossible when they are tried, as where only the schedule shows it."""
+
+    def refusing(rewrite: Callable[..., Any]) -> Callable[..., Any]:
+        def tried(action: Action, *given: Any) -> Any:
+            if is_refused(action):
+                raise Unsupported(f"{action.name} cannot be carried out here", hint="do something else")
+            return rewrite(action, *given)
+
+        return tried
+
+    kinds = [member_class("actions", name) for name in ("recompute", "offload", "reschedule", "place")]
+    with replaced(*((kind, "rewrite", refusing(kind.rewrite)) for kind in kinds)):
+        yield
+
+
+@contextmanager
+def everything_cached() -> Iterator[None]:
+    """Traces and plans are kept however quickly they were made."""
+    with replaced((remembering, "SLOW", 0.0), (plan_book, "SLOW", 0.0)):
+        yield
