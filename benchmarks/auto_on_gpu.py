@@ -209,8 +209,8 @@ def renew(plan: Plan, folder: Path) -> tuple[Plan, Row]:
     hardware = replace(Hardware.load(folder / "hardware.json"), **asdict(host))
     problem = make_problem(Trace.load(folder / "trace.json"), budget=dict(plan.budget), hardware=hardware)
     clipped, not_clipped = (outcome_of(replace(problem, clipped=is_clipped), plan.actions) for is_clipped in (True, False))
-    before = plan.about.get("seconds_if_not_clipped")
-    about = {**plan.about, **({} if before is None else {"seconds_if_not_clipped": not_clipped.seconds})}
+    before = plan.about.seconds_if_not_clipped
+    about = replace(plan.about, seconds_if_not_clipped=None if before is None else not_clipped.seconds)
     print(
         f"{host.updates / 1e9:.2f} Gparam/s on the host ({host.updates_beside / 1e9:.2f} beside copies, "
         f"which keep {host.read_beside:.2f}), {time.perf_counter() - began:.1f} s",
@@ -313,7 +313,7 @@ def measure(harness, model, optimizer, batch, options, max_norm) -> Row:
     home = next(iter(plan.budget))
     every = harness.step_seconds[before:]
     ahead = sum(harness.were_ahead[-options.steps :])
-    if_not = plan.about.get("seconds_if_not_clipped")
+    if_not = plan.about.seconds_if_not_clipped
     return {
         **describe_plan(plan),
         "max_norm": max_norm,

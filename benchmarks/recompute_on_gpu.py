@@ -384,7 +384,7 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, Course]:
 
 def with_whole_head(bench: Bench, course: Course, budgets: str) -> Course:
     """The same step with the vocabulary head whole; the course itself if it is so already."""
-    if not course.trace.about.get("head"):
+    if not course.trace.about.head:
         return course
     model, optimizer = bench.workload.build()
     trace = holdall.trace(model, bench.workload.sample(), optimizer=optimizer, device=bench.machine.device, head="whole")

@@ -18,7 +18,7 @@ from holdall.fitting.head import choose_head
 from holdall.precision import plannable, put_on
 from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.registry import build_member
-from holdall.reporting import BlockRow, Report
+from holdall.reporting import Report
 from holdall.reporting.progress import terminal_line
 from holdall.runtime.harness import Harness
 from holdall.runtime.head.lazy_logits import chunk_head
@@ -31,7 +31,7 @@ from holdall.tiers import Store
 from holdall.tracing import check_model, trace_step
 from holdall.tracing.autocast import Autocast
 from holdall.tracing.calls import Given
-from holdall.types import Hardware, Plan, Progress, Trace
+from holdall.types import ChunkedHead, Hardware, Plan, Progress, Trace
 from holdall.types.plan import silent
 from holdall.updates.planned import refuse_planned
 
@@ -82,7 +82,7 @@ def trace_calls(
             traced, given = trace_calls(model, batch, optimizer=optimizer, precision=dtype, **plainly)
         finally:
             undo()
-        return replace(traced, about={**traced.about, "recipe": str(recipe)}), given
+        return replace(traced, about=replace(traced.about, recipe=str(recipe))), given
     chunked = choose_head(model, batch, head)
     given = {}
     rule = resolve_optimizer(optimizer, model)
@@ -95,7 +95,7 @@ def trace_calls(
         traced = record(model, batch)
     finally:
         undo()
-    return replace(traced, about={**traced.about, "head": {"module": path, "rows": rows}}), given
+    return replace(traced, about=replace(traced.about, head=ChunkedHead(module=path, rows=rows))), given
 
 
 def plan(
@@ -176,7 +176,7 @@ def apply(
     def make_stores(plan: Plan) -> list[Store]:
         return stores_for(plan, model)
 
-    recipe = read.about.get("recipe")
+    recipe = read.about.recipe
     with ExitStack() as stack:
         if recipe:
             stack.callback(put_on(plannable(recipe), model))
@@ -293,7 +293,7 @@ def make_report(harness: Harness) -> Report:
         predicted=harness.expected,
         measured=harness.measured(),
         steps=len(harness.step_seconds),
-        blocks=tuple(BlockRow(**row) for row in harness.plan.about.get("rows", ())),
+        blocks=harness.plan.about.rows,
         notes=tuple(harness.notes),
         environment=environment(),
     )

@@ -70,10 +70,10 @@ def bare_problem(
 
 def hardware_for(trace: Trace, hardware: Hardware | str | Path | None, budget: Budget = "auto") -> Hardware:
     """The machine for a trace: with what its kernels came to take where its ops were measured, since they will again."""
-    machine = resolve_hardware(hardware, str(trace.about.get("device", "cpu")), budget)
-    if trace.about.get("timed") != machine.name:
+    machine = resolve_hardware(hardware, trace.about.device, budget)
+    if trace.about.timed != machine.name:
         return machine
-    return replace(machine, context=max(machine.context, int(trace.about.get("context") or 0)))
+    return replace(machine, context=max(machine.context, trace.about.context))
 
 
 @lru_cache(maxsize=4)

@@ -20,9 +20,13 @@ from holdall.errors import Unsupported
 from holdall.types import Copy, Facts, Kind, Phase, Problem, Run, Schedule, Step, Trace
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
     from holdall.runtime.harness import Harness
+    from holdall.runtime.states.engine import Engine
+    from holdall.runtime.states.unit import PlacedUnit
 
 _HANDLING = 0.4  # of an update's time: gradients taken over (6 bytes per parameter) and new weights cast (6), of Adam's 28
 
@@ -95,7 +99,7 @@ class _Late:
         self._harness = harness
         self._warmup = warmup
         self._steps = 0
-        self._pending: Any = None  # future of the update under way
+        self._pending: Future[None] | None = None  # the update under way
         self._is_new = False  # the masters are ahead of the device's weights
         self._nbytes = 0  # of the gradients held back, in the host's ordinary memory
 
@@ -135,7 +139,7 @@ class _Late:
         if jobs:
             self._pending = updater.submit(update)
 
-    def _take(self, engine: Any, unit: Any) -> tuple[Any, list[int], list[torch.Tensor]]:
+    def _take(self, engine: Engine, unit: PlacedUnit) -> tuple[PlacedUnit, list[int], list[torch.Tensor]]:
         """Take the gradients of a unit as the loop has left them; for the engine there are none."""
         from holdall.runtime.states.gradients.offloaded import Gradient
 
@@ -149,7 +153,7 @@ class _Late:
                     grads.append(grad.value() if isinstance(grad, Gradient) else grad.clone())
                     unit.trained[n].home.grad = None  # else the engine would find it, and use it now
         del engine.held[unit.name]
-        if held.sum is not None:
+        if held.sum is not None and engine.store is not None:
             engine.store.free(held.sum)
         return unit, which, grads
 

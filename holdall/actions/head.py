@@ -1,7 +1,7 @@
 """Head: the loss of a big vocabulary is taken a few rows at a time, and the logits never exist whole.
 
 A step with a chunked head is another step, with other ops; so the trace is taken with the head chunked already (its
-`about["head"]` says so), the schedule is right as it stands, and all that is left to do is to do the same to the model.
+`about.head` says so), the schedule is right as it stands, and all that is left to do is to do the same to the model.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ class Head(Facts):
 
 def _of(trace: Trace) -> Head | None:
     """The head that the trace was taken with."""
-    about = trace.about.get("head")
-    return None if not about else Head(module=about["module"], rows=about["rows"])
+    head = trace.about.head
+    return None if head is None else Head(module=head.module, rows=head.rows)

@@ -46,7 +46,7 @@ class InBackward(Facts):
     @staticmethod
     def of(trace: Trace, actions: Iterable[Action] = (), *, max_norm: float | None = None, accumulate: int = 1) -> Action:
         """The action for a trace beside others: this one, or `place` where the model computes with copies."""
-        if trace.about.get("precision"):
+        if trace.about.precision:
             if max_norm is not None or accumulate > 1:
                 raise Unsupported(
                     "gradients of working copies are not held in backward, to be clipped or added up",
@@ -96,7 +96,7 @@ class InBackward(Facts):
 
 def _refuse(problem: Problem, action: InBackward) -> None:
     """What updating in backward cannot give, with the price of each way out."""
-    if problem.trace.about.get("precision"):
+    if problem.trace.about.precision:
         raise Unsupported(
             "the model computes with copies of its parameters, which `in_backward` does not update",
             hint='use `place` with when="backward", which `InBackward.of` gives',
@@ -135,7 +135,7 @@ def used_up(trace: Trace) -> Trace:
         if t.born <= end
     }
     saves = tuple(replace(s, released=None) if (s.released or 0) > end else s for s in trace.saves)
-    return replace(trace, ops=trace.ops[: end + 1], tensors=tensors, saves=saves, about={**trace.about, "precision": None})
+    return replace(trace, ops=trace.ops[: end + 1], tensors=tensors, saves=saves, about=replace(trace.about, precision=None))
 
 
 def _last_of_backward(trace: Trace) -> OpId:

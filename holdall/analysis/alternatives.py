@@ -73,7 +73,7 @@ def _of_states(problem: Problem) -> list[Alternative]:
     if not problem.permits(Place) or problem.hardware.far is None or not problem.trace.units:
         return []
     when = "spill" if problem.hardware.overlap else "step"
-    plain = simulate(problem, [Place.all(problem.trace)] if problem.trace.about.get("precision") else [])
+    plain = simulate(problem, [Place.all(problem.trace)] if problem.trace.about.precision else [])
     placed = simulate(problem, [Place.all(problem.trace, update="host", when=when)])
     freed = plain.peak[problem.home] - placed.peak[problem.home]
     if freed <= 0:

@@ -174,7 +174,7 @@ def show_pareto(curve: Curve, *, json: bool) -> None:
 
 def write_page(path: Path, curve: Curve, request: Request, prepared: PreparedRun) -> None:
     """The curve as one page."""
-    name = request.model or str(prepared.trace.about.get("model", "trace"))
+    name = request.model or (prepared.trace.about.model or "trace")
     facts = {
         "workload": f"batch {request.batch} x {request.seq}, {request.dtype}, {request.optimizer}" if request.model else "",
         "planner": prepared.planner,

@@ -69,10 +69,10 @@ class Summary:
         size = f"{len(traced.ops)} ops, {len(traced.tensors)} tensors, {len(traced.blocks)} blocks"
         return {
             "workload": self.workload,
-            "traced": f"{size}, on {about['device']}",
+            "traced": f"{size}, on {about.device}",
             **{f"{label} ({name})": self._parts(kinds) for name, (label, kinds) in CLASSES.items()},
             "plain peak": format_bytes(self.peak),
-            "notes": "; ".join(about.get("notes", ())),
+            "notes": "; ".join(about.notes),
         }
 
     def _parts(self, kinds: tuple[Kind, ...]) -> str:
@@ -84,7 +84,7 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.workload.source.name,
-            "device": self.trace.about["device"],
+            "device": self.trace.about.device,
             "fingerprint": self.trace.fingerprint,
             "ops": len(self.trace.ops),
             "tensors": len(self.trace.tensors),

@@ -110,7 +110,7 @@ def _problem_of_files(plan: Plan, path: Path, gpu: str | None, hardware: Path | 
     read = Trace.load(path)
     if read.fingerprint != plan.trace:
         raise InvalidInput(f"the plan was not made for the trace `{path}`", hint="give the trace that was planned for")
-    machine = find_machine(gpu, hardware, progress, device=str(read.about.get("device", "cpu")), budget=dict(plan.budget))
+    machine = find_machine(gpu, hardware, progress, device=read.about.device, budget=dict(plan.budget))
     check_device(read, machine)
     return _problem(read, machine, dict(plan.budget), sorted(allowed_by_default() | plan.count().keys()), progress)
 
@@ -135,14 +135,11 @@ def is_plan_file(path: Path) -> bool:
 
 
 def _show(plan: Plan) -> None:
-    from holdall.reporting import BlockRow
     from holdall.reporting.text import bars, blocks_text
-    from holdall.types._json import unpack
 
-    rows = unpack(tuple[BlockRow, ...], list(plan.about.get("rows", ())), "the plan's table of blocks")
     say(plan.explain())
-    if rows:
-        say(f"\n{blocks_text(rows, color=in_color())}")
+    if plan.about.rows:
+        say(f"\n{blocks_text(plan.about.rows, color=in_color())}")
     if plan.predicted.peak_kinds:
         say(f"\nat the peak:\n{bars(plan.predicted.peak_kinds, color=in_color())}")
 
@@ -173,7 +170,7 @@ def _explained(plan: Plan, others: Sequence[Alternative] | None) -> dict[str, An
     return {
         "summary": plan.summary(),
         "why": list(plan.why),
-        "blocks": list(plan.about.get("rows", ())),
+        "blocks": [asdict(row) for row in plan.about.rows],
         "peak_where": said.peak_where,
         "peak_kinds": {kind.value: size for kind, size in said.peak_kinds.items()},
         "at_peak": [{"name": h.name, "kind": h.kind.value, "nbytes": h.nbytes} for h in said.at_peak],

@@ -93,7 +93,7 @@ def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
 
     Repeated layers repeat their ops, so each kind is priced once. Seconds measured on this device stay.
     """
-    timed = trace.about.get("timed") == hardware.name
+    timed = trace.about.timed == hardware.name
     known: dict[tuple[str, int, int, str], Seconds] = {}
     ops = []
     for op in trace.ops:
@@ -106,7 +106,7 @@ def cost_trace(trace: Trace, hardware: Hardware) -> Trace:
             seconds = known[key] = op_seconds(op, hardware)
         ops.append(replace(op, seconds=seconds))
     tensors = dict(trace.tensors)
-    besides = int(trace.about.get("besides") or 0) if hardware.device == "cuda" else 0
+    besides = trace.about.besides if hardware.device == "cuda" else 0
     for name, size in ((_LIBRARIES, hardware.resident), (_CONTEXT, hardware.context), (_BESIDES, besides)):
         if size and not any(t.name == name for t in tensors.values()):
             new = max(tensors, default=-1) + 1

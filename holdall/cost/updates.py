@@ -17,7 +17,7 @@ def host_seconds(unit: Unit, trace: Trace, hardware: Hardware, *, beside: bool =
     """
     rate = (beside and hardware.updates_beside) or hardware.updates
     is_wide = all(trace.tensors[x].dtype == "float32" for x in unit.states)
-    is_fast = trace.about.get("optimizer") in _FAST and is_wide
+    is_fast = trace.about.optimizer in _FAST and is_wide
     if is_fast or hardware.device != "cuda":  # on a CPU, the rate of updates is the rate of its memory
         return unit.numel / rate
     if unit.host_seconds:

@@ -69,7 +69,7 @@ class DemoRow:
     @property
     def decision(self) -> str:
         """How many blocks are kept, recomputed, offloaded."""
-        counted = Counter(row["decision"] for row in self.plan.about["rows"])
+        counted = Counter(row.decision for row in self.plan.about.rows)
         return ", ".join(f"{decision} {n}" for decision, n in sorted(counted.items()))
 
 

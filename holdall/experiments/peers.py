@@ -40,9 +40,9 @@ class Subject:
 
     @staticmethod
     def of(trace: Trace, model: torch.nn.Module, batch: Any) -> Subject:
-        head = trace.about.get("head")
+        head = trace.about.head
         blocks = tuple(dict.fromkeys(b.name.partition("#")[0] for b in trace.blocks))
-        return Subject(model=model, batch=batch, blocks=blocks, head=(head["module"], head["rows"]) if head else None)
+        return Subject(model=model, batch=batch, blocks=blocks, head=(head.module, head.rows) if head else None)
 
     def plain_loss(self, batch: Any) -> torch.Tensor:
         return default_loss(self.model, batch)

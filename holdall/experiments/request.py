@@ -110,7 +110,7 @@ def _workload(request: Request) -> Workload:
 
 
 def _device_of(trace: Trace | None) -> str:
-    return "auto" if trace is None else str(trace.about.get("device", "cpu"))
+    return "auto" if trace is None else trace.about.device
 
 
 def find_machine(
@@ -135,7 +135,7 @@ def find_machine(
 
 def check_device(trace: Trace, machine: Hardware) -> None:
     """A GPU runs other kernels than a CPU, so a trace of one says little about the other."""
-    traced = trace.about.get("device")
+    traced = trace.about.device
     if traced != machine.device:
         raise InvalidInput(
             f"the trace is for {traced}, but {machine.name} computes on {machine.device}",
@@ -197,7 +197,7 @@ def split(text: str | None) -> list[str] | None:
 
 def plain_outcome(trace: Trace, machine: Hardware | None = None) -> Outcome:
     """Plain training, whether it fits or not. Without a machine its bytes are right and its seconds mean nothing."""
-    machine = machine or _any_machine(str(trace.about.get("device", "cpu")))
+    machine = machine or _any_machine(trace.about.device)
     problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget={})
     return simulate(problem, [], full=True, allocator=allocator_of(problem))
 

@@ -14,7 +14,7 @@ from holdall.types import Plan
 def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if plan.signature and plan.signature != model_signature(model):
         raise TraceMismatch(
-            f"the plan was made for another model ({plan.about.get('model')}) than this {type(model).__name__}: "
+            f"the plan was made for another model ({plan.about.model}) than this {type(model).__name__}: "
             "parameter names, shapes or dtypes differ",
             hint="make a plan for this model with `holdall.trace` and `holdall.plan`, or call `holdall.fit`",
         )
@@ -26,7 +26,7 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
                 hint="build the optimizer over this model's parameters, after it was moved or wrapped",
             )
     device = next((p.device.type for p in model.parameters()), "cpu")
-    planned = plan.about.get("device")
+    planned = plan.about.device
     moves = any(action.places_states for action in plan.actions) and device == "cpu"
     if planned and device not in (planned, "meta") and not moves:
         raise TraceMismatch(
@@ -39,11 +39,11 @@ def stores_for(plan: Plan, model: torch.nn.Module) -> list[Store]:
     """A store for every tier that an action of the plan uses."""
     near = next(iter(list(plan.budget)[1:]), "")
     names = dict.fromkeys(tier or near for action in plan.actions for tier in sorted(action.tiers))
-    device = torch.device(str(plan.about.get("device") or next(model.parameters()).device.type))
+    device = torch.device(plan.about.device or next(model.parameters()).device.type)
     stores: list[Store] = []
     for name in filter(None, names):
         if name not in member_names("tiers") or name not in plan.budget:
             raise Unsupported(f"there is no tier `{name}`", hint="plan again with this version")
-        taken = int(plan.about.get("process") or 0) if name == near else 0
+        taken = plan.about.process if name == near else 0
         stores.append(member_class("tiers", name)(capacity=plan.budget[name] - taken, device=device))
     return stores

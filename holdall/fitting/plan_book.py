@@ -33,9 +33,9 @@ from holdall.runtime.switching.buckets import Axes, Bucket, Buckets, ModelCall, 
 from holdall.runtime.switching.recast import Prepared
 from holdall.tracing.calls import Given
 from holdall.tracing.identity import identity_of
-from holdall.tracing.process_memory import besides_of
+from holdall.tracing.process_memory import OtherMemory, other_memory
 from holdall.tracing.step import default_loss
-from holdall.types import Action, Plan, Progress, Trace
+from holdall.types import Action, Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
 from holdall.units import format_bytes
 
@@ -85,12 +85,12 @@ class PlanBook:
         self._call = ModelCall(model)
         self._traces: dict[int, tuple[Plan, Trace]] = {}  # by id of the plan; keeps the plan, so that its id stays unique
         self._corrector: Corrector | None = None
-        self._besides: dict[str, Any] = {}  # the process's other memory, measured before the harness existed
+        self._other: OtherMemory | None = None  # the process's other memory, measured before the harness existed
 
     def sample(self, ready: Plan | None = None) -> tuple[Plan, Trace]:
         """The plan for the sample alone; `ready`: one that was made ahead, unless it is for another autocast."""
         traced = self._trace(self._batch)
-        if ready is not None and ready.about.get("autocast") == traced.trace.about.get("autocast"):
+        if ready is not None and (ready.about.autocast or None) == traced.trace.about.autocast:
             return self.know(self._within_budget(ready, traced.trace), traced.trace), traced.trace
         made, trace = self._checked(traced, lambda trace: api.plan(trace, **self._planning))
         return self.know(made, trace), trace
@@ -132,7 +132,7 @@ class PlanBook:
     def buckets(self, lengths: Lengths) -> tuple[Plan, Buckets]:
         """(the sample's plan, all plans): one for each size in `lengths`; "auto": others are made when they occur."""
         sample = self._trace(self._batch)
-        if sample.trace.about.get("source") == "eager":
+        if sample.trace.about.source == "eager":
             raise Unsupported(
                 "this step can only be traced by running it, so a plan for another size would need that size's memory first",
                 hint="call `fit` with the longest batch, without `lengths=`",
@@ -308,8 +308,8 @@ class PlanBook:
                 while (corrected := self._captured(traced, given, None)) is not None:  # the arguments of blocks are not cached
                     traced = corrected
                 keep_trace(identity, batch, traced, shapes, context=_context(traced))
-        self._besides = self._besides or {k: traced.about.get(k) for k in ("process", "besides")}
-        return _Traced(trace=replace(traced, about={**traced.about, **self._besides}), shapes=shapes, given=given)
+        self._other = self._other or OtherMemory(process=traced.about.process, besides=traced.about.besides)
+        return _Traced(trace=_beside(traced, self._other), shapes=shapes, given=given)
 
     def _identity(self, batch: Any, given: Mapping[str, Any]) -> str | None:
         """The cache key of the step; None: it cannot be identified, or the cache is off."""
@@ -325,8 +325,7 @@ class PlanBook:
         return pace_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def _as_it_is_now(self, trace: Trace, batch: Any, given: Mapping[str, Any]) -> Trace:
-        besides = besides_of(self._model, given.get("optimizer"), batch, torch.device(str(trace.about["device"])))
-        return replace(trace, about={**trace.about, **besides})
+        return _beside(trace, other_memory(self._model, given.get("optimizer"), batch, torch.device(trace.about.device)))
 
     @property
     def _progress(self) -> Progress:
@@ -357,14 +356,18 @@ class PlanBook:
             fact = f"for a batch of {batch}: {error.fact}"
             raise Infeasible(fact, hint=error.hint, smallest=error.smallest) from error
 
-    def _problem(self, trace: Trace) -> Any:
+    def _problem(self, trace: Trace) -> Problem:
         given = {k: v for k, v in self._planning.items() if k in PROBLEM}
         return make_problem(trace, **given)
 
 
+def _beside(trace: Trace, other: OtherMemory) -> Trace:
+    return replace(trace, about=replace(trace.about, process=other.process, besides=other.besides))
+
+
 def _context(trace: Trace) -> int:
     """Bytes of driver and kernels on the device that ops were measured on."""
-    if trace.about.get("timed") is None:
+    if trace.about.timed is None:
         return 0
     return device_context(torch.device("cuda", torch.cuda.current_device()))
 

@@ -19,7 +19,6 @@ from holdall.tracing.identity import values_of
 from holdall.types import Plan, Planner, Problem, Trace, _json
 
 SLOW = 0.5  # seconds; only slower results are cached
-_OF_PROCESS = ("process", "besides")  # entries of a trace that describe the process, not the step
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -43,9 +42,7 @@ def remember_plan(problem: Problem, planner: Planner, make: Callable[[], Plan]) 
 
 def _plan_key(problem: Problem, planner: Planner) -> str:
     trace = problem.trace
-    about = {
-        k: v for k, v in trace.about.items() if k not in (*_OF_PROCESS, "context", "notes")
-    }  # `besides` is one of its tensors
+    about = replace(trace.about, process=0, besides=0, context=0, notes=())  # `besides` is one of its tensors
     asked = [problem.budget, sorted(problem.allow), problem.clips, problem.accumulate, problem.clipped]
     step = _json.pack(replace(trace, about=about))
     return key_of("plan", planner.name, _json.pack(planner), step, _json.pack(problem.hardware), asked)
@@ -58,14 +55,14 @@ def _read_plan(kept: Any, problem: Problem) -> Plan | None:
         plan = Plan.from_json(kept, "the cache")
     except HoldallError:
         return None
-    now, before = int(problem.trace.about.get("process") or 0), int(plan.about.get("process") or 0)
+    now, before = problem.trace.about.process, plan.about.process
     peak = dict(plan.predicted.peak)
     far = problem.hardware.far
     if far is not None and problem.hardware.device == "cuda":
         peak[far.name] = peak.get(far.name, 0) + now - before
         if peak[far.name] > problem.limit(far.name):
             return None  # it does not fit with the process's current memory
-    about = {**plan.about, "process": now, "remembered": True}
+    about = replace(plan.about, process=now, remembered=True)
     return replace(plan, predicted=replace(plan.predicted, peak=peak), about=about)
 
 
@@ -87,12 +84,12 @@ def remember_trace(identity: str | None, batch: Any) -> tuple[Trace, Shapes] | N
 def keep_trace(identity: str | None, batch: Any, trace: Trace, shapes: Mapping[str, tuple[int, ...]], *, context: int) -> None:
     """Cache a trace. `context`: bytes of kernels on the device, which were loaded while ops were measured, and will
     be again."""
-    if identity is None or trace.about.get("source") != "fake":
+    if identity is None or trace.about.source != "fake":
         return
-    about = {k: v for k, v in trace.about.items() if k not in _OF_PROCESS}
-    looked_at = values_of(batch, list(trace.about.get("looked_at") or ()))
+    about = replace(trace.about, process=0, besides=0, context=context)  # what describes the process is measured again
+    looked_at = values_of(batch, list(trace.about.looked_at))
     value = {
-        "trace": _json.pack(replace(trace, about={**about, "context": context})),
+        "trace": _json.pack(replace(trace, about=about)),
         "shapes": {name: list(shape) for name, shape in shapes.items()},
         "looked_at": {str(n): digest for n, digest in looked_at.items()},
     }

@@ -92,7 +92,7 @@ def start(
                 return Prepared(plan=made, buckets=buckets)
             made, traced = sizes.sample(given)
         fallbacks = () if is_compiled else tuple(sizes.know(f, traced) for f in _fallbacks(made, traced, request.asked))
-        is_corrected = traced.about.get("device") == "cuda" and made.planner == "auto" and not is_compiled
+        is_corrected = traced.about.device == "cuda" and made.planner == "auto" and not is_compiled
         if is_corrected:
             sizes.expect_corrections(made, traced)
         return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
@@ -123,7 +123,7 @@ def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:
 
 def _fallbacks(made: Plan, traced: Trace, asked: Mapping[str, Any]) -> Iterator[Plan]:
     """Simple plans that fit: every block recomputed, with the optimizer on the device or on the host."""
-    if made.planner != "auto" or traced.about.get("device") != "cuda" or not made.actions:
+    if made.planner != "auto" or traced.about.device != "cuda" or not made.actions:
         return  # times are meaningless, or the plan does nothing
     for planner, options in _SIMPLE:
         with suppress(HoldallError):

@@ -65,7 +65,7 @@ class ZeroOffload:
 
 def place_states(trace: Trace, *, when: str) -> Place | None:
     """Every trained unit on the host, and frozen ones that are narrower here than there. None: there is no such unit."""
-    is_narrow = trace.about.get("precision") is not None
+    is_narrow = trace.about.precision is not None
     rows = {u.name: ("resident", "host") for u in trace.units if u.numel or is_narrow}
     return Place.of(trace, rows, when=when) if rows else None
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from holdall.actions.keep import Keep
 from holdall.cost.link import copy_seconds
 from holdall.simulator.lower import blocks_of, lower
-from holdall.types import Action, Block, Copy, Phase, Problem, Run, Schedule, Trace
+from holdall.types import Action, Block, BlockRow, Copy, Phase, Problem, Run, Schedule, Trace
 from holdall.types.trace import TensorId
 
 
-def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, Any]]:
-    """One dictionary per block: decision, bytes held on the device for backward with and without the plan, seconds."""
+def block_rows(problem: Problem, actions: Iterable[Action]) -> list[BlockRow]:
+    """One row per block: decision, bytes held on the device for backward with and without the plan, seconds."""
     trace = problem.trace
     schedule = lower(problem, actions)
     decided: dict[str, list[Action]] = {}
@@ -52,14 +51,14 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[dict[str, An
                 ways = ((problem.home, tier), (tier, problem.home))
                 extra += sum(copy_seconds(size, problem.hardware, *way) for way in ways if size)
         rows.append(
-            {
-                "module": block.name,
-                "decision": " + ".join(_called(a) for a in treated) or Keep.name,
-                "nbytes_held": sum(trace.tensors[x].nbytes for x in held) + codes,
-                "nbytes_plain": sum(trace.tensors[x].nbytes for x in forward),
-                "seconds": seconds + extra,
-                "extra_seconds": extra,
-            }
+            BlockRow(
+                module=block.name,
+                decision=" + ".join(_called(a) for a in treated) or Keep.name,
+                nbytes_held=sum(trace.tensors[x].nbytes for x in held) + codes,
+                nbytes_plain=sum(trace.tensors[x].nbytes for x in forward),
+                seconds=seconds + extra,
+                extra_seconds=extra,
+            )
         )
     return rows
 
@@ -93,7 +92,7 @@ def _read_in_backward(schedule: Schedule) -> set[int]:
     return {x for run in runs for x in run.reads}
 
 
-def _kept(schedule: Any, tensor: int) -> bool:
+def _kept(schedule: Schedule, tensor: int) -> bool:
     """A result that a recomputed block keeps: autograd's references to it were not taken away."""
     return tensor not in schedule.holds or any(
         (s.released, 0) in schedule.holds[tensor] for s in schedule.trace.saves_of(tensor)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from holdall.actions.head import Head
 from holdall.actions.offload import Offload
@@ -15,7 +14,7 @@ from holdall.actions.recompute import Recompute
 from holdall.errors import Infeasible, Unsupported
 from holdall.planning.block_rows import block_rows
 from holdall.simulator import simulate
-from holdall.types import Action, Outcome, Plan, Planner, Problem
+from holdall.types import Action, Outcome, Plan, PlanInfo, Planner, Problem
 from holdall.units import MiB, format_bytes
 
 NEVER = 1 << 62  # bytes of what cannot be carried out
@@ -35,26 +34,22 @@ def finish(
         actions=tuple(actions),
         predicted=outcome,
         trace=trace.fingerprint,
-        signature=str(trace.about.get("signature", "")),
+        signature=trace.about.signature,
         budget={tier.name: problem.limit(tier.name) for tier in problem.hardware.tiers},
         hardware=problem.hardware.name,
         solve_seconds=time.perf_counter() - began if began is not None else 0.0,
         why=tuple(why),
-        about={
-            **_what_the_harness_needs(problem, actions),
-            **_if_not_clipped(problem, actions, outcome),
-            "rows": block_rows(problem, actions),
-        },
+        about=_about(problem, actions, outcome),
     )
 
 
-def _if_not_clipped(problem: Problem, actions: Sequence[Action], clipped: Outcome) -> dict[str, Any]:
+def _if_not_clipped(problem: Problem, actions: Sequence[Action], clipped: Outcome) -> float | None:
     """Seconds of a step whose gradients are not clipped, where that makes a difference; memory is the same, and so is what the
     allocator does."""
     if not any(isinstance(a, Place) and a.ahead for a in actions):
-        return {}
+        return None
     outcome = simulate(dataclasses.replace(problem, clipped=False), actions)
-    return {"seconds_if_not_clipped": outcome.seconds + clipped.churn}
+    return outcome.seconds + clipped.churn
 
 
 def allocator_of(problem: Problem) -> str | None:
@@ -79,32 +74,26 @@ def outcome_or_never(problem: Problem, actions: Sequence[Action]) -> Outcome:
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions with those that the trace takes for granted: its chunked head, and working copies in its precision."""
     head = [] if any(isinstance(a, Head) for a in actions) else Head.samples(problem.trace)
-    is_narrow = problem.trace.about.get("precision") is not None
+    is_narrow = problem.trace.about.precision is not None
     is_placed = any(isinstance(a, Place) for a in actions)
     place = [Place.all(problem.trace)] if is_narrow and not is_placed else []
     return [*head, *actions, *place]
 
 
-def _what_the_harness_needs(problem: Problem, actions: Sequence[Action]) -> dict[str, Any]:
+def _about(problem: Problem, actions: Sequence[Action], outcome: Outcome) -> PlanInfo:
+    """What the harness and reports need to know of the step."""
     trace = problem.trace
     as_one = trace.whole is not None and any(getattr(a, "block", None) == "" for a in actions)
     blocks = (trace.whole,) if as_one and trace.whole is not None else trace.blocks
-    return {
-        "model": trace.about.get("model"),
-        "device": trace.about.get("device"),
-        "batch": trace.about.get("batch"),
-        "precision": trace.about.get("precision"),
-        "recipe": trace.about.get("recipe"),
-        "optimizer": trace.about.get("optimizer"),
-        "autocast": trace.about.get("autocast"),
-        "casts": trace.about.get("casts") or [],
-        "context": problem.hardware.context,
-        "process": trace.about.get("process") or 0,
-        "units": [[u.name, list(u.params)] for u in trace.units],
-        "calls": trace.about.get("calls", 1),
-        "quiet": [b.name for b in blocks if b.quiet],
-        "blocks": [[b.name, [list(s) for s in b.shapes]] for b in blocks],
-    }
+    return dataclasses.replace(
+        PlanInfo.of(trace.about),
+        context=problem.hardware.context,
+        units=tuple((u.name, u.params) for u in trace.units),
+        blocks=tuple((b.name, b.shapes) for b in blocks),
+        quiet=tuple(b.name for b in blocks if b.quiet),
+        rows=tuple(block_rows(problem, actions)),
+        seconds_if_not_clipped=_if_not_clipped(problem, actions, outcome),
+    )
 
 
 def over_budget(problem: Problem, outcome: Outcome) -> dict[str, int]:

@@ -29,7 +29,7 @@ def plan_online(planner: Planner, problem: Problem, make: MakeAction, *, always:
     """`always`: install the policy even where plain training fits, for loops that leave their trace."""
     began = time.perf_counter()
     about = problem.trace.about
-    if about.get("head") or about.get("precision"):
+    if about.head or about.precision:
         raise Unsupported(
             f"`{planner.name}` decides about every storage of a step, and this trace has working copies or a chunked head",
             hint='trace without `precision`, and with head="whole"',

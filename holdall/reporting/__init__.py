@@ -2,6 +2,7 @@
 
 from holdall.reporting.chrome import chrome_trace
 from holdall.reporting.html import render_html
-from holdall.reporting.report import BlockRow, Report
+from holdall.reporting.report import Report
+from holdall.types import BlockRow
 
 __all__ = ["BlockRow", "Report", "chrome_trace", "render_html"]

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from holdall.reporting._chart import LIMIT, draw_timeline, thin_moments, thin_spans
 from holdall.reporting._page import PAGE, SCRIPT, STYLE, legend_item, marked, percent, shortened, voice
 from holdall.reporting.text import KIND_LABELS, format_error, step_facts
+from holdall.types import BlockRow
 from holdall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from holdall.reporting.report import BlockRow, Report, Row
+    from holdall.reporting.report import Report, Row
 
 __all__ = ["HOLDERS", "LIMIT", "render_html", "thin_moments", "thin_spans"]
 

@@ -15,23 +15,11 @@ from typing import Any
 from holdall.reporting.chrome import chrome_trace
 from holdall.reporting.html import render_html
 from holdall.reporting.text import report_text, tier_label
-from holdall.types import Outcome, Plan
+from holdall.types import BlockRow, Outcome, Plan
 from holdall.types._json import pack, write_text
 from holdall.units import format_bytes, format_seconds
 
 FORMAT = "holdall-report-1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRow:
-    """The plan's decision for one block, with bytes and seconds."""
-
-    module: str
-    decision: str  # "keep", "recompute", "offload", or several joined by " + "
-    nbytes_held: int  # bytes kept on the device for backward under the plan
-    nbytes_plain: int  # the same in plain training
-    seconds: float  # predicted, forward and backward
-    extra_seconds: float = 0.0  # part of `seconds` that the plan added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +70,7 @@ class Report:
     @property
     def model(self) -> str:
         """The model's name if recorded; otherwise empty."""
-        return str(self.environment.get("model") or self.plan.about.get("model") or "")
+        return str(self.environment.get("model") or self.plan.about.model)
 
     @property
     def latest(self) -> Outcome:

@@ -12,11 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.types import Kind, Plan
+from holdall.types import BlockRow, Kind, Plan
 from holdall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from holdall.reporting.report import BlockRow, Report
+    from holdall.reporting.report import Report
 
 KIND_LABELS = {
     Kind.PARAM: "parameters",
@@ -38,8 +38,8 @@ _BAR = 32
 
 def step_facts(plan: Plan) -> dict[str, str]:
     """The optimizer and the precision of the planned step, as far as they are known."""
-    found = {"optimizer": plan.about.get("optimizer"), "precision": plan.about.get("recipe")}
-    return {label: str(value) for label, value in found.items() if value}
+    found = {"optimizer": plan.about.optimizer, "precision": plan.about.recipe}
+    return {label: value for label, value in found.items() if value}
 
 
 def report_text(report: Report, *, color: bool = False) -> str:

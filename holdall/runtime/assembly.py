@@ -16,7 +16,7 @@ def make_meter(device: torch.device, plan: Plan, there: Callable[[], Iterable[to
     """The meter for the peaks of steps. `there`: lists the tensors on the device when counting starts."""
     if device.type == "cpu":
         return CpuMeter(there)
-    return CudaMeter(device, context=int(plan.about.get("context", 0)))
+    return CudaMeter(device, context=plan.about.context)
 
 
 def make_gauge(device: torch.device, meter: Meter, budget: int, busy: Callable[[], bool]) -> Gauge:

@@ -195,9 +195,9 @@ class Harness:
 
     def _put_on(self) -> None:
         """Install the actions' policies on the modules."""
-        if self.plan.about.get("precision"):
-            dtype = getattr(torch, self.plan.about["precision"])
-            self._undo.append(cast_inputs(self.model, dtype, self.plan.about.get("casts", ())))
+        if self.plan.about.precision:
+            dtype = getattr(torch, self.plan.about.precision)
+            self._undo.append(cast_inputs(self.model, dtype, self.plan.about.casts))
         kept = [t.untyped_storage() for t in (*self.model.parameters(), *self.model.buffers())]
         kept += self.engine.storages() if self.engine is not None else []
         resident = {s._cdata for s in kept}
@@ -210,7 +210,7 @@ class Harness:
             self.compiler.expect(policy.runner is not None for policy in self._policies.values())
         buffers = dict(self.model.named_buffers())
         modules = dict(self.model.named_modules())
-        names = [name for name, _ in self.plan.about.get("blocks", ())] or list(self._policies)
+        names = [name for name, _ in self.plan.about.blocks] or list(self._policies)
         for path in dict.fromkeys(name.partition("#")[0] for name in (*names, *self._policies)):
             if path in modules:
                 self._wrap(path, modules[path], buffers)
@@ -250,7 +250,7 @@ class Harness:
             placing,
             store=Keepers(self.stores, self.stores.near) if self.store is not None else None,
             device=self.device,
-            calls=[name for name, _ in self.plan.about.get("blocks", ())],
+            calls=[name for name, _ in self.plan.about.blocks],
             tell=self._tell,
             quiet=self.quiet,
             progress=self._progress,
@@ -497,7 +497,7 @@ class Harness:
         if not self._closed:
             self._results.add_copies(self.stores.copied(self._home))
         outside = self.engine.outside if self.engine is not None else self._outside
-        process = int(self.plan.about.get("process") or 0)
+        process = self.plan.about.process
         elsewhere = {name: store.peak for name, store in self.stores.items()}
         if self.stores.near in elsewhere:
             elsewhere[self.stores.near] += outside + process

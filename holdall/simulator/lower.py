@@ -62,7 +62,7 @@ class Lowering:
 def _leave_to_process(schedule: Schedule, problem: Problem) -> None:
     """Count the process's own memory (Python, torch, the user's data) on the host, if that is the farther tier."""
     trace, far = problem.trace, problem.hardware.far
-    size = int(trace.about.get("process") or 0)
+    size = trace.about.process
     if size and far is not None and problem.hardware.device == "cuda":
         like = TensorInfo(
             id=0, name="the process itself", kind=Kind.BUFFER, shape=(size,), dtype="uint8", nbytes=size, born=-1, freed=None

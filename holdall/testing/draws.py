@@ -248,7 +248,7 @@ def plan_of(d: Draw, trace: Trace) -> Plan:
             actions.append(Recompute.of(trace, [block]))
         if choice in ("offload", "both"):
             actions.append(Offload.of(trace, block, overlap=rng.random() < 0.5))
-    problem = problem_for(trace) if trace.about["device"] == "cpu" else _on_gpu(trace)
+    problem = problem_for(trace) if trace.about.device == "cpu" else _on_gpu(trace)
     return finish(Nop(), replace(problem, accumulate=d.accumulate), actions)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from holdall.runtime.harness import Harness
-from holdall.types import Block, Hardware, Kind, Op, Phase, Save, Site, TensorInfo, Tier, Trace
+from holdall.types import Block, Hardware, Kind, Op, Phase, Save, Site, TensorInfo, Tier, Trace, TraceInfo
 
 
 def machine(*, overlap: bool = False, read: float = 1e9, write: float = 1e9, far: int = 2**50) -> Hardware:
@@ -101,7 +101,7 @@ def chain(sizes: list[int], seconds: list[float] | None = None, *, state: int = 
         )
     infos = {x: TensorInfo(**{**{f: getattr(t, f) for f in t.__slots__}, "freed": freed.get(x)}) for x, t in tensors.items()}
     return Trace(
-        ops=tuple(ops), tensors=infos, blocks=tuple(blocks), saves=tuple(saves), about={"model": "chain", "device": "cpu"}
+        ops=tuple(ops), tensors=infos, blocks=tuple(blocks), saves=tuple(saves), about=TraceInfo(model="chain", device="cpu")
     )
 
 

@@ -18,10 +18,10 @@ from holdall.tracing.calls import Given
 from holdall.tracing.eager import record_real_step
 from holdall.tracing.fake import record_fake_step
 from holdall.tracing.mixing import MixedDtypes
-from holdall.tracing.process_memory import besides_of
+from holdall.tracing.process_memory import other_memory
 from holdall.tracing.step import How, Loss, Recorded, default_loss
 from holdall.tracing.values.known import UnknownValue
-from holdall.types import Trace
+from holdall.types import Trace, TraceInfo
 from holdall.types.trace import signature_of
 
 log = logging.getLogger("holdall")
@@ -48,7 +48,7 @@ def trace_step(
     target = target_device(model, device)
     how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     run = loss or default_loss
-    besides = besides_of(model, optimizer, batch, target)  # measured before the step is traced
+    other = other_memory(model, optimizer, batch, target)  # measured before the step is traced
     notes: list[str] = []
     drawn = random.getstate()  # torch draws from it when its compiler is first loaded
     try:
@@ -67,25 +67,26 @@ def trace_step(
         whole=recorded.whole,
         saves=recorded.saves,
         units=recorded.units,
-        about={
-            "model": type(model).__name__,
-            "signature": model_signature(model),
-            "device": target.type,
-            "source": source,
-            "optimizer": type(optimizer).__name__ if optimizer is not None else None,
-            "batch": [list(shape) for shape in recorded.called] or None,
-            "precision": _name(precision),
-            "autocast": _name(recorded.autocast),
-            "casts": list(recorded.casts),
-            "timed": torch.cuda.get_device_name(target) if recorded.timed else None,
-            "torch": torch.__version__,
-            **besides,
-            "asked": list(recorded.asked),
-            "looked_at": list(recorded.looked_at),
-            "parts": recorded.parts,
-            "calls": recorded.calls,
-            "notes": notes,
-        },
+        about=TraceInfo(
+            model=type(model).__name__,
+            signature=model_signature(model),
+            device=target.type,
+            source=source,
+            optimizer=type(optimizer).__name__ if optimizer is not None else None,
+            batch=recorded.called or None,
+            precision=_name(precision),
+            autocast=_name(recorded.autocast),
+            casts=recorded.casts,
+            timed=torch.cuda.get_device_name(target) if recorded.timed else None,
+            torch=str(torch.__version__),
+            process=other.process,
+            besides=other.besides,
+            asked=recorded.asked,
+            looked_at=recorded.looked_at,
+            parts=recorded.parts,
+            calls=recorded.calls,
+            notes=tuple(notes),
+        ),
     )
 
 

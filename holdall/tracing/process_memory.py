@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -13,15 +14,21 @@ from torch.utils._pytree import tree_leaves
 from holdall.types.layout import allocated_bytes
 
 
-def besides_of(
+@dataclass(frozen=True, kw_only=True)
+class OtherMemory:
+    """Bytes in use outside of the training; see the fields of the same names in `TraceInfo`."""
+
+    process: int = 0
+    besides: int = 0
+
+
+def other_memory(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, device: torch.device
-) -> dict[str, int]:
-    """Both, for a trace; empty if no GPU computes."""
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return {
-        "process": own_bytes(model, optimizer) if on_gpu else 0,
-        "besides": bytes_besides(model, optimizer, batch, device) if on_gpu else 0,
-    }
+) -> OtherMemory:
+    """Both, for a trace; none if no GPU computes."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return OtherMemory()
+    return OtherMemory(process=own_bytes(model, optimizer), besides=bytes_besides(model, optimizer, batch, device))
 
 
 def own_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -20,6 +20,7 @@ op k's completion and the start of op k + 1; -1 is the moment before the first o
 
 from holdall.types.choice import KEEP, Choice
 from holdall.types.hardware import Hardware, Link, Rate, Tier
+from holdall.types.info import BlockRow, ChunkedHead, PlanInfo, StepInfo, TraceInfo
 from holdall.types.outcome import Holder, Moment, Outcome, Span
 from holdall.types.plan import Action, Facts, Plan, Planner, Problem, Progress
 from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
@@ -29,7 +30,9 @@ __all__ = [
     "KEEP",
     "Action",
     "Block",
+    "BlockRow",
     "Choice",
+    "ChunkedHead",
     "Copy",
     "Drop",
     "Facts",
@@ -42,6 +45,7 @@ __all__ = [
     "Outcome",
     "Phase",
     "Plan",
+    "PlanInfo",
     "Planner",
     "Problem",
     "Progress",
@@ -52,9 +56,11 @@ __all__ = [
     "Site",
     "Span",
     "Step",
+    "StepInfo",
     "TensorInfo",
     "Tier",
     "Trace",
+    "TraceInfo",
     "Unit",
     "Wait",
 ]

@@ -149,9 +149,17 @@ def _dataclass_reader(kind: type[Any]) -> Callable[[Any], Any]:
             readers.extend([(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)])
         if not isinstance(value, dict):
             raise TypeError(f"an object was expected, not {type(value).__name__}")
+        if getattr(kind, "closed", False):
+            _refuse_others(kind, value, [name for name, _ in readers])
         return kind(**{name: reader(value[name]) for name, reader in readers if name in value})
 
     return read
+
+
+def _refuse_others(kind: type[Any], value: dict[str, Any], names: list[str]) -> None:
+    for name in value:
+        if name not in names:
+            raise InvalidInput(f"{kind.__name__} has no field `{name}`", hint="write it again with this version of holdall")
 
 
 def _read_float(value: Any) -> float:

@@ -12,6 +12,7 @@ from holdall.registry import action_from_json, allowed_by_default
 from holdall.types import _json
 from holdall.types.choice import Choice
 from holdall.types.hardware import Hardware
+from holdall.types.info import PlanInfo
 from holdall.types.outcome import Outcome
 from holdall.types.schedule import Schedule
 from holdall.types.trace import Block, Trace
@@ -97,7 +98,9 @@ class Action(Protocol):
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule: ...
 
-    def install(self, harness: Any) -> None: ...
+    def install(self, harness: Any) -> None:
+        """Do it to the model of this `runtime.harness.Harness`, whose type is not named here: it needs torch."""
+        ...
 
 
 class Facts:
@@ -150,7 +153,7 @@ class Plan:
     hardware: str
     solve_seconds: float = 0.0
     why: tuple[str, ...] = ()
-    about: Mapping[str, Any] = field(default_factory=dict)  # what the harness needs of the trace: device, blocks, batch
+    about: PlanInfo = field(default_factory=PlanInfo)  # what the harness and reports need to know of the step
 
     def count(self) -> dict[str, int]:
         """How many actions of each name."""

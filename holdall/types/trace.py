@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdall.errors import unknown_name
 from holdall.types import _json
+from holdall.types.info import TraceInfo
 
 TensorId = int
 OpId = int
@@ -148,7 +149,7 @@ class Trace:
     saves: tuple[Save, ...]
     units: tuple[Unit, ...] = ()  # in the order of their first use
     whole: Block | None = None  # the model's call as one block, named ""; for plans that look across blocks
-    about: Mapping[str, Any] = field(default_factory=dict)  # model, signature, device, source, batch, versions, notes
+    about: TraceInfo = field(default_factory=TraceInfo)  # how it was traced, and for what
 
     @cached_property
     def _uses(self) -> dict[TensorId, tuple[OpId, ...]]:
@@ -286,7 +287,7 @@ class Trace:
         return read
 
     def __repr__(self) -> str:
-        model = self.about.get("model", "?")
+        model = self.about.model or "?"
         return f"Trace({model}: {len(self.ops)} ops, {len(self.tensors)} tensors, {len(self.blocks)} blocks)"
 
 

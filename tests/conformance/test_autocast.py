@@ -67,7 +67,7 @@ def test_a_trace_is_made_under_the_autocast_of_the_context():
         inside = holdall.trace(model, batch)
         off = holdall.trace(model, batch, autocast=False)
     asked = holdall.trace(model, batch, autocast="bf16")
-    assert bare.about["autocast"] is None and inside.about["autocast"] == "bfloat16"
+    assert bare.about.autocast is None and inside.about.autocast == "bfloat16"
     assert inside.fingerprint == asked.fingerprint != bare.fingerprint == off.fingerprint
     products = [op for op in inside.ops if "mm" in op.site.op]
     assert products and all(op.dtype == "bfloat16" for op in products)
@@ -83,7 +83,7 @@ def test_a_loss_that_enters_autocast_itself_is_what_was_traced():
             return m(*b)
 
     traced = holdall.trace(model, batch, loss=loss)
-    assert traced.about["autocast"] == "bfloat16"
+    assert traced.about.autocast == "bfloat16"
     assert traced.fingerprint == holdall.trace(model, batch, autocast=True).fingerprint
 
 
@@ -117,7 +117,7 @@ def test_a_gpu_that_is_not_here_casts_by_its_own_lists():
         pytest.skip("needs a machine without a GPU")
     model, batch = family("tiny-gpt2")
     traced = holdall.trace(model, batch, device="cuda", autocast="bf16")
-    assert traced.about["autocast"] == "bfloat16"
+    assert traced.about.autocast == "bfloat16"
     norms = [op for op in traced.ops if "native_layer_norm.default" in op.site.op]
     attention = [op for op in traced.ops if "attention" in op.site.op]
     assert norms and all(traced.tensors[op.writes[0]].dtype == "float32" for op in norms)
@@ -188,14 +188,14 @@ def test_a_first_forward_under_autocast_is_planned_for(caplog):
     reference, expected = plain(model, batch)
     optimizer = adam(model)
     with caplog.at_level(logging.WARNING, "holdall"), holdall.fit(model, optimizer, batch) as harness:
-        assert harness.plan.about["autocast"] is None
+        assert harness.plan.about.autocast is None
         state = torch.get_rng_state()
         with torch.no_grad():
             model(*batch)  # an evaluation is none of it
         torch.set_rng_state(state)
-        assert harness.plan.about["autocast"] is None
+        assert harness.plan.about.autocast is None
         assert train(model, batch, optimizer) == expected
-        assert harness.plan.about["autocast"] == "bfloat16"
+        assert harness.plan.about.autocast == "bfloat16"
         report = harness.report()
     assert same(model, reference)
     assert report.measured.peak == report.predicted.peak
@@ -213,7 +213,7 @@ def test_a_first_forward_without_autocast_is_planned_for():
         report = harness.report()
     assert same(model, reference)
     assert report.measured.peak == report.predicted.peak
-    assert len(harness.notes) == 1 and harness.plan.about["autocast"] is None
+    assert len(harness.notes) == 1 and harness.plan.about.autocast is None
 
 
 @pytest.mark.parametrize("how", [{"planner": "zero_offload"}, {"lengths": [16, 8]}, {"lengths": "auto"}], ids=str)
@@ -223,10 +223,10 @@ def test_placed_states_and_several_sizes_are_planned_anew(how):
     optimizer = adam(model)
     with holdall.fit(model, optimizer, batch, hardware=machine(), loss=lambda m, b: m(*b), **how) as harness:
         assert train(model, batch, optimizer) == expected
-        assert harness.plan.about["autocast"] == "bfloat16"
+        assert harness.plan.about.autocast == "bfloat16"
         short = (batch[0][:, :8].contiguous(),)
         train(model, short, optimizer, steps=1)
-        assert harness.plan.about["autocast"] == "bfloat16"
+        assert harness.plan.about.autocast == "bfloat16"
     train(reference, short, adam(reference), steps=0)
     assert len([n for n in harness.notes if "autocast" in n]) == 1
 
@@ -283,4 +283,4 @@ def test_the_loss_may_be_outside_and_the_gradients_scaled():
         assert run(model, optimizer) == expected
         report = harness.report()
     assert same(model, reference)
-    assert harness.plan.about["autocast"] == "bfloat16" and report.fits
+    assert harness.plan.about.autocast == "bfloat16" and report.fits

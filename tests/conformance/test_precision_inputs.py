@@ -125,7 +125,7 @@ def test_bits_and_peak_in_bf16(name, share):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     own = None if loss is default_loss else loss
     traced = holdall.trace(model, batch, optimizer=optimizer, loss=own, precision="bf16")
-    reference, expected = plain(model, batch, loss, traced.about["casts"])
+    reference, expected = plain(model, batch, loss, traced.about.casts)
     whole = holdall.plan(traced, hardware=machine()).predicted.peak["cpu"]
     budget = int(whole * share * 1.02)  # updates by torch's own ops are known to a few hundred bytes
     with holdall.fit(model, optimizer, batch, loss=own, precision="bf16", budget=budget, hardware=machine()) as harness:
@@ -150,15 +150,15 @@ def test_only_modules_with_weights_cast_and_inputs_of_the_model_stay():
     model, batch, loss = images()
     traced = holdall.trace(model, batch, loss=loss, precision="bf16")
     assert set(model.times) == {torch.float32}
-    assert "" not in traced.about["casts"]
-    assert {"first", "time", "norm"} <= set(traced.about["casts"])
+    assert "" not in traced.about.casts
+    assert {"first", "time", "norm"} <= set(traced.about.casts)
     model, batch, loss = vectors(Top, (8, 16))
-    assert holdall.trace(model, batch, loss=loss, precision="bf16").about["casts"] == [""]
+    assert holdall.trace(model, batch, loss=loss, precision="bf16").about.casts == ("",)
 
 
 def test_a_model_without_floating_inputs_casts_nothing():
     model, batch = family("tiny-llama")
-    assert holdall.trace(model, batch, precision="bf16").about["casts"] == []
+    assert holdall.trace(model, batch, precision="bf16").about.casts == ()
 
 
 def test_running_statistics_stay_float32():
@@ -177,7 +177,7 @@ def test_running_statistics_stay_float32():
 
 def test_routing_weights_are_not_rounded():
     model, batch = family("tiny-mixtral")
-    assert holdall.trace(model, batch, precision="bf16").about["casts"] == []
+    assert holdall.trace(model, batch, precision="bf16").about.casts == ()
 
 
 def test_a_product_of_two_dtypes_is_named():

@@ -67,7 +67,7 @@ def test_losses_are_those_of_plain_training(name, share):
     torch.cuda.empty_cache()
     optimizer = optimizer_of(model)
     trace = holdall.trace(model, batch, optimizer=optimizer, loss=loss_of, device="cuda")
-    assert trace.about["source"] == "fake"
+    assert trace.about.source == "fake"
     fixed = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
     peak = holdall.plan(trace, planner="nop").predicted.peak["gpu"]
     budget = device_context(batch[0].device) + fixed + int((peak - fixed) * share)
@@ -140,7 +140,7 @@ def test_packed_sequences():
     expected = train(plain, batch, optimizer_of(plain), loss)
     optimizer = optimizer_of(model)
     trace = holdall.trace(model, batch, optimizer=optimizer, loss=loss, device="cuda")
-    assert trace.about["source"] == "fake"
+    assert trace.about.source == "fake"
     with holdall.fit(model, optimizer, batch, budget="20GiB", loss=loss):
         losses = train(model, batch, optimizer, loss)
     assert losses == pytest.approx(expected, rel=5e-3, abs=5e-3)

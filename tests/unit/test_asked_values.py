@@ -39,7 +39,7 @@ def test_layers_that_are_dropped_at_random_are_all_in_the_trace(draw, device):
     batch, before = torch.randn(2, 8), torch.get_rng_state()
     trace = holdall.trace(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device=device)
     assert torch.equal(before, torch.get_rng_state())
-    assert trace.about["source"] == "fake"
+    assert trace.about.source == "fake"
     assert [b.module for b in trace.blocks] == [f"layers.{n}" for n in range(4)]
     assert not any("asks" in obstacle(trace, block) for block in trace.blocks)  # the model does, its layers do not
 
@@ -51,7 +51,7 @@ def test_also_where_a_real_step_is_watched():
             return loss * 2 if loss > 0 else loss
 
     trace = holdall.trace(Watched(0.9, DRAWS["rand"]), torch.randn(2, 8))
-    assert trace.about["source"] == "eager"
+    assert trace.about.source == "eager"
     assert [b.module for b in trace.blocks] == [f"layers.{n}" for n in range(4)]
 
 
@@ -93,8 +93,8 @@ def test_what_a_mask_of_the_batch_chooses_is_as_large_as_in_the_run(choice):
     x = torch.randn(3, 5, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace = holdall.trace(model, (x, mask), optimizer=optimizer)
-    assert trace.about["source"] == "fake"
-    assert 1 in trace.about["looked_at"]
+    assert trace.about.source == "fake"
+    assert 1 in trace.about.looked_at
     rows = CHOICES[choice](torch.zeros(3, 5, 8), mask).shape
     assert any(t.shape == rows for t in trace.tensors.values())
     plan = holdall.plan(trace, planner="nop")
@@ -118,7 +118,7 @@ def test_counts_of_numbers_below_a_given_one_have_its_length():
             return (scores.softmax(-1).mean(0) * share).sum()
 
     trace = holdall.trace(Counting(), torch.randn(5, 4))
-    assert trace.about["source"] == "fake"
+    assert trace.about.source == "fake"
     made = [t for t in trace.tensors.values() if "bincount" in t.name]
     assert [t.shape for t in made] == [(6,)]
 
@@ -138,5 +138,5 @@ def test_random_integers_that_a_step_asks_for():
     model = Cropping()
     torch.set_rng_state(before)
     trace = holdall.trace(model, torch.ones(2, 5, 4))
-    assert trace.about["source"] == "fake"
+    assert trace.about.source == "fake"
     assert torch.equal(before, torch.get_rng_state())

@@ -237,13 +237,23 @@ def test_an_action_with_a_field_it_does_not_have(good):
     assert "command" in refused(lambda: Plan.load(path)).fact
 
 
+@pytest.mark.parametrize("name", ["plan.json", "trace.json"])
+@pytest.mark.parametrize(
+    ("entry", "named"), [({"__class__": "os"}, "__class__"), ({"device": 3}, "3"), ({"batch": [[2.5]]}, "2.5")]
+)
+def test_an_entry_of_about_that_does_not_belong_there(good, name, entry, named):
+    path, load = good / name, Plan.load if name == "plan.json" else Trace.load
+    change(path, lambda data: data["about"].update(entry))
+    assert named in refused(lambda: load(path)).fact
+
+
 def test_code_in_a_file_stays_text(good, tmp_path):
     path, witness = good / "plan.json", tmp_path / "ran"
     code = f"__import__('pathlib').Path({str(witness)!r}).touch()"
-    change(path, lambda data: (data["actions"][0].update(blocks=[code]), data.update(planner=code, about={"__class__": code})))
+    change(path, lambda data: (data["actions"][0].update(blocks=[code]), data.update(planner=code, about={"model": code})))
     plan = Plan.load(path)
     assert plan.actions[0].blocks == (code,)
-    assert plan.planner == code
+    assert plan.planner == plan.about.model == code
     assert not witness.exists()
 
 

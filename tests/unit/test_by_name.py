@@ -135,7 +135,7 @@ def test_a_recipe_trains_under_a_plan_as_it_does_alone_and_leaves_nothing_behind
     kinds = [type(m) for m in model.modules()]
     undo = precision.put_on(precision.find(name), plain)
     harness = planned_as_plain(adamw, batch, model, plain, undo, precision=name)
-    assert harness.plan.about["recipe"] == name
+    assert harness.plan.about.recipe == name
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert [type(m) for m in model.modules()] == kinds
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -276,7 +276,7 @@ def test_another_budget_is_planned_for_anew(folder, traced):
 def test_values_that_the_step_looks_at_count(folder, traced):
     x, ones, some = torch.ones(4, 8), torch.ones(4), torch.tensor([1.0, 1.0, 0.0, 1.0])
     _, first = sample((x, ones), traced)
-    assert first.about["looked_at"] == [1]
+    assert first.about.looked_at == (1,)
     _, second = sample((torch.zeros(4, 8), ones.clone()), traced)
     assert not traced and second.ops == first.ops
     _, third = sample((x, some), traced)
@@ -310,7 +310,7 @@ def test_a_fit_from_the_cache_trains_the_same(folder):
 def test_a_plan_that_no_longer_fits_beside_the_process_is_made_anew():
     from dataclasses import replace
 
-    from holdall.types import Outcome, Plan
+    from holdall.types import Outcome, Plan, PlanInfo
 
     problem = make_problem(holdall.trace(Net(), (torch.ones(4, 8),)), hardware=machine(far=1000))
     problem = replace(problem, hardware=replace(problem.hardware, device="cuda"))
@@ -323,14 +323,14 @@ def test_a_plan_that_no_longer_fits_beside_the_process_is_made_anew():
         signature="",
         budget={"cpu": 1, "far": 1000},
         hardware="",
-        about={"process": 100},
+        about=PlanInfo(process=100),
     )
 
     def beside(process):
-        about = {**problem.trace.about, "process": process}
+        about = replace(problem.trace.about, process=process)
         return remembering._read_plan(plan.to_json(), replace(problem, trace=replace(problem.trace, about=about)))
 
-    assert beside(150).predicted.peak["far"] == 950 and beside(150).about["process"] == 150
+    assert beside(150).predicted.peak["far"] == 950 and beside(150).about.process == 150
     assert beside(250) is None
 
 

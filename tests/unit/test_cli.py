@@ -115,7 +115,7 @@ def test_trace_says_what_a_step_is_made_of_and_writes_it(tmp_path):
     said = holdall_says("trace", *TINY, "--device", "cpu", "--out", path).stdout
     for word in ("M_p", "M_s", "M_a", "GPT2Block", "plain peak", "closed form", str(path)):
         assert word in said
-    assert Trace.load(path).about["device"] == "cpu"
+    assert Trace.load(path).about.device == "cpu"
 
 
 def test_trace_of_a_model_that_is_not_classic_has_no_closed_form():

@@ -373,5 +373,5 @@ def test_auto_compresses_only_by_consent():
     budget = fixed + (plain - fixed) * 90 // 100
     plan = holdall.plan(trace, budget=budget, hardware=machine(), allow=["compress"])
     assert {a.name for a in plan.actions} == {"compress"}
-    assert any(row["nbytes_held"] < row["nbytes_plain"] for row in plan.about["rows"])
+    assert any(row.nbytes_held < row.nbytes_plain for row in plan.about.rows)
     assert all(a.name != "compress" for a in holdall.plan(trace, budget=budget, hardware=machine()).actions)

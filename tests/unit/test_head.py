@@ -5,6 +5,7 @@ import gc
 import io
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from holdall.simulator import lower
 from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import chain, machine
 from holdall.tracing import trace_step
+from holdall.types import ChunkedHead
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 VOCAB, WIDTH = 211, 16
@@ -890,7 +892,7 @@ def test_the_action_agrees_with_the_trace_or_refuses():
     action = Head(module="lm_head", rows=256)
     with pytest.raises(Unsupported, match="whole"):
         lower(problem_for(trace), [action])
-    trace.about["head"] = {"module": "lm_head", "rows": 256}
+    trace = replace(trace, about=replace(trace.about, head=ChunkedHead(module="lm_head", rows=256)))
     assert Head.samples(trace) == [action]
     alone, with_it = lower(problem_for(trace), []), lower(problem_for(trace), [action])
     assert with_it.runs == alone.runs

@@ -252,7 +252,7 @@ def test_a_training_that_raises_leaves_nothing_behind_in_a_with_block(tmp_path):
         train(tmp_path, ours, stop)
     assert is_untouched(stop.model)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert ours.harness.plan.about["batch"] == [[8, 24, 16], [8, 24, 16]], "a batch of one's own is planned for"
+    assert ours.harness.plan.about.batch == ((8, 24, 16), (8, 24, 16)), "a batch of one's own is planned for"
     train(tmp_path, ours)  # and can be used again
     assert len(ours.harness.step_peaks) == 2
 

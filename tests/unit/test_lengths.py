@@ -184,7 +184,7 @@ def test_few_plans_are_made_for_many_lengths_and_a_loss_of_the_loop_is_traced_to
             optimizer.zero_grad()
         found = harness._choosing._buckets.found
     assert [b.shapes for b in found] == [{"['input']": (2, n)} for n in (8, 10, 13, 16)]
-    assert [b.plan.about["blocks"][0][1] for b in found] == [[[2, n]] for n in (8, 10, 13, 16)]
+    assert [b.plan.about.blocks[0][1] for b in found] == [((2, n),) for n in (8, 10, 13, 16)]
 
 
 def test_axes_are_known_or_the_user_is_asked():

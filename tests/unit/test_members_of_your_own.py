@@ -98,7 +98,7 @@ def test_auto_plans_with_both_and_the_numbers_are_those_without_a_plan():
     expected = train(plain, batch, optim.make("lion:lr=0.01", plain))
     undo()
     traced = holdall.trace(model, batch, optimizer="lion:lr=0.01", precision="coarse-linear")
-    assert traced.about["recipe"] == "coarse-linear" and traced.about["optimizer"] == "Lion"
+    assert traced.about.recipe == "coarse-linear" and traced.about.optimizer == "Lion"
     budget = holdall.plan(traced, hardware=machine()).predicted.peak["cpu"] * 8 // 10
     given = {"hardware": machine(), "budget": budget, "precision": "coarse_linear"}
     with holdall.fit(model, "lion:lr=0.01", batch, **given) as harness:
@@ -122,7 +122,7 @@ def test_a_plan_file_knows_its_recipe(tmp_path):
     holdall.plan(traced, hardware=machine()).save(tmp_path / "plan.json")
     optimizer = optim.make("lion", model)
     with holdall.apply(tmp_path / "plan.json", model, optimizer) as harness:
-        assert harness.plan.about["recipe"] == "coarse-linear:loudly=true"
+        assert harness.plan.about.recipe == "coarse-linear:loudly=true"
         assert train(model, batch, optimizer) == expected
 
 

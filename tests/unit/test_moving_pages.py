@@ -140,7 +140,7 @@ def test_plans_are_held_against_each_other_by_steps_of_both_kinds(llama):
     """Updates that begin early end early where nothing is clipped; a plan that makes more of that may be the better one."""
     trace, hardware = traced(llama, precision="bf16"), gpu("rtx-4090")
     plan = holdall.plan(trace, budget="1.5GiB", hardware=hardware)
-    clipped, other = plan.predicted.seconds, plan.about["seconds_if_not_clipped"]
+    clipped, other = plan.predicted.seconds, plan.about.seconds_if_not_clipped
     assert other < clipped
     search = auto._Search(make_problem(trace, budget="1.5GiB", hardware=hardware), through=None, ahead=True)
     one = Candidate("the plan", plan.actions, plan.predicted)

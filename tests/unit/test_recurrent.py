@@ -119,8 +119,8 @@ def test_packed_sequences_are_traced_by_their_lengths():
     batch = (torch.randint(0, 96, (4, 16)), torch.tensor([16, 3, 9, 1]), torch.randint(0, 10, (4,)))
     loss = lambda m, b: nn.functional.cross_entropy(m(b[0], b[1]), b[2])  # noqa: E731
     trace = holdall.trace(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, device="cuda")
-    assert trace.about["source"] == "fake"
-    assert trace.about["looked_at"] == [1]
+    assert trace.about.source == "fake"
+    assert trace.about.looked_at == (1,)
     rows = trace.tensors[op_of(trace, FORWARD).writes[0]]
     assert rows.shape == (29, 64)
 

@@ -25,7 +25,7 @@ def trace():
 
 
 def on(trace, hardware, size=SIZE):
-    about = {**trace.about, "process": size}
+    about = replace(trace.about, process=size)
     home, host = (tier.name for tier in hardware.tiers[:2])
     return Problem(trace=replace(trace, about=about), hardware=hardware, budget={home: 2**40, host: 2**40})
 
@@ -51,7 +51,7 @@ def test_tensors_that_are_not_the_trainings_are_in_the_budget_of_the_gpu(trace):
     hardware = gpu("h200")
     peaks = []
     for size in (0, SIZE):
-        held = replace(trace, about={**trace.about, "besides": size})
+        held = replace(trace, about=replace(trace.about, besides=size))
         peaks.append(holdall.plan(held, planner="nop", hardware=hardware).predicted.peak[hardware.home.name])
     assert peaks[1] - peaks[0] == SIZE
     with pytest.raises(holdall.Infeasible):
@@ -66,14 +66,14 @@ def test_plans_made_in_a_run_do_not_count_what_the_harness_holds(monkeypatch):
     def trace(*args, **kwargs):
         made, given = real(*args, **kwargs)
         size = next(found)
-        return replace(made, about={**made.about, "process": size, "besides": 2 * size}), given
+        return replace(made, about=replace(made.about, process=size, besides=2 * size)), given
 
     monkeypatch.setattr(holdall.api, "trace_calls", trace)
     model = torch.nn.Linear(8, 8)
     sizes = PlanBook(model, torch.randn(2, 8), tracing={"loss": lambda m, x: m(x).sum()}, planning={})
     for rows in (2, 4):
         about = sizes._trace(torch.randn(rows, 8)).trace.about
-        assert (about["process"], about["besides"]) == (7, 14)
+        assert (about.process, about.besides) == (7, 14)
 
 
 def test_where_a_cpu_computes_its_memory_is_the_budget_already(trace):
@@ -82,7 +82,7 @@ def test_where_a_cpu_computes_its_memory_is_the_budget_already(trace):
 
 
 def test_traces_for_a_gpu_that_is_not_here_know_nothing_of_it(trace):
-    assert trace.about["process"] == trace.about["besides"] == 0
+    assert trace.about.process == trace.about.besides == 0
 
 
 def test_what_is_the_models_is_not_counted_twice():

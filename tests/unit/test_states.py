@@ -118,7 +118,7 @@ def placement_of(trace, kind, **options):
 def row(trace, unit, kind):
     weights, update = KINDS[kind]
     some_frozen = unit.numel and len(unit.grads) < len(unit.weights)
-    is_wide = not trace.about.get("precision")
+    is_wide = not trace.about.precision
     stays = unit.name not in streamable(trace) or (some_frozen and (update == "device" or (update == "through" and is_wide)))
     return ("resident" if stays else weights), update
 

@@ -181,7 +181,7 @@ def test_what_the_nearest_tier_has_no_room_for_goes_to_the_next(overlap, room):
     plan = holdall.plan(trace, budget=budget, hardware=three(overlap=overlap), allow=["offload"])
     assert offloads(plan) == {"shelf"} if not room else "shelf" in offloads(plan)
     assert any("offload to shelf" in reason for reason in plan.why) or overlap
-    assert "offload to shelf" in {row["decision"] for row in plan.about["rows"]}
+    assert "offload to shelf" in {row.decision for row in plan.about.rows}
     assert all(plan.predicted.peak.get(tier, 0) <= size for tier, size in plan.budget.items())
 
 

@@ -81,8 +81,8 @@ def test_tracing_leaves_the_model_the_optimizer_and_the_random_state_as_they_wer
 def test_a_model_that_decides_by_its_values_is_watched_as_it_runs_and_says_so():
     model, batch = family("branching")
     trace = trace_step(model, batch)
-    assert trace.about["source"] == "eager"
-    assert "real step" in trace.about["notes"][0]
+    assert trace.about.source == "eager"
+    assert "real step" in trace.about.notes[0]
 
 
 def test_a_model_that_decides_by_its_values_and_has_none_is_refused():

@@ -111,8 +111,8 @@ class Place(Facts):
         from holdall.runtime.states.unit import Placement
 
         about = harness.plan.about
-        params = {name: tuple(names) for name, names in about.get("units", ())}
-        precision = about.get("precision")
+        params = dict(about.units)
+        precision = about.precision
         tiers = dict(self.elsewhere)
         harness.place(
             Placing(

@@ -78,7 +78,7 @@ def read_by_hand(trace: Trace) -> set[str]:
 
 
 def _read_by_hand(trace: Trace) -> set[str]:
-    if not trace.about.get("parts"):
+    if not trace.about.parts:
         return set()
     bare = [op for op in trace.ops if op.site.phase is Phase.FORWARD and not op.site.module]
     read = {x for op in bare for x in (*op.reads, *op.mutates)}

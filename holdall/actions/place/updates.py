@@ -46,7 +46,7 @@ class Updates:
         self.hardware = problem.hardware
         self.home = problem.home
         self.end = next((op.id for op in self.trace.ops if op.site.phase is Phase.STEP), len(self.trace.ops)) - 1
-        self.is_narrow = bool(self.trace.about.get("precision"))
+        self.is_narrow = bool(self.trace.about.precision)
         self.beside = place.when == "spill" and self.hardware.overlap
         self.units: list[PlacedUpdate] = []
 

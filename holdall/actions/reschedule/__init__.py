@@ -175,7 +175,7 @@ def obstacle(trace: Trace, block: Block) -> str:
         return block.apart
     if block.odd:
         return f"it is called with a {block.odd}, which it may change"
-    if block.name in trace.about.get("asked", ()):
+    if block.name in trace.about.asked:
         return "it asks for a value, and what it does may depend on it"
     ops, count = region(trace, block)
     if len(ops) == count:

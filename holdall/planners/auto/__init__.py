@@ -75,7 +75,7 @@ class Auto:
     def _with_updates_in_backward(self, problem: Problem) -> Plan | None:
         """The best mix of activations where gradients are used up as they come: by consent, since nothing else sees them."""
         is_asked = problem.permits(InBackward) and not problem.clips and problem.accumulate == 1
-        copies = problem.trace.about.get("precision") is not None  # whose updates `place` makes in backward
+        copies = problem.trace.about.precision is not None  # whose updates `place` makes in backward
         if not is_asked or copies or not any(op.site.phase is Phase.STEP for op in problem.trace.ops):
             return None
         try:
@@ -92,7 +92,7 @@ class _Search(Search):
         super().__init__(problem)
         self.through = through
         self.placements = Placements(problem)
-        is_narrow = problem.trace.about.get("precision") is not None
+        is_narrow = problem.trace.about.precision is not None
         self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
         self._sizes = {u.name: u.numel for u in problem.trace.units}
         self._guesses = Guesses()

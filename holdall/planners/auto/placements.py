@@ -48,7 +48,7 @@ class Placements:
         ]
         self.movable = [u for u in large if u.numel or u.name in can]
         self.streamable = [u for u in self.movable if u.name in can]
-        is_narrow = trace.about.get("precision") is not None  # then weights can be made from parameters on the device
+        is_narrow = trace.about.precision is not None  # then weights can be made from parameters on the device
         self.castable = [u for u in self.streamable if is_narrow and 0 < len(u.grads) == len(u.weights)]
         sizes = sorted(u.numel for u in self.movable) or [0]
         self._common = sizes[len(sizes) // 2]  # units much larger would need as much room for all
@@ -99,7 +99,7 @@ class Placements:
         return Place.of(self.problem.trace, rows, when=when, share=share, overlap=spread.overlap)
 
     def _may_pass(self, unit: Unit, weights: str) -> bool:
-        is_narrow = self.problem.trace.about.get("precision") is not None
+        is_narrow = self.problem.trace.about.precision is not None
         can = weights == "resident" or is_narrow or len(unit.grads) == len(unit.weights)
         return self.problem.hardware.overlap and can and unit.numel <= 2 * self._common
 

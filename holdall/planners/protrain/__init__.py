@@ -114,7 +114,7 @@ def profile_of(problem: Problem) -> Profile:
         rest=rest,
         when=_when(problem),
         overlap=hardware.overlap,
-        sums_workspace=hardware.device == "cuda" and trace.about.get("precision") is None,
+        sums_workspace=hardware.device == "cuda" and trace.about.precision is None,
         blocks=tuple(blocks),
     )
 
@@ -158,7 +158,7 @@ def _chunks(
     for n, unit in enumerate(units):
         weights = sum(placed.info(x).nbytes for x in unit.weights)
         grads, states = _nbytes(trace, unit.grads), _nbytes(trace, unit.states)
-        homes = 0 if trace.about.get("precision") is not None else weights
+        homes = 0 if trace.about.precision is not None else weights
         handling = 3 * grads / hardware.bandwidth + 3 * hardware.overhead  # norms taken, gradients gathered
         yield ParameterChunk(
             weights=weights,
@@ -268,7 +268,7 @@ def actions_of(problem: Problem, profile: Profile, setting: Setting) -> list[Act
             actions.append(Recompute.of(trace, [block]))
         elif mode == "swap" and stage.moved:
             actions.append(Offload.of(trace, block, overlap=profile.overlap))
-    count, is_narrow = len(profile.chunks), trace.about.get("precision") is not None
+    count, is_narrow = len(profile.chunks), trace.about.precision is not None
     rows = {}
     for n, (unit, chunk) in enumerate(zip(trace.units[:count], profile.chunks, strict=True)):
         persists = n < setting.n_persist

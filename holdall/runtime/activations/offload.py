@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_leaves
 
 from holdall.runtime.activations.recompute import Input, RecomputedCall
+from holdall.runtime.budget.ledger import Ledger
 from holdall.tiers import Store, Ticket
 
 Forward = Callable[..., Any]
@@ -28,7 +29,7 @@ class OffloadedEntry:
 
     def __init__(self, storage: torch.UntypedStorage, group: OffloadedGroup) -> None:
         self.storage: torch.UntypedStorage | None = storage
-        self.ticket: Any = None
+        self.ticket: Ticket | None = None
         self.group = group
 
     def fetch(self) -> torch.UntypedStorage:
@@ -75,7 +76,8 @@ class OffloadedGroup:
         self.let_go()
         here = [entry for reference in self.entries if (entry := reference()) is not None]
         away = [entry for entry in here if entry.ticket is not None and entry.storage is None]
-        storages = self.bank.get_all(self.store, [entry.ticket for entry in away], self.store.device)
+        tickets = [entry.ticket for entry in away if entry.ticket is not None]
+        storages = self.bank.get_all(self.store, tickets, self.store.device)
         for entry, storage in zip(away, storages, strict=True):
             entry.storage = storage
             self._arriving.append(weakref.ref(entry))
@@ -95,7 +97,7 @@ class OffloadedGroup:
 class Bank:
     """Copies between the device and a tier. The ledger, if there is one, counts the device side."""
 
-    def __init__(self, ledger: Any) -> None:
+    def __init__(self, ledger: Ledger | None) -> None:
         self._ledger = ledger
 
     def put_all(self, store: Store, storages: Sequence[torch.UntypedStorage]) -> list[Ticket]:
@@ -185,7 +187,7 @@ def park_inputs(group: OffloadedGroup, call: RecomputedCall, inputs: frozenset[i
             entry = OffloadedEntry(storage, group)
             entries.append(entry)
             for item in items:
-                item.park(entry)
+                item.park(entry.fetch)
     group.leave(entries)
 
 

@@ -92,18 +92,19 @@ class Input:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
-        self._parked: Any = None
+        self._fetch: Callable[[], torch.UntypedStorage] | None = None  # once it is offloaded
         self._like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
 
-    def park(self, entry: Any) -> None:
-        """Hand the bytes to `entry`; `entry.fetch()` returns their storage."""
-        self._parked, self._tensor = entry, None
+    def park(self, fetch: Callable[[], torch.UntypedStorage]) -> None:
+        """Let go of the tensor; `fetch` returns the storage of its bytes."""
+        self._fetch, self._tensor = fetch, None
 
     def take(self) -> torch.Tensor:
         if self._tensor is not None:
             return self._tensor
         dtype, shape, stride, offset, requires_grad = self._like
-        storage = self._parked.fetch()
+        assert self._fetch is not None
+        storage = self._fetch()
         tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
         return tensor.requires_grad_(requires_grad)
 

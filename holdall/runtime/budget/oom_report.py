@@ -92,7 +92,7 @@ def describe(error: BaseException, harness: Harness, moment: OomMoment) -> dict[
     sizes = _sizes(harness)
     roles: dict[str, int] = {}
     blocks: dict[str, dict[str, int]] = {}
-    paths = {name.partition("#")[0] for name, _ in harness.plan.about.get("blocks", ())}
+    paths = {name.partition("#")[0] for name, _ in harness.plan.about.blocks}
     for role, name, nbytes in sizes:
         roles[role] = roles.get(role, 0) + nbytes
         own = blocks.setdefault(_block_of(name, paths), {})
@@ -120,7 +120,7 @@ def describe(error: BaseException, harness: Harness, moment: OomMoment) -> dict[
         "expected_at_peak": [{"name": h.name, "kind": h.kind.value, "bytes": h.nbytes} for h in predicted.at_peak[:_LARGEST]],
         "expected_where": predicted.peak_where,
         "batch": moment.batch,
-        "planned_batch": harness.plan.about.get("batch"),
+        "planned_batch": [list(shape) for shape in harness.plan.about.batch or ()] or None,
         "actions": sorted(harness.plan.count()),
         "torch": torch.__version__,
     }

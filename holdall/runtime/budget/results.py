@@ -100,7 +100,8 @@ class Results:
 
 def expect(plan: Plan, *, ahead: bool) -> Outcome:
     """The prediction for clipped steps or, with `ahead`, for steps whose speculative updates were right."""
-    said, if_not = plan.predicted, plan.about.get("seconds_if_not_clipped")
+    said, if_not = plan.predicted, plan.about.seconds_if_not_clipped
     if if_not is None or not ahead:
         return said
-    return replace(said, seconds=if_not, stall_seconds=max(0.0, said.stall_seconds - (said.seconds - if_not)))
+    stalled = max(0.0, (said.stall_seconds or 0.0) - (said.seconds - if_not))
+    return replace(said, seconds=if_not, stall_seconds=stalled)

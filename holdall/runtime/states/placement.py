@@ -33,6 +33,6 @@ def device_of(model: torch.nn.Module, plan: Plan) -> torch.device:
         raise Unsupported(
             "the model has no weights (it is on the meta device)", hint="build it on a real device, such as the CPU"
         )
-    if device.type == "cpu" and plan.about.get("device") == "cuda":
+    if device.type == "cpu" and plan.about.device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -15,17 +15,18 @@ from torch.utils._pytree import tree_leaves
 from holdall.errors import Unsupported
 from holdall.runtime.notes import Notes
 from holdall.types import Plan
+from holdall.types.info import Shapes
 
 
 class Watch:
     def __init__(self, plan: Plan, note: Notes, *, any_size: bool = False) -> None:
         self._note = note
         self._any_size = any_size  # the plan covers batches up to its own size
-        quiet = set(plan.about.get("quiet", ()))  # calls that were traced without gradients
-        self._expected = [(name, shapes) for name, shapes in plan.about.get("blocks", ()) if name not in quiet]
+        quiet = set(plan.about.quiet)  # calls that were traced without gradients
+        self._expected = [(name, _lists(shapes)) for name, shapes in plan.about.blocks if name not in quiet]
         self._names = {True: _by_path(name for name, _ in self._expected), False: _by_path(sorted(quiet, key=_count))}
         self._known = {name for names in self._names.values() for some in names.values() for name in some}
-        self._batch = plan.about.get("batch")
+        self._batch = None if plan.about.batch is None else _lists(plan.about.batch)
         self._counts: dict[tuple[bool, str], int] = {}
         self._next = 0
         self._went_back = False
@@ -71,7 +72,7 @@ class Watch:
                 self._left("another block ran", f": `{name}` instead of the planned `{expected}`")
             elif not self._any_size:
                 seen = [list(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-                if seen != [list(s) for s in shapes]:
+                if seen != shapes:
                     self._left("other inputs", f": `{name}` got {seen} where {shapes} was planned")
         self._next += 1
         return name
@@ -95,6 +96,10 @@ class Watch:
         """Report each kind once: a loop that leaves the trace does so repeatedly."""
         begins = f"the loop left the trace: {kind}"
         self._note(f"{begins}{how}", kind=begins)
+
+
+def _lists(shapes: Shapes) -> list[list[int]]:
+    return [list(shape) for shape in shapes]
 
 
 def _by_path(names: Any) -> dict[str, list[str]]:

@@ -50,7 +50,7 @@ class Casting:
         """A training forward begins. `change`: switches to the plans that the given function makes."""
         dtype = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
         now = str(dtype).removeprefix("torch.") if dtype is not None else None
-        planned = plan.about.get("autocast", now)  # older plans do not record it: accept any
+        planned = now if plan.about.autocast == "" else plan.about.autocast  # older plans do not record it: accept any
         recast, self._recast = self._recast, None
         if now != planned:
             what = f"the forward runs {_worded(now)}, but the step was traced {_worded(planned)}"

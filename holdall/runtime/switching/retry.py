@@ -154,7 +154,7 @@ class Repeat:
                 known[_key(self)] = weakref.ref(step), (places := {})
             places[t.output_nr] = number
             t.register_hook(_arrival(step.arrived, number, self._harness.ledger))
-        is_one_of_many = self._harness.plan.about.get("calls", 1) > 1  # a loss of several outputs cannot be continued from one
+        is_one_of_many = self._harness.plan.about.calls > 1  # a loss of several outputs cannot be continued from one
         is_unknown = not step.outputs and not step.lazy  # unknown output types: their backward would not be noticed
         if is_unknown or is_one_of_many:
             self._latest = None

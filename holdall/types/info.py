@@ -1,0 +1,90 @@
+"""What a trace and a plan say about their step besides ops and actions: `Trace.about` and `Plan.about`.
+
+In saved files `about` is an object with one entry per field. Files of older versions may lack entries, which then have their
+defaults; an entry that is not a field is refused (`closed`). A planner's own remarks belong in `Plan.why`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+Shapes = tuple[tuple[int, ...], ...]  # of tensors, in the order of the call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedHead:
+    """A vocabulary head whose logits and loss are computed for a few rows at a time."""
+
+    module: str  # its path
+    rows: int  # rows of logits at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRow:
+    """The plan's decision for one block, with bytes and seconds."""
+
+    module: str
+    decision: str  # "keep", "recompute", "offload", or several joined by " + "
+    nbytes_held: int  # bytes kept on the device for backward under the plan
+    nbytes_plain: int  # the same in plain training
+    seconds: float  # predicted, forward and backward
+    extra_seconds: float = 0.0  # part of `seconds` that the plan added
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """What both a trace and the plans made for it say about the step; written by `tracing.trace_step` unless noted."""
+
+    closed: ClassVar[bool] = True  # files with other entries are refused
+
+    # the step
+    model: str = ""  # class of the model
+    optimizer: str | None = None  # class of the optimizer; None: a step without one
+    batch: Shapes | None = None  # shapes of the tensors in the model's first call; None: the model itself was not called
+    calls: int = 1  # calls of the model itself in one step
+
+    # how it was traced
+    device: str = ""  # "cpu" or "cuda"; empty: not recorded, so that the model's own counts
+    precision: str | None = None  # dtype of working copies of the weights; None: modules compute with the parameters themselves
+    casts: tuple[str, ...] = ()  # modules that cast their inputs to `precision`
+    recipe: str | None = None  # name and options of the precision recipe, by `api.trace_calls`
+    autocast: str | None = ""  # dtype of the loop's autocast; None: the loop has none; empty: not recorded
+
+    # memory outside of the step
+    process: int = 0  # bytes of the process in host memory besides the training; not known without a GPU
+    context: int = 0  # bytes of driver and kernels on the device: in a cached trace by `fitting`, in a plan the hardware's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceInfo(StepInfo):
+    """What only the trace says; written by `tracing.trace_step` unless noted."""
+
+    device: str = "cpu"
+    signature: str = ""  # digest of parameter names, shapes and dtypes; plans are checked against the model by it
+    source: str = ""  # "fake" or "eager": the kind of tensors that the step was recorded with
+    torch: str = ""  # version
+    timed: str | None = None  # the GPU on which ops were timed while tracing; None: the cost model estimates their times
+    head: ChunkedHead | None = None  # set by `api.trace_calls` if the step was traced with a chunked head
+    besides: int = 0  # bytes on the GPU of tensors outside the training
+    asked: tuple[str, ...] = ()  # names of block calls that read a value, and so cannot run op by op
+    looked_at: tuple[int, ...] = ()  # indices of the batch's tensors whose values decide the control flow
+    parts: bool = False  # the loss calls submodules directly
+    notes: tuple[str, ...] = ()  # warnings for the user
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInfo(StepInfo):
+    """What only the plan says, for the harness and for reports; written by `planning.finish` unless noted."""
+
+    units: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (name, parameters) of every unit of the trace
+    blocks: tuple[tuple[str, Shapes], ...] = ()  # (name, shapes of its inputs) of every planned block call, in forward order
+    quiet: tuple[str, ...] = ()  # names of those that were traced without gradients
+    rows: tuple[BlockRow, ...] = ()  # the decision for every block, for reports
+    seconds_if_not_clipped: float | None = None  # of a step without clipping; None: the same as with clipping
+    remembered: bool = False  # read from the cache on disk, by `fitting.remembering`
+
+    @staticmethod
+    def of(step: StepInfo) -> PlanInfo:
+        """A plan's info with everything that it shares with its trace."""
+        return PlanInfo(**{f.name: getattr(step, f.name) for f in fields(StepInfo)})

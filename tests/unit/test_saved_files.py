@@ -1,0 +1,64 @@
+"""Traces and plans that an earlier version saved, when `about` was a dictionary, in `saved/`: a small model in bfloat16 with a
+chunked head, one block recomputed and one streamed."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from holdall.runtime.switching.recast import Casting
+from holdall.types import ChunkedHead, Plan, PlanInfo, StepInfo, Trace, TraceInfo
+
+SAVED = Path(__file__).parent / "saved"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("trace", Trace), ("plan", Plan)])
+def test_everything_in_an_older_file_is_kept(name, kind, tmp_path):
+    read = kind.load(SAVED / f"{name}.json")
+    read.save(tmp_path / "again.json")
+    before, after = (json.loads(path.read_text()) for path in (SAVED / f"{name}.json", tmp_path / "again.json"))
+    added = after["about"].keys() - before["about"].keys()
+    assert added <= ({"context"} if kind is Trace else {"remembered"})
+    assert {**after, "about": {k: v for k, v in after["about"].items() if k not in added}} == before
+    assert kind.load(tmp_path / "again.json") == read
+
+
+def test_an_older_trace_says_what_it_was_traced_for():
+    about = Trace.load(SAVED / "trace.json").about
+    assert (about.model, about.optimizer, about.batch) == ("Tiny", "SGD", ((2, 3), (2, 3)))
+    assert (about.device, about.precision, about.recipe, about.autocast) == ("cuda", "bfloat16", "bf16-master", None)
+    assert about.head == ChunkedHead(module="lm_head", rows=4)
+    assert (about.source, about.looked_at, about.calls) == ("fake", (0,), 1)
+
+
+def test_an_older_plan_says_what_the_harness_needs():
+    about = Plan.load(SAVED / "plan.json").about
+    assert about.blocks == (("embed", ((2, 3),)), ("blocks.0", ((2, 3, 4),)), ("blocks.1", ((2, 3, 4),)))
+    assert dict(about.units)["blocks.0"] == ("blocks.0.weight", "blocks.0.bias")
+    assert [(row.module, row.decision) for row in about.rows][2] == ("blocks.1", "recompute")
+    assert about.seconds_if_not_clipped == pytest.approx(0.000659)
+
+
+def test_a_file_without_about_has_the_defaults(tmp_path):
+    for name, kind, expected in (("trace", Trace, TraceInfo()), ("plan", Plan, PlanInfo())):
+        data = json.loads((SAVED / f"{name}.json").read_text())
+        (tmp_path / name).write_text(json.dumps({**data, "about": {}}))
+        assert kind.load(tmp_path / name).about == expected
+
+
+@pytest.mark.parametrize(("planned", "notes"), [("", 0), (None, 1), ("float16", 1), ("bfloat16", 0)])
+def test_a_plan_that_does_not_record_autocast_runs_under_any(planned, notes):
+    found = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = SimpleNamespace(about=PlanInfo(autocast=planned))
+        Casting(torch.device("cpu"), None, found.append).look(plan, lambda make: None)
+    assert len(found) == notes
+
+
+def test_a_plan_takes_over_what_both_know_of_the_step():
+    values = {f.name: f"a value of {f.name}" for f in dataclasses.fields(StepInfo)}
+    made = PlanInfo.of(TraceInfo(**values))
+    assert {name: getattr(made, name) for name in values} == values
