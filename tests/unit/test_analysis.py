@@ -273,8 +273,8 @@ def test_the_price_of_recomputing_is_what_the_simulator_adds():
     model, batch = family("tied")
     problem = problem_of(api.trace(model, batch))
     found = alternatives(problem)
-    chosen = next(a for a in found if a.what == "recompute" and a.where == "_Layer")
-    blocks = [b for b in try_offered(problem).chain if b.kind == "_Layer"]
+    chosen = next(a for a in found if a.what == "recompute" and a.where == "DropoutBlock")
+    blocks = [b for b in try_offered(problem).chain if b.kind == "DropoutBlock"]
     actions = [Recompute.of(problem.trace, [b]) for b in blocks]
     added = simulate(problem, actions).seconds - simulate(problem, []).seconds
     assert chosen.count == len(blocks) == 4 and len({kind_of(b) for b in blocks}) == 1
