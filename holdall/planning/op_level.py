@@ -22,7 +22,7 @@ from holdall.actions.reschedule.op_graph import OpGraph, op_graph
 from holdall.errors import HoldallError, unknown_name
 from holdall.planning.finish import finish, outcome_of, outcome_or_never, over_budget
 from holdall.planning.menus import kind_of
-from holdall.planning.stages import Limits, everything, squeeze
+from holdall.planning.stages import Limits, everything, in_stages, squeeze
 from holdall.planning.warm_start import program_of
 from holdall.simulator.curve import memory_curve
 from holdall.types import Action, Outcome, Plan, Planner, Problem
@@ -147,9 +147,19 @@ def _model(problem: Problem, graph: OpGraph, solver: Solver, starts: Sequence[Pr
             why = "no program fits" if found.status == "infeasible" else "no program was found in its time for"
             yield [graph.action(small)], [f"{why} {format_bytes(target)}"]
             return
-        made = _as_one(graph, found.program, f"{format_bytes(target)} for activations and gradients; {_verdict(found)}")
+        program = in_stages(dag, found.program).program  # without runs that nobody reads
+        if not _can_be_run(graph, program):
+            return
+        made = _as_one(graph, program, f"{format_bytes(target)} for activations and gradients; {_verdict(found)}")
         yield made
         target -= max(1, _excess(problem, made[0])) + n * target // 200  # in growing steps, or it takes too many
+
+
+def _can_be_run(graph: OpGraph, program: Program) -> bool:
+    """Whether each half ends with the first run of an op: what is run again is put right before the next first run."""
+    with_ops = [(place, i) for place, i in enumerate(program) if graph.parts[i]]
+    forward = [(place, i) for place, i in with_ops if place < program.index(graph.middle)]
+    return all(program.index(i) == place for place, i in (forward[-1], with_ops[-1]))
 
 
 def _as_one(graph: OpGraph, program: Program, verdict: str) -> Attempt:
