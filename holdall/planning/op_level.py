@@ -2,30 +2,37 @@
 
 Each kind of block is solved once for a falling share of the bytes that it would hold, all blocks alike, until the step fits.
 Where the whole model is small enough and nothing stands in its way, it is one graph too, and the solver sees everything at
-once; the faster plan is kept, since a large graph is seldom solved to the end. Either way the simulator has the last word: what
-it finds too large is solved again in less memory.
+once. It begins with the plans of quick planners and of the blocks, as programs of that graph (`warm_start.py`), so what it
+returns is never worse than any of them, although a large graph is seldom solved to the end. The simulator has the last word:
+what it finds too large is solved again in less memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, obstacle, program_for
-from holdall.actions.reschedule.dag import Answer, Dag, replay
+from holdall.actions.reschedule.dag import Answer, Dag, Program, replay
 from holdall.actions.reschedule.op_graph import OpGraph, op_graph
-from holdall.errors import unknown_name
+from holdall.errors import HoldallError, unknown_name
 from holdall.planning.finish import finish, outcome_of, outcome_or_never, over_budget
 from holdall.planning.menus import kind_of
-from holdall.planning.stages import Limits, everything, squeeze
+from holdall.planning.stages import Limits, everything, in_stages, squeeze
+from holdall.planning.warm_start import program_of
 from holdall.simulator.curve import memory_curve
 from holdall.types import Action, Outcome, Plan, Planner, Problem
 from holdall.units import format_bytes, format_seconds
 
 Attempt = tuple[list[Action], list[str]]  # with what to say about them
+Quick = Callable[[Problem, float], Iterable[Planner]]
 
-_BLOCKS = 0.5  # at most, of the time, where the whole model is solved after them
+_STARTS = 0.4  # at most, of the time, for quick planners where the whole model is solved after them
+_BLOCKS = 0.2  # the same for its blocks
 _AGAIN = 6  # times the solver is asked again in less memory
 _FIRST = 0.7  # of the time that is left, for one answer: the next may have to fit less memory
 _SHARES = (0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)  # of the bytes that a block holds, one after the other
@@ -33,15 +40,20 @@ _SCOPES = ("auto", "model", "blocks")
 
 
 class Solver(Protocol):
-    def __call__(self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float) -> Answer:
-        """The best program that is found in so many seconds."""
+    def __call__(
+        self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float, starts: Sequence[Program]
+    ) -> Answer:
+        """The best program that is found in so many seconds, no worse than those of `starts` that fit."""
         ...
 
 
-def plan_by_ops(planner: Planner, problem: Problem, solver: Solver, *, scope: str, nodes: int, time_limit: float) -> Plan:
+def plan_by_ops(
+    planner: Planner, problem: Problem, solver: Solver, *, scope: str, nodes: int, time_limit: float, quick: Quick
+) -> Plan:
     """The plan of a solver. `scope`: "model", "blocks", or "auto" (the model if it has at most `nodes`).
 
     Where the model cannot be one graph, the plan says why, and blocks are solved. `time_limit`: seconds for each graph.
+    `quick`: planners that take about so many seconds, to begin with.
     """
     began = time.perf_counter()
     if scope not in _SCOPES:
@@ -50,26 +62,60 @@ def plan_by_ops(planner: Planner, problem: Problem, solver: Solver, *, scope: st
     if not over_budget(problem, plain):
         return finish(planner, problem, [], why=["everything fits: nothing is run again"], began=began)
     graph, said = _whole(problem, scope, nodes)
-    small: tuple[Outcome, list[Action], list[str]] = (plain, [], [])  # the least memory, where nothing fits
-    fits: list[tuple[Outcome, list[Action], list[str]]] = []
-    for attempts in _ways(problem, graph, solver, scope=scope, until=began + time_limit):
+    tried = _Tried(problem, plain)
+    if graph is None:
+        tried.first_fit(_blocks(problem, solver, time_limit))
+    else:
+        if scope == "auto":
+            tried.first_fit(_blocks(problem, solver, _BLOCKS * time_limit))
+        plans = [found.actions for found in tried.fits] + _quick_plans(problem, quick(problem, _STARTS * time_limit))
+        programs = dict.fromkeys(program_of(problem, graph, plan) for plan in plans)
+        said_of_start = "what the solver began with; it found nothing faster in its time"
+        starts = [p for p in programs if tried.first_fit([_as_one(graph, p, said_of_start)])]
+        tried.first_fit(_model(problem, graph, solver, starts, began + time_limit - time.perf_counter()))
+    best = tried.best()
+    return finish(planner, problem, best.actions, why=[*said, *best.why], began=began)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    outcome: Outcome
+    actions: list[Action]
+    why: list[str]
+
+
+class _Tried:
+    """What was tried: the plans that fit, and the one that needs least memory where none does."""
+
+    def __init__(self, problem: Problem, plain: Outcome) -> None:
+        self._problem = problem
+        self._smallest = _Candidate(outcome=plain, actions=[], why=[])
+        self.fits: list[_Candidate] = []
+
+    def first_fit(self, attempts: Iterable[Attempt]) -> bool:
+        """Try one after the other until one fits; whether one does."""
+        home = self._problem.home
         for actions, why in attempts:
-            outcome = outcome_or_never(problem, actions)
-            if outcome.peak[problem.home] < small[0].peak[problem.home]:
-                small = outcome, actions, why
-            if not over_budget(problem, outcome):
-                fits.append((outcome, actions, why))
-                break
-    _, actions, why = min(fits, key=lambda f: f[0].seconds) if fits else small
-    return finish(planner, problem, actions, why=[*said, *why], began=began)
+            made = _Candidate(outcome=outcome_or_never(self._problem, actions), actions=actions, why=why)
+            if made.outcome.peak[home] < self._smallest.outcome.peak[home]:
+                self._smallest = made
+            if not over_budget(self._problem, made.outcome):
+                self.fits.append(made)
+                return True
+        return False
+
+    def best(self) -> _Candidate:
+        return min(self.fits, key=lambda c: c.outcome.seconds, default=self._smallest)
 
 
-def _ways(problem: Problem, graph: OpGraph | None, solver: Solver, *, scope: str, until: float) -> Iterator[Iterator[Attempt]]:
-    """Ways to pose the problem, one after the other in the time that is left."""
-    if graph is None or scope == "auto":
-        yield _blocks(problem, solver, (until - time.perf_counter()) * (1.0 if graph is None else _BLOCKS))
-    if graph is not None:
-        yield _model(problem, graph, solver, until - time.perf_counter())
+def _quick_plans(problem: Problem, planners: Iterable[Planner]) -> list[list[Action]]:
+    """The plans of quick planners that fit, by recomputation alone."""
+    alone = replace(problem, allow=frozenset({Recompute.name}))
+    found = []
+    for planner in planners:
+        with suppress(HoldallError):  # it has no plan for this model or this budget
+            found.append(list(planner(alone).actions))
+    return found
 
 
 def _whole(problem: Problem, scope: str, nodes: int) -> tuple[OpGraph | None, list[str]]:
@@ -87,32 +133,43 @@ def _whole(problem: Problem, scope: str, nodes: int) -> tuple[OpGraph | None, li
     return None, [f"the model is not solved as one graph but by blocks: {large}"]
 
 
-def _model(problem: Problem, graph: OpGraph, solver: Solver, time_limit: float) -> Iterator[Attempt]:
-    """The whole model as one graph, in the memory that nothing else needs."""
+def _model(problem: Problem, graph: OpGraph, solver: Solver, starts: Sequence[Program], time_limit: float) -> Iterator[Attempt]:
+    """The whole model as one graph, in the memory that nothing else needs. `starts`: programs that fit by the simulator."""
     dag = graph.dag
-    target = _room(problem, graph)
+    target = max(_room(problem, graph), *(replay(dag, start).peak for start in starts), 0)  # as these fit, so much does
     until = time.perf_counter() + time_limit
     for n in range(_AGAIN):
         problem.progress("solving", n, _AGAIN, f"{len(dag)} nodes")
         left = max(until - time.perf_counter(), 0.1)
-        found = solver(dag, target, loss=graph.middle, saved_budget=None, seconds=left * _FIRST)
+        found = solver(dag, target, loss=graph.middle, saved_budget=None, seconds=left * _FIRST, starts=starts)
         if found.program is None:  # how little memory would do is worth knowing
             small = squeeze(everything(dag), Limits(budget=dag.floor)).program
             why = "no program fits" if found.status == "infeasible" else "no program was found in its time for"
             yield [graph.action(small)], [f"{why} {format_bytes(target)}"]
             return
-        actions: list[Action] = [graph.action(found.program)]
-        seen = replay(dag, found.program)
-        again = sum(n - 1 for n in seen.executed)
-        extra = found.cost - sum(dag.cost)
-        yield (
-            actions,
-            [
-                f"the model as one graph of {len(dag)} nodes: {again} runs again, {format_seconds(extra)} more",
-                f"{format_bytes(target)} for activations and gradients; {_verdict(found)}",
-            ],
-        )
-        target -= max(1, _excess(problem, actions)) + n * target // 200  # in growing steps, or it takes too many
+        program = in_stages(dag, found.program).program  # without runs that nobody reads
+        if not _can_be_run(graph, program):
+            return
+        made = _as_one(graph, program, f"{format_bytes(target)} for activations and gradients; {_verdict(found)}")
+        yield made
+        target -= max(1, _excess(problem, made[0])) + n * target // 200  # in growing steps, or it takes too many
+
+
+def _can_be_run(graph: OpGraph, program: Program) -> bool:
+    """Whether each half ends with the first run of an op: what is run again is put right before the next first run."""
+    with_ops = [(place, i) for place, i in enumerate(program) if graph.parts[i]]
+    forward = [(place, i) for place, i in with_ops if place < program.index(graph.middle)]
+    return all(program.index(i) == place for place, i in (forward[-1], with_ops[-1]))
+
+
+def _as_one(graph: OpGraph, program: Program, verdict: str) -> Attempt:
+    """The model run by one program."""
+    seen = replay(graph.dag, program)
+    again, extra = sum(n - 1 for n in seen.executed), format_seconds(seen.seconds - sum(graph.dag.cost))
+    return [graph.action(program)], [
+        f"the model as one graph of {len(graph.dag)} nodes: {again} runs again, {extra} more",
+        verdict,
+    ]
 
 
 def _room(problem: Problem, graph: OpGraph) -> int:
@@ -143,7 +200,7 @@ def _blocks(problem: Problem, solver: Solver, time_limit: float) -> Iterator[Att
         for kind, graph in graphs.items():
             saved = int(graph.kept * share)
             seconds = time_limit / len(_SHARES)
-            found = solver(graph.dag, 2 * _total(graph.dag), loss=graph.middle, saved_budget=saved, seconds=seconds)
+            found = solver(graph.dag, 2 * _total(graph.dag), loss=graph.middle, saved_budget=saved, seconds=seconds, starts=())
             if found.program is not None:
                 orders[kind] = graph.action(found.program)
                 gaps.append(found)

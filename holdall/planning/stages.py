@@ -154,10 +154,22 @@ def fill(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
             return staged
 
 
-def greedy(dag: Dag, limits: Limits, *, until: float = inf) -> Staged | None:
+def greedy(dag: Dag, limits: Limits, *, starts: Sequence[Program] = (), until: float = inf) -> Staged | None:
     """A fair program, or None where single steps lead to none in time."""
-    found = squeeze(everything(dag), limits, until=until)
-    return fill(found, limits, until=until) if limits.allow(found) else None
+    found = nearest(dag, limits, starts=starts, until=until)
+    return found if limits.allow(found) else None
+
+
+def nearest(dag: Dag, limits: Limits, *, starts: Sequence[Program] = (), until: float = inf) -> Staged:
+    """The cheapest program that single steps lead to from the plain one and from `starts`; if none fits, the least too large.
+
+    `until`: when to stop (`time.perf_counter`); the starts come first.
+    """
+    found = []
+    for begin in (*(in_stages(dag, program) for program in starts), everything(dag)):
+        squeezed = squeeze(begin, limits, until=until)
+        found.append(fill(squeezed, limits, until=until) if limits.allow(squeezed) else squeezed)
+    return min(found, key=lambda s: (not limits.allow(s), sum(b[2] for b in limits.broken(s)), s.seen.seconds))
 
 
 def closure(dag: Dag, wanted: int, have: int) -> int:

@@ -175,6 +175,17 @@ def test_what_a_schedule_needs_is_where_the_table_first_admits_it():
             assert needed(stages, table.items(0, last, m), last) == m
 
 
+def test_a_sweep_needs_room_for_its_largest_forward_beside_the_gradient():
+    """The paper's least memory of a stretch: the gradient after it, and the largest forward of a sweep that keeps nothing."""
+    small = Stage(uf=1, ub=1, a=1, abar=1)
+    stages = [small, replace(small, of=100), small, Stage(uf=1, ub=1, a=50, abar=50), LOSS]
+    swept = 50 + 1 + 1 + 100  # the gradient after stage 2; input, output and workspace of stage 1
+    assert needed(stages, (0, 1, 2), 2) == swept
+    table = Table(stages, 300)
+    assert table.seconds(0, 2, swept) < NEVER
+    assert table.seconds(0, 2, swept - 1) == NEVER
+
+
 def test_more_memory_is_never_slower_and_chen_is_never_faster():
     """Claim: the table is monotone, and optimal among schedules of which Chen's equal segments are one kind."""
     rng = random.Random(1)

@@ -7,12 +7,14 @@ something that runs. `method`: "milp" with a time limit (the gap that is left is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdall.actions.reschedule.dag import Answer, Dag
+from holdall.actions.reschedule.dag import Answer, Dag, Program
 from holdall.errors import unknown_name
 from holdall.planners.checkmate import ilp
+from holdall.planners.checkmate.quick import quick_planners
 from holdall.planning.op_level import plan_by_ops
 from holdall.types import Plan, Problem
 
@@ -34,10 +36,14 @@ class Checkmate:
     def __call__(self, problem: Problem) -> Plan:
         if self.method not in _METHODS:
             raise unknown_name("method of checkmate", self.method, _METHODS)
-        return plan_by_ops(self, problem, self._solve, scope=self.scope, nodes=self.nodes, time_limit=self.time_limit)
+        return plan_by_ops(
+            self, problem, self._solve, scope=self.scope, nodes=self.nodes, time_limit=self.time_limit, quick=quick_planners
+        )
 
-    def _solve(self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float) -> Answer:
+    def _solve(
+        self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float, starts: Sequence[Program]
+    ) -> Answer:
         at = loss if saved_budget is not None else None
         if self.method == "lp":
             return ilp.round_lp(dag, budget, time_limit=seconds, loss=at, saved_budget=saved_budget)
-        return ilp.solve(dag, budget, time_limit=seconds, gap=self.gap, loss=at, saved_budget=saved_budget)
+        return ilp.solve(dag, budget, time_limit=seconds, gap=self.gap, loss=at, saved_budget=saved_budget, starts=starts)

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.actions.reschedule.dag import Answer, Dag, Status, answer
+from holdall.actions.reschedule.dag import Answer, Dag, Program, Status, answer
 from holdall.errors import InvalidInput
 from holdall.planning import highs
 from holdall.planning.highs import Floats, Ints, Model
@@ -51,10 +51,11 @@ def solve(
     gap: float = 1e-4,
     loss: int | None = None,
     saved_budget: int | None = None,
+    starts: Sequence[Program] = (),
 ) -> Answer:
     """The cheapest program in stages, to a relative `gap`, or the best one at the time limit.
 
-    With `loss`, that node runs once and at most `saved_budget` is live right after it.
+    With `loss`, that node runs once and at most `saved_budget` is live right after it. `starts`: programs to begin with.
     """
     began = time.perf_counter()
     until = began + time_limit
@@ -69,7 +70,7 @@ def solve(
 
     if dag.floor > budget:
         return done(None, inf, "infeasible")
-    best = greedy(dag, limits, until=until)
+    best = greedy(dag, limits, starts=starts, until=until)
     if best and best.program == dag.once:
         return done(best, best.seen.seconds, "optimal")
     rounded, bound, status = _round(dag, limits, shares=(1.0, 0.9), tries=20, seed=0, mend=True, time_limit=left() / 2)

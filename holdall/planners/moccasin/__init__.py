@@ -6,10 +6,12 @@ Bartan et al., "Moccasin: Efficient Tensor Rematerialization for Neural Networks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdall.actions.reschedule.dag import Answer, Dag
+from holdall.actions.reschedule.dag import Answer, Dag, Program
+from holdall.planners.checkmate.quick import quick_planners
 from holdall.planners.moccasin import cp
 from holdall.planning.op_level import plan_by_ops
 from holdall.types import Plan, Problem
@@ -28,9 +30,13 @@ class Moccasin:
     weighs_budget: ClassVar[bool] = True
 
     def __call__(self, problem: Problem) -> Plan:
-        return plan_by_ops(self, problem, self._solve, scope=self.scope, nodes=self.nodes, time_limit=self.time_limit)
+        return plan_by_ops(
+            self, problem, self._solve, scope=self.scope, nodes=self.nodes, time_limit=self.time_limit, quick=quick_planners
+        )
 
-    def _solve(self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float) -> Answer:
+    def _solve(
+        self, dag: Dag, budget: int, *, loss: int, saved_budget: int | None, seconds: float, starts: Sequence[Program]
+    ) -> Answer:
         return cp.solve(
             dag,
             budget,
@@ -39,4 +45,5 @@ class Moccasin:
             workers=self.workers,
             loss=loss if saved_budget is not None else None,
             saved_budget=saved_budget,
+            starts=starts,
         )

@@ -21,7 +21,7 @@ from typing import Any
 
 from holdall.actions.reschedule.dag import Answer, Dag, Program, Status, answer, fits
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planning.stages import Limits, everything, fill, in_stages, ruled, squeeze
+from holdall.planning.stages import Limits, fill, in_stages, nearest, ruled
 
 _FINE = 1_000_000  # steps in which costs that are no whole numbers are counted, over the dearest node
 _FIRST = 0.8  # of the time that is left, at most, for the first phase: without its point there is nothing to improve
@@ -38,10 +38,11 @@ def solve(
     seed: int = 0,
     loss: int | None = None,
     saved_budget: int | None = None,
+    starts: Sequence[Program] = (),
 ) -> Answer:
     """The cheapest program in stages that runs no node more than `copies` times, or the best one at the time limit.
 
-    With `loss`, that node runs once and at most `saved_budget` is live right after it.
+    With `loss`, that node runs once and at most `saved_budget` is live right after it. `starts`: programs to begin with.
     """
     began = time.perf_counter()
     if copies < 1:
@@ -56,8 +57,8 @@ def solve(
         return done(None, inf, "infeasible")
     until = began + time_limit
     limits = replace(limits, copies=copies)
-    near = squeeze(everything(dag), limits, until=began + _GREEDY * time_limit)
-    first = fill(near, limits, until=began + _GREEDY * time_limit).program if limits.allow(near) else None
+    near = nearest(dag, limits, starts=starts, until=began + _GREEDY * time_limit)
+    first = near.program if limits.allow(near) else None
     if first == dag.once:
         return done(first, float(sum(dag.cost)), "optimal")
     search = _Search(dag, limits, copies=copies, workers=workers, seed=seed)
@@ -123,7 +124,7 @@ class _Search:
         limits = solver.parameters
         limits.max_time_in_seconds = max(time_limit, 0.1)
         limits.num_workers, limits.random_seed = self.workers, self.seed
-        limits.interleave_search = self.workers > 1  # the same answer for any speed of the workers
+        limits.interleave_search = True  # all strategies in turns, also of one worker; the same answer for any speed of theirs
         status = solver.solve(model)
         solved = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
