@@ -173,7 +173,7 @@ class _Rewrite:
     def apply(self) -> Schedule:
         if not self.steps:
             raise Unsupported(
-                "the traced step has no update", hint="trace with the optimizer: holdall.trace(model, batch, optimizer)"
+                "the traced step has no update", hint="trace with the optimizer: holdall.trace(model, batch, optimizer=...)"
             )
         apart = self._share_out()
         end, ready = _last_of_backward(self.trace), moments(self.trace, self.late)
