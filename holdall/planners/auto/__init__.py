@@ -349,7 +349,5 @@ def _why_cramped(outcome: Outcome) -> list[str]:
     if outcome.cramped:
         return ["memory may be too fragmented for one allocation although enough bytes are free: a step may be retried"]
     if outcome.churn > 0:
-        return [
-            f"{format_seconds(outcome.churn)} of a step go to the allocator moving pages; a plan with less memory would be slower"
-        ]
+        return [f"{format_seconds(outcome.churn)} of a step go to the allocator moving pages; less memory would be slower"]
     return []
