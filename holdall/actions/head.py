@@ -1,7 +1,7 @@
 """Head: compute the loss of a large vocabulary a few rows at a time, so that the whole logits never exist.
 
-A step with a chunked head is another step, with other ops; so the trace is taken with the head chunked already (its
-`about.head` says so), the schedule is right as it stands, and all that is left to do is to do the same to the model.
+A chunked head has other ops, so the trace is already taken with the head chunked (`about.head` names it). The schedule needs
+no change; installing the action chunks the head of the model.
 """
 
 from __future__ import annotations
