@@ -1,1 +1,1 @@
-"""One file per technique: its data, what it does to the schedule (`rewrite`) and what it does to the model (`install`)."""
+"""One file per action: its data, its effect on the schedule (`rewrite`) and on the model (`install`)."""

@@ -1,12 +1,12 @@
-"""Compress: what a block holds for backward waits as codes of a few bits; backward decodes each tensor as it asks for it.
+"""Compress: a block's saved tensors are quantised to a few bits after its forward and decoded in backward, one by one.
 
 ActNN (Chen et al., ICML 2021, arXiv 2104.14129) and GACT (Liu et al., ICML 2022, arXiv 2206.11357) as an action on a block.
-Forward values are those of the untouched model to the bit; gradients are approximate. Where a gradient is linear in what was
-saved (weights of linear and convolution layers) a stochastic codec leaves its mean as it was.
+Forward values are bit-identical to the untouched model; gradients are approximate. Where a gradient is linear in a saved tensor
+(weights of linear and convolution layers), a stochastic codec leaves the expected gradient unchanged.
 
-Tolerance: with every block coded, the gradient's cosine with the exact one is above 0.999 at 8 bits, 0.98 at 4 and 0.75 at 2
-(tests/unit/test_compress.py, on the tiny families). Never coded: parameters, what the block gives on, integers and masks,
-statistics of norms and of attention, and whatever would not get smaller.
+Tolerance: with every block compressed, the gradient's cosine with the exact one is above 0.999 at 8 bits, 0.98 at 4, 0.75 at 2
+(tests/unit/test_compress.py, on the tiny families). Never compressed: parameters, the block's outputs, integers and masks,
+statistics of norms and of attention, and tensors that would not get smaller.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from holdall.types import (
 from holdall.types.layout import BLOCK, allocated_bytes
 
 if TYPE_CHECKING:
-    # torch is loaded when something is coded, not when actions are listed
+    # torch is loaded when a tensor is encoded, not when actions are listed
     from holdall.codecs import Codec
     from holdall.runtime.harness import Harness
 
-SIGN = 0  # in the place of bits: only whether a value is above zero is needed
+SIGN = 0  # used instead of a number of bits: store only whether each value is above zero
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PASSES = {"encode": 150, "decode": 40}  # of a copy's time, by plain ops on one core (benchmarks/codecs.py); chance is half
-_GPU_PASSES = 10  # by plain ops on a GPU: counted, not measured; the group codec is one kernel
-_OFFERED = (8, 4)  # bits on the menus of planners
+_PASSES = {
+    "encode": 150,
+    "decode": 40,
+}  # time relative to a copy, by plain ops on one core (benchmarks/codecs.py); half of it is random
+_GPU_PASSES = 10  # the same with plain ops on a GPU: estimated, not measured; the group codec is one kernel
+_OFFERED = (8, 4)  # bits that planners may choose
 _RELU_BACKWARD = "aten.threshold_backward.default"
 
 
@@ -53,19 +56,19 @@ _RELU_BACKWARD = "aten.threshold_backward.default"
 class Compress(Facts):
     block: str
     codec: str = "group"
-    saves: tuple[int, ...] = ()  # which of the block's saves are coded, counted as autograd makes them
-    bits: tuple[int, ...] = ()  # of each of them; 0: its sign
-    swap: bool = False  # the codes wait in the next tier
-    lag: bool = False  # as for offload: free the device's copy when the next block's forward is over
+    saves: tuple[int, ...] = ()  # which of the block's saved tensors are compressed, numbered in autograd's order
+    bits: tuple[int, ...] = ()  # bits of each of them; 0: its sign
+    swap: bool = False  # also offload the codes to the next tier
+    lag: bool = False  # as in offload: free the device's copy when the next block's forward has ended
     fetch: str = ""  # as for offload: start fetching when the backward of this block begins
     seed: int = 0
 
     name: ClassVar[str] = "compress"
     exact: ClassVar[bool] = False
     rank: ClassVar[int] = 25
-    alone: ClassVar[bool] = True  # what it codes is neither recomputed nor offloaded; `swap` offloads the codes
+    alone: ClassVar[bool] = True  # a compressed block is neither recomputed nor offloaded; `swap` offloads the codes
     spares_activations: ClassVar[bool] = True
-    what: ClassVar[str] = "what a block holds for backward waits as codes of 8 bits"
+    what: ClassVar[str] = "saved tensors are stored as 8-bit codes"
 
     @property
     def tiers(self) -> frozenset[str]:
@@ -81,8 +84,8 @@ class Compress(Facts):
         swap: bool = False,
         overlap: bool = False,
     ) -> Compress:
-        """The action for a block of a trace. `bits`: for all that is `codable`, or of each tensor that is to be coded;
-        `overlap`: where codes are swapped, copies run beside computation."""
+        """The action for a block of a trace. `bits`: one number for every `codable` tensor, or one per tensor to compress;
+        `overlap`: copies of offloaded codes overlap computation."""
         width = bits if isinstance(bits, Mapping) else dict.fromkeys(codable(trace, block, codec=codec, bits=bits), bits)
         pairs = [
             (n, SIGN if asks_for_sign(trace, trace.saves[i]) else width[trace.saves[i].tensor])
@@ -103,7 +106,7 @@ class Compress(Facts):
 
     @staticmethod
     def samples(trace: Trace) -> list[Compress]:
-        """A block at 4 bits, and one with an odd number of bits whose codes are swapped."""
+        """One block at 4 bits, and one with an odd number of bits whose codes are offloaded."""
         can = [b for b in trace.blocks if b.backward is not None and codable(trace, b)]
         if not can:
             return []
@@ -147,7 +150,7 @@ class Compress(Facts):
         steps: list[Step] = [*runs[:-1], replace(runs[-1], reads=tuple(reads))]
         if self.swap:
             steps += self._move(schedule, problem, block, tuple(coded), [s for saves in items.values() for s in saves])
-        schedule.insert(block.last, steps, first=True)  # before an earlier block's copies are waited for
+        schedule.insert(block.last, steps, first=True)  # before the waits for an earlier block's copies
         return schedule
 
     def _decode(
@@ -160,7 +163,7 @@ class Compress(Facts):
         saves: Sequence[Save],
         hardware: Hardware,
     ) -> None:
-        """What backward reads is decoded where it first asks, and held as the tensor would have been."""
+        """Decode each saved tensor at its first use in backward, then hold it as long as the original would be held."""
         end = len(trace.ops)
         asked = [s.unpacked for s in saves if s.unpacked is not None]
         releases = [(end if s.released is None else s.released, 0) for s in saves]
@@ -182,7 +185,7 @@ class Compress(Facts):
     def _move(
         self, schedule: Schedule, problem: Problem, block: Block, codes: tuple[int, ...], saves: Iterable[Save]
     ) -> list[Step]:
-        """The codes leave when the block is over and come back together, as an offloaded block's tensors do."""
+        """Copy the codes to the tier after the block's forward and fetch them together, as offload does with tensors."""
         trace, tier = problem.trace, problem.other()
         asked = [s.unpacked for s in saves if s.unpacked is not None]
         if not asked:
@@ -204,7 +207,7 @@ class Compress(Facts):
         return leave
 
     def _items(self, trace: Trace, block: Block) -> dict[tuple[int, Codec], list[Save]]:
-        """What is coded, in the order in which the runtime comes to it: (tensor, codec) -> the saves that ask for it."""
+        """Tensors to encode, in the runtime's order: (tensor, codec) -> the saves that read it."""
         items: dict[tuple[int, Codec], list[Save]] = {}
         codecs = self._codecs()
         for n, i in enumerate(block.saves):
@@ -215,10 +218,10 @@ class Compress(Facts):
         return items
 
     def _codecs(self) -> dict[int, Codec]:
-        """Which save gets which codec."""
+        """The codec of each compressed save, by its number."""
         if len(self.bits) != len(self.saves):
             raise InvalidInput(
-                f"`{self.block}`: {len(self.saves)} saves and {len(self.bits)} bits", hint="give bits for every save"
+                f"`{self.block}`: {len(self.saves)} saves, but {len(self.bits)} bits", hint="give one number of bits per save"
             )
         from holdall.codecs import codec_for
 
@@ -229,9 +232,11 @@ class Compress(Facts):
         policy = harness.policy(self.block)
         if policy.recompute or policy.park:
             other = "recompute" if policy.recompute else "offload"
-            raise InvalidInput(f"`{self.block}` cannot have both {other} and compress", hint="choose one of them")
+            raise InvalidInput(
+                f"`{self.block}` cannot have both {other} and compress", hint="plan the block with one of the two actions"
+            )
         if self.swap and not harness.stores:
-            raise Unsupported("codes are to be swapped, and there is no tier to swap them to", hint="plan with swap=False")
+            raise Unsupported("the plan offloads codes, but this machine has no second tier", hint="plan with swap=False")
         from holdall.runtime.activations.compress import Compression, seed_of
 
         policy.compress = Compression(codecs=self._codecs(), seed=seed_of(self.block, self.seed))
@@ -245,11 +250,11 @@ def _coded(trace: Trace, block: Block, bits: int) -> tuple[Compress]:
 
 
 def codable(trace: Trace, block: Block, *, codec: str = "group", bits: int = 8) -> tuple[int, ...]:
-    """Tensors that the block holds for backward and that may be coded, in the order of their first save.
+    """The block's saved tensors that may be compressed, in the order of their first save.
 
-    Made in the block, or an input that nobody else needs; not given on. Left alone are statistics: what an op makes beside its
-    first result (mean and deviation of a norm, log-sum-exp of attention), and reductions to one column; and masks, on a CPU
-    floats that a random op fills.
+    A tensor qualifies if the block makes it, or if it is an input that no other block needs; outputs do not. Excluded are
+    statistics, i.e. results of an op after its first (mean and deviation of a norm, log-sum-exp of attention) and reductions
+    to one column; and masks, which on a CPU are floats filled by a random op.
     """
     from holdall.codecs import codec_for
 
@@ -262,14 +267,14 @@ def codable(trace: Trace, block: Block, *, codec: str = "group", bits: int = 8) 
     for x, saves in saved.items():
         info = trace.tensors[x]
         inside = block.first <= info.born <= block.last and x not in block.outputs
-        elsewhere = len(saves) < len(trace.saves_of(x))  # another block holds it anyway
+        elsewhere = len(saves) < len(trace.saves_of(x))  # another block holds it anyway: compressing saves nothing
         if (inside or x in own) and not elsewhere and _is_worth(info, one) and not _is_special(trace, info):
             found.append(x)
     return tuple(found)
 
 
 def _held_outside(schedule: Schedule, block: Block) -> list[int]:
-    """Tensors that go when the block's call returns: whoever called it holds them while the codes are made."""
+    """Tensors that are freed when the block's call returns: its caller holds them while the codes are made."""
     tensors = schedule.trace.tensors.values()
     return [t.id for t in tensors if t.freed == block.last and t.born < block.first and t.id not in schedule.start]
 
@@ -280,7 +285,7 @@ def numel_of(trace: Trace, tensor: int) -> int:
 
 
 def key_of(block: str, n: int) -> str:
-    """The name of the n-th tensor that may be coded in a block."""
+    """The name of the n-th codable tensor of a block."""
     return f"{block}:{n}"
 
 
@@ -299,7 +304,7 @@ def _is_special(trace: Trace, info: TensorInfo) -> bool:
 
 
 def asks_for_sign(trace: Trace, save: Save) -> bool:
-    """Whether the op that asked for it is the backward of a ReLU."""
+    """Is this save read by the backward of a ReLU, which needs the sign only?"""
     if save.unpacked is None or save.unpacked + 1 >= len(trace.ops):
         return False
     asking = trace.ops[save.unpacked + 1]
@@ -307,7 +312,7 @@ def asks_for_sign(trace: Trace, save: Save) -> bool:
 
 
 def _numel(info: TensorInfo) -> int:
-    """Elements of the storage. Sizes of a GPU's tensors are rounded up; then those of the shape, if the bytes are its."""
+    """Elements of the storage. Byte sizes on a GPU are rounded up, so the shape decides where it agrees with the bytes."""
     item = _ITEM.get(info.dtype, 1)
     count = prod(info.shape)
     return count if 0 <= info.nbytes - count * item < BLOCK else info.nbytes // item

@@ -1,13 +1,13 @@
-"""Delay: gradients of units that are updated on the host take effect one step late, so that the update has a whole step's time.
+"""Delay: host updates use gradients that are one step old, so that each update has the time of a whole step.
 
 The delayed parameter update of ZeRO-Offload (Ren et al., USENIX ATC 2021). After `warmup` ordinary steps:
 
     step i        forward and backward with weights that contain the gradients up to i - 2
-    beside it     the host updates its masters with the gradients of i - 1
-    step() of i   waits for that update, brings the new weights to the device, takes over the gradients of i
+    overlapping   the host updates its masters with the gradients of i - 1
+    step() of i   waits for that update, copies the new weights to the device, keeps the gradients of i for the next step
 
-Not exact, and so never chosen unless asked for. Whoever reads parameters while an update is under way sees them half new;
-`state_dict` waits, and so contains every gradient.
+Not exact, and so never chosen unless asked for. Reading parameters during an update gives a mix of old and new values;
+`state_dict` waits for the update, and so contains every gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from holdall.runtime.states.engine import Engine
     from holdall.runtime.states.unit import PlacedUnit
 
-_HANDLING = 0.4  # of an update's time: gradients taken over (6 bytes per parameter) and new weights cast (6), of Adam's 28
+_HANDLING = 0.4  # of an update's time: copying gradients (6 bytes per parameter) and casting new weights (6), of Adam's 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ class Delay(Facts):
         return [Delay(warmup=1)] if trace.units else []
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
-        """A step after the warm-up: the updates at its end move to its beginning, and work on gradients of their own."""
+        """A step after the warm-up: updates move from its end to its beginning and read delayed gradients."""
         trace, far = problem.trace, problem.hardware.far
         end = next((op.id for op in trace.ops if op.site.phase is Phase.STEP), len(trace.ops)) - 1
         if far is None or not any(_is_update(s) for s in schedule.after.get(end, ())):
             return schedule
         schedule = schedule.copy()
         units = {f"update of {u.name}": u for u in trace.units}
-        late: dict[int, int] = {}  # buffer of the gradients -> the gradients held back
+        late: dict[int, int] = {}  # gradient buffer -> the buffer of delayed gradients
         moved: list[Run] = []
         left: list[Step] = []
         for step in schedule.after[end]:
@@ -93,15 +93,15 @@ def _is_update(step: Step) -> bool:
 
 
 class _Late:
-    """Holds one step's gradients of the units that are updated on the host, while they are applied beside the next step."""
+    """Holds one step's gradients of the units updated on the host, while the next step overlaps their update."""
 
     def __init__(self, harness: Harness, warmup: int) -> None:
         self._harness = harness
         self._warmup = warmup
         self._steps = 0
-        self._pending: Future[None] | None = None  # the update under way
-        self._is_new = False  # the masters are ahead of the device's weights
-        self._nbytes = 0  # of the gradients held back, in the host's ordinary memory
+        self._pending: Future[None] | None = None  # future of the update that is running
+        self._is_new = False  # the masters are newer than the device's weights
+        self._nbytes = 0  # bytes of the delayed gradients, in the host's pageable memory
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         from holdall.updates.parts import snapshot
@@ -112,13 +112,15 @@ class _Late:
             return
         updater = engine.updater
         if engine.when != "step":
-            raise Unsupported(f"a delayed update cannot also be made at {engine.when!r}", hint='place with when="step"')
+            raise Unsupported(
+                f"`delay` needs updates at the step, but this plan makes them at {engine.when!r}", hint='place with when="step"'
+            )
         self.settle()
         if self._is_new:
             engine.refresh()
         jobs = [self._take(engine, unit) for unit in engine.units if unit.update == "host" and unit.name in engine.held]
         for unit, _, _ in jobs:
-            unit.follows = False  # the device's weights are meant to be a step behind
+            unit.follows = False  # the device's weights are one step behind, on purpose
         groups = snapshot(optimizer)
 
         def update() -> None:
@@ -140,7 +142,7 @@ class _Late:
             self._pending = updater.submit(update)
 
     def _take(self, engine: Engine, unit: PlacedUnit) -> tuple[PlacedUnit, list[int], list[torch.Tensor]]:
-        """Take the gradients of a unit as the loop has left them; for the engine there are none."""
+        """Take a unit's gradients as the loop has left them, and hide them from the engine."""
         from holdall.runtime.states.gradients.offloaded import Gradient
 
         held = engine.held[unit.name]
@@ -151,19 +153,19 @@ class _Late:
                 if grad is not None:
                     which.append(n)
                     grads.append(grad.value() if isinstance(grad, Gradient) else grad.clone())
-                    unit.trained[n].home.grad = None  # else the engine would find it, and use it now
+                    unit.trained[n].home.grad = None  # else the engine would use it in this step
         del engine.held[unit.name]
         if held.sum is not None and engine.store is not None:
             engine.store.free(held.sum)
         return unit, which, grads
 
     def _quiet(self) -> AbstractContextManager[Any]:
-        """The host's memory is not the device's, even where both are the same RAM."""
+        """Leave host memory out of the budget, even where host and device share one RAM."""
         ledger = self._harness.ledger
         return ledger.paused() if ledger is not None else nullcontext()
 
     def settle(self) -> None:
-        """Every gradient that was taken over is in the parameters."""
+        """Apply every delayed gradient to the parameters."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()

@@ -1,7 +1,7 @@
-"""Head: the loss of a big vocabulary is taken a few rows at a time, and the logits never exist whole.
+"""Head: compute the loss of a large vocabulary a few rows at a time, so that the whole logits never exist.
 
-A step with a chunked head is another step, with other ops; so the trace is taken with the head chunked already (its
-`about.head` says so), the schedule is right as it stands, and all that is left to do is to do the same to the model.
+A chunked head has other ops, so the trace is already taken with the head chunked (`about.head` names it). The schedule needs
+no change; installing the action chunks the head of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Head(Facts):
     module: str  # path of the head
-    rows: int  # how many at a time
+    rows: int  # rows per chunk
 
     name: ClassVar[str] = "head"
     exact: ClassVar[bool] = False  # the tolerance is in runtime/head/chunked_loss.py
@@ -34,10 +34,10 @@ class Head(Facts):
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         traced = _of(problem.trace)
         if traced != self:
-            how = "whole" if traced is None else f"`{traced.module}` {traced.rows} rows at a time"
+            how = "whole" if traced is None else f"as `{traced.module}` in chunks of {traced.rows} rows"
             raise Unsupported(
-                f"the plan takes `{self.module}` {self.rows} rows at a time, the trace has its head {how}",
-                hint="trace again with this head chunked",
+                f"the plan chunks `{self.module}` by {self.rows} rows, but the trace has its head {how}",
+                hint=f"trace with the head chunked alike: holdall.trace(..., head={self.rows})",
             )
         return schedule
 
@@ -52,6 +52,6 @@ class Head(Facts):
 
 
 def _of(trace: Trace) -> Head | None:
-    """The head that the trace was taken with."""
+    """The chunked head of the trace, if it has one."""
     head = trace.about.head
     return None if head is None else Head(module=head.module, rows=head.rows)

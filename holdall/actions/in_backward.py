@@ -1,16 +1,16 @@
-"""In backward: a parameter is updated as soon as its gradient is complete, and the gradient is freed at once.
+"""In backward: update each parameter as soon as its gradient is complete, and free the gradient at once.
 
 After LOMO (Lv et al., ACL 2024, arXiv 2306.09782), for every optimizer that treats each parameter by itself: torch's own and
-the members of `optim`. What is held of gradients falls from all of them to the few of one node of the graph.
+the members of `optim`. Gradients in memory shrink from all of them to those of one node of the graph.
 
-Exact: the bits of the same optimizer without its foreach or fused form. With `max_norm` gradients are clipped by their global
-norm, as `clip_grad_norm_` does (the loop does so no longer): they are held until backward is over, then measured, clipped and
-used up one by one. That costs as many bytes as gradients take; a second backward would cost time instead, and under a plan a
-graph is walked once. Held gradients may also be those of several backwards (`accumulate`). Without a norm they may not: the
-step that is counted is the last backward, and where that uses sums up as it goes, one before it takes more.
+Exact: the same bits as the same optimizer without its foreach or fused form. With `max_norm` gradients are clipped by their
+global norm, in place of the loop's `clip_grad_norm_`: they are held until backward is over, then measured, clipped and used one
+by one. That costs as many bytes as all gradients; a second backward would cost time instead, and under a plan a graph is walked
+once. Held gradients may be sums of several backwards (`accumulate`). Without `max_norm` they may not: the traced backward is
+the last of a step, which frees sums as it goes, so an earlier backward would need more memory.
 
-`place` does the same for parameters that the model does not compute with itself: working copies of another precision, and homes
-on the host.
+`place` does the same for parameters that the model does not compute with itself: masters with working copies, and masters on
+the host.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InBackward(Facts):
-    late: tuple[str, ...] = ()  # blocks that hand all their gradients over when their backward is over: those run op by op
-    max_norm: float | None = None  # clip by the global norm, for which gradients are held until backward is over
+    late: tuple[str, ...] = ()  # blocks that hand over all gradients at the end of their backward: blocks run op by op
+    max_norm: float | None = None  # clip by the global norm; gradients are then held until backward is over
     accumulate: int = 1  # backwards per step, with `max_norm` only
 
     name: ClassVar[str] = "in_backward"
     exact: ClassVar[bool] = True
-    rank: ClassVar[int] = 35  # after everything that moves what backward reads
+    rank: ClassVar[int] = 35  # after every action that moves tensors of backward
     settles_states: ClassVar[bool] = True
-    what: ClassVar[str] = "parameters are updated as their gradients come (clips=False)"
+    what: ClassVar[str] = "parameters are updated in backward, as gradients are made (clips=False)"
 
     @staticmethod
     def of(trace: Trace, actions: Iterable[Action] = (), *, max_norm: float | None = None, accumulate: int = 1) -> Action:
-        """The action for a trace beside others: this one, or `place` where the model computes with copies."""
+        """The action for a trace, given the plan's other actions: this one, or `place` where the model has working copies."""
         if trace.about.precision:
             if max_norm is not None or accumulate > 1:
                 raise Unsupported(
-                    "gradients of working copies are not held in backward, to be clipped or added up",
-                    hint="use `place`, under which the loop may do both",
+                    "`in_backward` can neither clip nor accumulate the gradients of working copies",
+                    hint='plan with allow=["place"], under which the loop may do both',
                 )
             return Place.all(trace, when="backward")
         late = tuple(block for a in actions for block in a.by_ops)
@@ -58,7 +58,7 @@ class InBackward(Facts):
 
     @staticmethod
     def samples(trace: Trace) -> list[InBackward]:  # noqa: ARG004
-        """None: problems of the contract tests are those of a loop that clips. Its own tests put it beside the others."""
+        """None: the contract tests plan for a loop that clips. Its own tests combine it with the other actions."""
         return []
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
@@ -66,7 +66,8 @@ class InBackward(Facts):
         steps = [op for op in problem.trace.ops if op.site.phase is Phase.STEP]
         if any(op.reads and not schedule.run(op.id).reads for op in steps):
             raise Unsupported(
-                "`in_backward` and `place` both say when parameters are updated", hint='use `place` with when="backward" alone'
+                "`in_backward` and `place` both decide when parameters are updated",
+                hint='use `place` with when="backward" alone',
             )
         return _Rewrite(schedule.copy(), problem, steps, self.late, holds=self.max_norm is not None).apply()
 
@@ -76,18 +77,18 @@ class InBackward(Facts):
         late = {block for block, policy in harness._policies.items() if policy.runner is not None}
         if late != set(self.late):
             raise InvalidInput(
-                "`in_backward` does not name the blocks that are run op by op",
+                "`in_backward` lacks the names of the blocks that run op by op",
                 hint="make it with `InBackward.of(trace, actions)`",
             )
         if harness.optimizer is None:
-            raise Unsupported("there is no optimizer to update with", hint="give `apply` the optimizer")
-        if getattr(harness.optimizer, "consumes_gradients", False):  # it does so by itself
+            raise Unsupported("`in_backward` needs an optimizer", hint="call holdall.apply(plan, model, optimizer)")
+        if getattr(harness.optimizer, "consumes_gradients", False):  # it updates in backward by itself
             held: Any = harness.optimizer
             if (held.held_norm, held.accumulate) != (self.max_norm, self.accumulate):
                 raise InvalidInput(
-                    f"{type(harness.optimizer).__name__} does not hold gradients as the plan does "
+                    f"{type(harness.optimizer).__name__} holds gradients otherwise than the plan does "
                     f"(max_norm={self.max_norm}, accumulate={self.accumulate})",
-                    hint='give it the same: `clip_grad_norm` with clip="hold", and `accumulate`',
+                    hint='give the optimizer the same values: clip_grad_norm=..., clip="hold", accumulate=...',
                 )
             return
         harness.updates = BackwardUpdates(harness.optimizer, max_norm=self.max_norm, accumulate=self.accumulate)
@@ -98,20 +99,20 @@ def _refuse(problem: Problem, action: InBackward) -> None:
     """What updating in backward cannot give, with the price of each way out."""
     if problem.trace.about.precision:
         raise Unsupported(
-            "the model computes with copies of its parameters, which `in_backward` does not update",
-            hint='use `place` with when="backward", which `InBackward.of` gives',
+            "the model computes with working copies, which `in_backward` cannot update",
+            hint='use `place` with when="backward", which `InBackward.of(trace, actions)` returns',
         )
     if problem.clips and action.max_norm is None:
         raise Unsupported(
-            "a loop that clips by the global norm looks at all gradients before the first update: none can be made in backward",
-            hint="plan with clips=False; or take the norm in a second backward (`Lomo.grad_norm`: twice the time); "
+            "clipping by the global norm needs all gradients before the first update, so none can be made in backward",
+            hint="plan with clips=False; or compute the norm in a second backward (`Lomo.grad_norm`: twice the time); "
             "or hold the gradients (`InBackward.of(..., max_norm=...)`: as many bytes as trained weights)",
         )
     if problem.accumulate != action.accumulate or (action.accumulate > 1 and action.max_norm is None):
         raise Unsupported(
-            f"{problem.accumulate} backwards per step add up their gradients, which in backward are used up as they come",
-            hint="make the batch one backward; or hold the gradients (`InBackward.of(..., accumulate=..., max_norm=...)`: as "
-            "many bytes as trained weights); or accumulate compressed ones with `Flora`",
+            f"the loop adds up the gradients of {problem.accumulate} backwards, but `in_backward` uses each gradient at once",
+            hint="plan with accumulate=1; or hold the gradients (`InBackward.of(..., accumulate=..., max_norm=...)`: as "
+            "many bytes as trained weights); or accumulate compressed gradients with `holdall.optim.Flora`",
         )
 
 
@@ -127,7 +128,7 @@ def moments(trace: Trace, late: Iterable[str] = ()) -> dict[TensorId, OpId]:
 
 
 def used_up(trace: Trace) -> Trace:
-    """The same step without its update, each gradient gone when it is complete: what a planner of activations should see."""
+    """The same step without its update, each gradient freed when it is complete: the input for planners of activations."""
     end, gone = _last_of_backward(trace), moments(trace)
     tensors = {
         x: replace(t, freed=gone[x]) if x in gone else replace(t, freed=None) if (t.freed or 0) > end else t
@@ -163,7 +164,7 @@ class _Rewrite:
         self.late = late
         self.holds = holds
         self.parameters = _parameters(self.trace)
-        self.now: dict[TensorId, TensorId] = {}  # what the step makes -> the same, made in backward; a gradient -> its sum
+        self.now: dict[TensorId, TensorId] = {}  # tensor of the step -> its copy in backward; a gradient -> its sum
         if problem.accumulate > 1:
             for op in steps:
                 run = schedule.run(op.id)
@@ -172,7 +173,7 @@ class _Rewrite:
     def apply(self) -> Schedule:
         if not self.steps:
             raise Unsupported(
-                "the traced step has no update", hint="trace with the optimizer, or give gradients no time to live"
+                "the traced step has no update", hint="trace with the optimizer: holdall.trace(model, batch, optimizer=...)"
             )
         apart = self._share_out()
         end, ready = _last_of_backward(self.trace), moments(self.trace, self.late)
@@ -189,11 +190,11 @@ class _Rewrite:
             self.schedule.insert(end, [*self._norm(trained), *updates[end]])
             return self.schedule
         for at, runs in updates.items():
-            self.schedule.insert(at, runs, first=True)  # before the next node asks for what is to be fetched or run again
+            self.schedule.insert(at, runs, first=True)  # before the next node starts a fetch or a replay
         return self.schedule
 
     def _norm(self, trained: Sequence[_Parameter]) -> list[Run]:
-        """A number for each gradient, one for all of them, and what they are multiplied by; the last norm is still there."""
+        """The norm of each gradient, their global norm and the factor; the last step's norm is still in memory."""
         grads = tuple(self.now.get(p.grad, p.grad) for p in trained)
         like = self.schedule.info(grads[0])
         number = allocated_bytes(4, self.problem.hardware.device)
@@ -220,9 +221,9 @@ class _Rewrite:
         ]
 
     def _share_out(self) -> bool:
-        """Give every op of the step to the parameter it updates; false where one op updates several (foreach)."""
+        """Assign every op of the step to the parameter it updates; false where one op updates several (foreach)."""
         owner = {x: p for p in self.parameters for x in (p.weight, p.grad, *p.states)}
-        waiting: list[Op] = []  # made from nothing: they belong to whoever comes next
+        waiting: list[Op] = []  # without inputs: they belong to the next parameter
         last: _Parameter | None = None
         for op in self.steps:
             touched = [owner[x] for x in (*op.reads, *op.mutates) if x in owner]
@@ -243,7 +244,7 @@ class _Rewrite:
         return True
 
     def _turn(self, p: _Parameter) -> tuple[int, int, int]:
-        """The order of updates after one node: a bias, made last, goes before its weight, which is seen through a view."""
+        """The order of updates after one node: a bias, made last, before its weight, whose gradient is a view."""
         if self.holds:
             return p.ready, p.ops[0].id if p.ops else 0, p.weight
         born = self.trace.tensors[p.grad].born
@@ -251,16 +252,16 @@ class _Rewrite:
         return p.ready, -born, writes.index(p.grad) if p.grad in writes else 0
 
     def _moved(self, p: _Parameter) -> list[Run]:
-        """The ops of the update, with the lives of what they make; the gradient is there until the last."""
+        """The ops of the update, with the lifetimes of their results; the gradient lives until the last op."""
         runs = [self._run(op) for op in p.ops]
         place = {op.id: n for n, op in enumerate(p.ops)}
         for x in {x for op in p.ops for x in (*op.writes, *op.reads, *op.mutates)}:
             freed = self.trace.tensors[x].freed
             new = self.now.get(x, x)
             if x == p.grad or (new != x and freed is not None) or (freed is not None and freed >= p.ops[0].id):
-                # a name of the update's frame: until something else has it, or the frame ends
+                # a local variable of the update: lives until it is rebound, or the function returns
                 last = len(runs) - 1 if x == p.grad or freed is None else place.get(freed, len(runs) - 1)
-                if new not in runs[last].writes:  # else it goes as it comes
+                if new not in runs[last].writes:  # else it is freed at once
                     runs[last] = replace(runs[last], reads=tuple(dict.fromkeys((*runs[last].reads, new))))
                 self.schedule.holds[new] = []
             elif new != x:
@@ -282,7 +283,7 @@ class _Rewrite:
         )
 
     def _as_a_whole(self, p: _Parameter) -> Run:
-        """One op where the trace has one for many parameters: its part of what the unit's update takes."""
+        """One op in place of a foreach op of the trace: this parameter's share of the unit's update time."""
         share = self.trace.tensors[p.weight].nbytes / max(1, sum(self.trace.tensors[x].nbytes for x in p.unit.weights))
         hardware = self.problem.hardware
         return Run(

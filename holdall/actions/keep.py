@@ -1,4 +1,4 @@
-"""Keep: leave a block as it is. The null member, and a plan's way to say that it looked."""
+"""Keep: leave a block as it is. The null action; it records that a planner considered the block."""
 
 from __future__ import annotations
 

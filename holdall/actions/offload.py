@@ -1,7 +1,7 @@
-"""Offload: what a block holds for backward waits in another tier, and is fetched ahead of need.
+"""Offload: copy a block's saved tensors to another tier after its forward, and prefetch them for its backward.
 
 The idea of vDNN (arXiv 1602.08124), at the granularity of a block. On a recomputed block it moves the inputs that the block
-keeps for its replay, since those are then all it holds; on one that runs by a program, what the program keeps.
+keeps for its replay, which are then its only saved tensors; on a block that runs by a program, the tensors the program keeps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Offload(Facts):
     block: str
-    inputs: tuple[int, ...] = ()  # positions of inputs that nobody else needs
-    lag: bool = False  # free the device's copy when the next block's forward is over, so that copying overlaps
-    until: str = ""  # free it when the forward of this block is over instead: where a copy takes longer than one block
-    fetch: str = ""  # start fetching when the backward of this block begins; empty: when the tensors are needed
-    tier: str = ""  # where they wait; empty: in the nearest tier
+    inputs: tuple[int, ...] = ()  # positions of inputs that no other block needs
+    lag: bool = False  # free the device's copy when the next block's forward is over, so that the copy overlaps it
+    until: str = ""  # free it when the forward of this block is over instead: for copies that take longer than one block
+    fetch: str = ""  # start the fetch when the backward of this block begins; empty: when the tensors are needed
+    tier: str = ""  # destination of the tensors; empty: the nearest tier
 
     name: ClassVar[str] = "offload"
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 20
     by_default: ClassVar[bool] = True
     spares_activations: ClassVar[bool] = True
-    what: ClassVar[str] = "what blocks hold for backward waits in the next tier"
+    what: ClassVar[str] = "saved tensors are copied to the next tier"
 
     @property
     def tiers(self) -> frozenset[str]:
@@ -39,7 +39,7 @@ class Offload(Facts):
 
     @staticmethod
     def of(trace: Trace, block: Block, *, overlap: bool, tier: str = "") -> Offload:
-        """The action for a block of a trace; `overlap`: copies run beside computation."""
+        """The action for a block of a trace; `overlap`: copies overlap computation."""
         after = trace.blocks[block.id + 1] if block.id + 1 < len(trace.blocks) else None
         ahead = after is not None and after.backward is not None
         return Offload(
@@ -52,7 +52,7 @@ class Offload(Facts):
 
     @staticmethod
     def samples(trace: Trace) -> list[Offload]:
-        """A block as on a CPU, as where copies overlap, and as where they take the whole pass."""
+        """A block without overlap (a CPU), with overlap, and with copies that take the whole pass."""
         saving = [b for b in trace.blocks if b.saves and b.backward is not None]
         slow = Offload.of(trace, saving[0], overlap=True)
         slow = replace(slow, until=saving[-1].name, fetch=saving[-1].name) if len(saving) > 1 else slow
@@ -64,8 +64,8 @@ class Offload(Facts):
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
-        """The block itself, or the inputs of a block that is recomputed, to each tier. Where copies overlap with computation,
-        each comes in two forms: hidden by the next block, which needs room for both, and waited for at once ("now")."""
+        """Offload the block, or the inputs of a block that is recomputed, to each tier. Where copies overlap computation, each
+        comes in two forms: hidden by the next block, which needs memory for both, and waited for at once ("now")."""
         for n, tier in enumerate(problem.hardware.others):
             yield from _to(problem, block, tier.name if n else "")
 
@@ -123,13 +123,13 @@ def _to(problem: Problem, block: Block, tier: str) -> Iterable[Choice]:
             yield replace(at_once, label=f"{by_replay.label} now", for_all=False, lean=False)
     if not overlap:
         yield held(late=False, tier=tier)
-    elif not _is_last(problem.trace, block):  # there is no next block to hide it, and it would be fetched at once
+    elif not _is_last(problem.trace, block):  # no next block can hide the copy, and the fetch would follow at once
         yield (hidden := held(late=True, tier=tier))
         yield replace(held(late=False, tier=tier), label=f"{hidden.label} now", for_all=False)
 
 
 def held(*, late: bool, tier: str = "") -> Choice:
-    """The choice to offload what a block holds for backward."""
+    """The choice to offload a block's saved tensors."""
     label = f"{Offload.name} to {tier}" if tier else Offload.name
     return Choice(label=label, make=_held, given=(late, tier), moves=True, tier=tier, late=late, for_all=True)
 
@@ -139,7 +139,7 @@ def _held(trace: Trace, block: Block, late: bool, tier: str) -> tuple[Action, ..
 
 
 def replayed(*, late: bool, tier: str = "") -> Choice:
-    """The choice to recompute a block and to offload the inputs that it keeps for that."""
+    """The choice to recompute a block and to offload the inputs that its replay needs."""
     moved = held(late=late, tier=tier)
     return replace(moved, label=f"{Recompute.name} + {moved.label}", make=_replayed, recomputes=True, lean=True)
 
@@ -149,19 +149,19 @@ def _replayed(trace: Trace, block: Block, late: bool, tier: str) -> tuple[Action
 
 
 def _is_last(trace: Trace, block: Block) -> bool:
-    """Whether no later block holds anything for backward."""
+    """Does no later block save tensors for backward?"""
     return not any(b.saves and b.backward is not None for b in trace.blocks[block.id + 1 :])
 
 
 def first_needed(trace: Trace, block: Block, tensors: Collection[int] | None = None) -> int | None:
-    """The op after which backward first asks for something (or one of `tensors`) this block saved; None: never."""
+    """The op after which backward first reads a tensor (or one of `tensors`) that this block saved; None: never."""
     saves = [trace.saves[i] for i in block.saves]
     asked = [s.unpacked for s in saves if tensors is None or s.tensor in tensors]
     return min((k for k in asked if k is not None), default=None)
 
 
 def own_inputs(trace: Trace, block: Block) -> tuple[int, ...]:
-    """Positions of the inputs that only this block holds for backward."""
+    """Positions of the inputs that no other block saves for backward."""
     needed = first_needed(trace, block)
     if needed is None:
         return ()

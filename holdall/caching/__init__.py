@@ -1,9 +1,9 @@
-"""What was measured, traced and planned before, on disk: a second `fit` of the same model need not find it out again.
+"""A disk cache of measurements, traces and plans: a second `fit` of the same model reuses them.
 
 One folder (`HOLDALL_CACHE`, else `holdall` in the user's cache folder), in it one folder per kind, in that one file per entry,
-named by a digest of everything that the entry depends on. An entry is two lines: what it is, with a digest of the second; and
-the value as JSON, so that nothing but data is ever read. Files are written whole or not at all. Whatever cannot be read or
-written is as if it had never been there: a cache makes no errors, only misses.
+named by a digest of everything that the entry depends on. An entry has two lines: its description, with a digest of the second;
+and the value as JSON, so that only data is ever read. Files are written whole or not at all. An entry that cannot be read or
+written counts as missing: the cache never raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdall.types import _json
 from holdall.units import MiB
 
 FORMAT = "holdall-cache-1"
-MOST = 512 * MiB  # bytes of all entries, after which those that were not used for longest go
+MOST = 512 * MiB  # limit on the bytes of all entries; the least recently used are removed first
 KINDS = ("probe", "ops", "trace", "plan")
 _OFF = ("off", "0", "no", "false")
 
@@ -36,18 +36,18 @@ class Entry:
     kind: str
     path: Path
     nbytes: int
-    used: float  # seconds since the epoch, when it was last read or written
+    used: float  # when it was last read or written, in seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """`folder`: None for one that keeps nothing."""
+    """`folder`: None for a cache that stores nothing."""
 
     folder: Path | None
     most: int = MOST
 
     def get(self, kind: str, key: str) -> Any:
-        """The value of an entry; None: there is none that can be read."""
+        """The value of an entry; None: there is none, or it cannot be read."""
         if self.folder is None:
             return None
         path = self._path(kind, key)
@@ -55,11 +55,11 @@ class Cache:
             head, _, body = path.read_bytes().partition(b"\n")
             said = json.loads(head)
             if said["format"] != FORMAT or said["key"] != key or said["digest"] != _digest(body):
-                raise ValueError("not what was written")
+                raise ValueError("the entry differs from what was written")
             value = json.loads(body)
         except OSError:
             return None
-        except (ValueError, KeyError, TypeError):  # cut short, changed, or of another version
+        except (ValueError, KeyError, TypeError):  # truncated, changed, or of another version
             with suppress(OSError):
                 path.unlink()
             return None
@@ -79,11 +79,11 @@ class Cache:
             self._make_room(path)
 
     def entries(self) -> list[Entry]:
-        """Those that were used last come first."""
+        """All entries, the most recently used first."""
         return sorted(self._files(), key=lambda e: -e.used)
 
     def clear(self) -> int:
-        """Remove every entry; returns how many there were."""
+        """Remove every entry; returns their number."""
         removed = 0
         for entry in self._files():
             with suppress(OSError):
@@ -100,7 +100,7 @@ class Cache:
             assert self.folder is not None
             with suppress(OSError):
                 for file in os.scandir(self.folder / kind):
-                    with suppress(OSError):  # somebody else has removed it
+                    with suppress(OSError):  # another process has removed it
                         there = file.stat()
                         if file.is_file() and file.name.endswith(".json"):
                             yield Entry(kind=kind, path=Path(file.path), nbytes=there.st_size, used=there.st_mtime)
@@ -118,7 +118,7 @@ class Cache:
 
 
 def cache_folder() -> Path | None:
-    """Where entries are; None: `HOLDALL_CACHE=off`."""
+    """The folder of the entries; None: `HOLDALL_CACHE=off`."""
     given = os.environ.get("HOLDALL_CACHE", "")
     if given.lower() in _OFF:
         return None
@@ -132,19 +132,19 @@ def cache_folder() -> Path | None:
 
 
 def open_cache() -> Cache:
-    """The cache that the environment names now."""
+    """The cache that the environment variable names now."""
     return Cache(cache_folder())
 
 
 def key_of(*parts: Any) -> str:
-    """A digest of plain data, of the version of this package and of whatever its code is by now."""
+    """A digest of plain data, of this package's version and of its current code."""
     text = json.dumps([own_code(), *parts], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @cache
 def own_code() -> str:
-    """A digest of this package's code: what another version has found out need not be so in this one."""
+    """A digest of this package's code: results of another version may be wrong in this one."""
     digest = hashlib.blake2b(digest_size=16)
     root = Path(__file__).parent.parent
     for path in sorted(root.rglob("*.py")):
@@ -155,7 +155,7 @@ def own_code() -> str:
 
 
 def age(entry: Entry) -> float:
-    """Seconds since an entry was used."""
+    """Seconds since an entry was last used."""
     return max(0.0, time.time() - entry.used)
 
 

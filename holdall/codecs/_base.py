@@ -1,4 +1,4 @@
-"""What codecs share: groups, a scratch of known size, and the packing of narrow codes into bytes."""
+"""Shared by all codecs: groups, scratch memory of known size, and the packing of codes into bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 GROUP = 256  # elements that share a scale
-_CHUNK = {"cpu": 2**8, "cuda": 2**14}  # groups worked on at a time: what fits a cache, or what fills a GPU
+_CHUNK = {"cpu": 2**8, "cuda": 2**14}  # groups per chunk: enough for a CPU cache, or to fill a GPU
 
 Field = tuple[int, int]  # (lowest bit of the code, bits): a code of 5 bits is stored as 4 and 1
 Sections = Mapping[str, tuple[torch.dtype, int]]  # name -> (dtype, elements per group)
@@ -25,7 +25,7 @@ class Codec(Protocol):
         ...
 
     def workspace(self, numel: int, device: str) -> tuple[int, int]:
-        """Bytes taken and given back while encoding, and while decoding."""
+        """Scratch bytes for encoding, and for decoding; both are freed afterwards."""
         ...
 
     def encode(self, flat: torch.Tensor, generator: torch.Generator) -> torch.Tensor: ...
@@ -38,7 +38,7 @@ def groups_of(numel: int) -> int:
 
 
 def chunk_of(numel: int, device: str) -> int:
-    """Groups that are worked on at a time."""
+    """Groups per chunk."""
     return min(groups_of(numel), _CHUNK.get(device, _CHUNK["cuda"]))
 
 
@@ -47,13 +47,15 @@ def scratch_bytes(sections: Sections, groups: int) -> int:
 
 
 class Scratch:
-    """Room for one chunk, cut into sections. All work happens in it, so that what encoding takes is known beforehand."""
+    """Memory for one chunk, cut into sections. All work happens in it, so that the bytes of encoding are known beforehand."""
 
     def __init__(self, sections: Sections, groups: int, device: torch.device) -> None:
         room = torch.empty(scratch_bytes(sections, groups), dtype=torch.uint8, device=device)
         self._parts: dict[str, torch.Tensor] = {}
         start = 0
-        for name, (dtype, count) in sorted(sections.items(), key=lambda s: -s[1][0].itemsize):  # wide ones first: aligned
+        for name, (dtype, count) in sorted(
+            sections.items(), key=lambda s: -s[1][0].itemsize
+        ):  # widest dtype first, for alignment
             end = start + groups * dtype.itemsize * count
             self._parts[name] = room[start:end].view(dtype).view(groups, count)
             start = end
@@ -72,7 +74,7 @@ def chunks(numel: int, device: str) -> Iterator[tuple[slice, slice]]:
 
 
 def load(into: torch.Tensor, part: torch.Tensor) -> None:
-    """Copy a chunk in; what its last group lacks is filled with its last element, which changes no minimum or maximum."""
+    """Copy a chunk in; a short last group is padded with its last element, which changes no minimum or maximum."""
     flat = into.view(-1)
     count = part.numel()
     flat[:count].copy_(part)
@@ -81,7 +83,7 @@ def load(into: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def fields_of(bits: int) -> list[Field]:
-    """Powers of two that add up to `bits`, widest first; each fills bytes without a gap."""
+    """Powers of two that add up to `bits`, largest first; each fills bytes without a gap."""
     found, low = [], bits
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -137,12 +139,12 @@ def unpack(fields: list[torch.Tensor], into: torch.Tensor, spare: torch.Tensor, 
 
 
 def generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
-    """The generator, or one on the device that follows from it."""
+    """The generator, or one on the device that is seeded from it."""
     if generator.device.type == device.type:
         return generator
     return torch.Generator(device=device).manual_seed(seed_from(generator))
 
 
 def seed_from(generator: torch.Generator) -> int:
-    """A number drawn on the host: the device is not waited for."""
+    """A number drawn on the host, without waiting for the device."""
     return int(torch.randint(2**31 - 1, (1,), generator=generator))

@@ -69,7 +69,7 @@ def encode_groups(
     low = tl.min(tl.where(there, x, float("inf")), axis=1)
     high = tl.max(tl.where(there, x, float("-inf")), axis=1)
     lost = tl.max(tl.where(there & (x != x), 1, 0), axis=1) > 0  # noqa: PLR0124
-    low = tl.where(lost, float("nan"), low)  # reductions pass over NaN; what was NaN must come back so
+    low = tl.where(lost, float("nan"), low)  # reductions skip NaN, but NaN must decode to NaN
     stored = low.to(tl.bfloat16).to(tl.float32)
     low16 = tl.where(stored > low, low - tl.abs(low) * OUT, stored).to(tl.bfloat16)
     low = low16.to(tl.float32)

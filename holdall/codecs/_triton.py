@@ -1,4 +1,4 @@
-"""The group codec as one kernel each way, for GPUs. Without Triton the plain torch ops of `group.py` do the same."""
+"""The group codec as one kernel each way, for GPUs. Without Triton the plain torch ops of `group.py` give the same result."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def decode(codes: torch.Tensor, lows: torch.Tensor, steps: torch.Tensor, out: to
 
 
 def _fields(bits: int, groups: int) -> dict[str, int]:
-    """Where the fields of 2 and of 1 bit begin, and which bits of a code each field takes (-1: there is none)."""
+    """Offsets of the 2-bit and 1-bit fields, and the bits of a code that each field holds (-1: no such field)."""
     lows = {width: low for low, width in fields_of(bits)}
     base2 = 128 * groups if 4 in lows else 0
     found = {"base2": base2, "base1": base2 + (64 * groups if 2 in lows else 0)}

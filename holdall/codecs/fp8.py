@@ -1,4 +1,4 @@
-"""Eight-bit floats with a scale per group: the largest value of a group becomes the largest of the format.
+"""Eight-bit floats with a scale per group: the largest value of a group becomes the format's largest.
 
 e4m3 and e5m2 after Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433). Values are clamped before the cast,
 which older versions of torch do not do by themselves.
@@ -12,7 +12,7 @@ import torch
 
 from holdall.codecs._base import GROUP, Scratch, Sections, chunk_of, chunks, groups_of, load, scratch_bytes
 
-_SMALL = 1e-30  # the least maximum of a group
+_SMALL = 1e-30  # the least maximum of a group that is used as a scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Per-group stochastic rounding: a code is the distance from the group's minimum in steps, rounded up or down by chance.
+"""Per-group stochastic rounding: a code is the distance from the group's minimum in steps, rounded up or down at random.
 
 ActNN (Chen et al., ICML 2021, arXiv 2104.14129). Minimum and step are stored in bfloat16; here they are rounded *outwards* and
-the codes are made with the stored values, so that what comes back has the right mean in spite of their rounding. Groups run
+the codes are made with the stored values, so that decoded values have the right mean in spite of that rounding. Groups run
 through the flat tensor, across samples: bits are chosen per tensor, not per sample.
 """
 
@@ -28,8 +28,8 @@ from holdall.codecs._base import (
     unpack,
 )
 
-_OUT = 1.01 * 2.0**-8  # a little more than half a step of bfloat16: what is moved by so much and rounded is beyond
-_SMALL = 1e-38  # in the place of a step of zero
+_OUT = 1.01 * 2.0**-8  # a little more than half a step of bfloat16: a value moved by this and rounded lies outside the range
+_SMALL = 1e-38  # replaces a step of zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Group:
     def _range(
         self, values: torch.Tensor, lows: torch.Tensor, steps: torch.Tensor, scratch: Scratch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Minimum and step of every group, as they are stored: the minimum not above, the last level not below."""
+        """Minimum and step of every group as stored: the minimum is rounded down, the last level up."""
         n = values.shape[0]
         low, high, stored, wider, wrong = (scratch.take(name, n)[:, 0] for name in ("low", "high", "stored", "wider", "wrong"))
         torch.amin(values, 1, out=low)
@@ -138,6 +138,6 @@ _DECODING: Sections = {
 
 
 def _scales(codes: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Minimum and step of every group, at the end of the buffer."""
+    """Views of the minimum and the step of every group, at the end of the buffer."""
     scales = codes[codes.numel() - 4 * groups :].view(torch.bfloat16)
     return scales[:groups], scales[groups:]

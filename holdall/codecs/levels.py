@@ -1,7 +1,7 @@
-"""Even levels over the range of each block of 256 elements, with a scale and a zero: Q-GaLore's projectors and weights.
+"""Even levels over the range of each block of 256 elements, with a scale and a zero point: Q-GaLore's projectors and weights.
 
-Zhang et al., "Q-GaLore", arXiv 2407.08296. Unlike the codecs of activations these give codes, scales and zeros apart, since
-they are kept as an optimizer's state or as a weight.
+Zhang et al., "Q-GaLore", arXiv 2407.08296. Unlike the codecs of activations these return codes, scales and zero points
+separately, since they are stored as an optimizer's state or as a weight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK = 256
 
 
 def level_bytes(numel: int, bits: int) -> int:
-    """`bits` an element, and a block's scale and zero: five bytes."""
+    """Bytes of the codes (`bits` per element), and five bytes per block for its scale and zero point."""
     return ceil(numel * bits / 8) + 5 * ceil(numel / BLOCK)
 
 
@@ -24,8 +24,8 @@ def encode_levels(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scales, zeros): 2^bits even levels over each block's range; two codes of four bits share a byte.
 
-    The range is widened to hold zero, so that a block of one sign is kept as well as any other. With a generator rounding is
-    stochastic, up with the probability of the remainder, so that values between the ends of a range are right on average.
+    The range is widened to contain zero, so that blocks of one sign are as accurate as others. With a generator rounding is
+    stochastic, up with the probability of the remainder, so that values inside a range are right on average.
     """
     blocks = in_blocks(x.reshape(-1).float())
     low, high = blocks.amin(dim=1).clamp_(max=0), blocks.amax(dim=1).clamp_(min=0)
@@ -42,7 +42,7 @@ def encode_levels(
 
 
 def round_stochastically_(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """To a neighbouring integer in place, the upper one with the probability of the remainder."""
+    """Round to a neighbouring integer in place, up with the probability of the remainder."""
     return x.add_(torch.rand(x.shape, generator=generator, device=x.device)).floor_()
 
 
@@ -54,6 +54,6 @@ def decode_levels(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
 
 
 def in_blocks(flat: torch.Tensor) -> torch.Tensor:
-    """(blocks, 256); the last is filled up with zeros."""
+    """(blocks, 256); the last is padded with zeros."""
     missing = -flat.numel() % BLOCK
     return (F.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)

@@ -1,4 +1,4 @@
-"""One bit per element: is it above zero? The backward of a ReLU asks nothing else of its result, so this loses nothing."""
+"""One bit per element: is it above zero? The backward of a ReLU needs nothing else of its result, so this is exact."""
 
 from __future__ import annotations
 

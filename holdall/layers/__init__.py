@@ -1,1 +1,1 @@
-"""Layers that save memory by what they compute."""
+"""Layers that save memory by changing the model's computation."""

@@ -1,7 +1,7 @@
-"""Weights that rest in 8 bits: decoded for each product, and rounded at random when an update is written.
+"""Weights stored in 8 bits: decoded for each product, and rounded stochastically when an update is written.
 
 Q-GaLore's weights (Zhang et al. 2024, arXiv 2407.08296). Blocks of 256 elements have a scale and a zero; the 256 levels between
-a block's least and largest value are even. There is no wider copy: an update decodes the weight, changes it and writes it
+a block's least and largest value are even. There is no fp32 copy: an update decodes the weight, changes it and writes it
 back, rounded up with the probability of the remainder. Updates smaller than a level are then right on average, where rounding
 to the nearest would lose them all. The two ends of a block's range are moved to their nearest level.
 
@@ -9,8 +9,8 @@ to the nearest would lose them all. The two ends of a block's range are moved to
     optimizer = GaLore(GaLore.groups(model, rank=128, bits=8, projector_bits=4, lazy=True), lr=1e-2)
 
 An n-element weight takes n + 5 ceil(n / 256) bytes. A linear layer keeps the codes for backward, and decodes them again there.
-Gradients are as wide as the model computes. Optimizers of this package that update decoded values train such weights, and
-the others refuse them. Plans do not count these weights yet, and tracing such a model is refused.
+Gradients have the precision of the computation. Optimizers of this package that update decoded values train such weights, the
+others raise. Plans do not count these weights yet, and tracing such a model raises.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Coded = tuple[Tensor, Tensor, Tensor]  # codes, scales, zeros
 
 
 class Int8Weight(Tensor):
-    """A float tensor to whoever computes with it; in memory codes, scales and zeros.
+    """A float tensor for computation; in memory codes, scales and zero points.
 
-    `copy_` writes with stochastic rounding, by random numbers of its own: from a seed, and from how often it was written.
+    `copy_` writes with stochastic rounding, by random numbers of its own: from a seed, and the number of writes so far.
     """
 
     coded: Coded
@@ -54,11 +54,11 @@ class Int8Weight(Tensor):
         return cls(values.shape, values.dtype, encode_levels(values.detach(), bits=8), [seed, 0])
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of their own."""
+        """The values as a new plain tensor."""
         return decode_levels(*self.coded, bits=8, numel=self.numel()).to(dtype or self.dtype).view(self.shape)
 
     def write(self, values: Tensor) -> None:
-        """Take these values, each rounded up or down at random: the mean of many writes is what was written."""
+        """Store these values, each rounded up or down at random: the mean of many writes is the written value."""
         seed, count = self.draws
         self.draws[1] = count + 1
         source = torch.Generator(device=self.device).manual_seed((seed << 32) + count)
@@ -66,7 +66,7 @@ class Int8Weight(Tensor):
             kept.copy_(found)
 
     def copied(self, device: torch.device | None = None) -> Int8Weight:
-        """The same codes in other memory, with the same random numbers to come."""
+        """The same codes in other memory, with the same random numbers to follow."""
         codes, scales, zeros = (kept.to(device or self.device, copy=True) for kept in self.coded)
         return type(self)(self.shape, self.dtype, (codes, scales, zeros), list(self.draws))
 
@@ -93,8 +93,8 @@ class Int8Weight(Tensor):
                 return first.copied(kwargs.get("device"))
             if func._schema.is_mutable:
                 raise Unsupported(
-                    f"`{func.__name__}` cannot change a weight of 8 bits in place",
-                    hint="change `weight.decoded()`, and write that back with `weight.copy_`",
+                    f"`{func.__name__}` cannot change an 8-bit weight in place",
+                    hint="change a copy and write it back: values = weight.decoded(); ...; weight.copy_(values)",
                 )
         return func(*tree_map_only(cls, cls.decoded, args), **tree_map_only(cls, cls.decoded, kwargs))
 
@@ -129,7 +129,7 @@ def _linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor
 
 
 def int8_(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """Put the weights of a model's linear layers into 8 bits, in place, and return the model; make the optimizer afterwards.
+    """Convert the weights of a model's linear layers to 8 bits, in place, and return the model; make the optimizer afterwards.
 
     A weight that another module uses too (a tied head) stays as it is, as do embeddings, norms and biases.
     """
@@ -139,7 +139,9 @@ def int8_(model: nn.Module, *, seed: int = 0) -> nn.Module:
             owners[id(p)] = owners.get(id(p), 0) + 1
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and owners[id(m.weight)] == 1]
     if not layers:
-        raise Unsupported("the model has no linear layer with a weight of its own", hint="8-bit weights are for linear layers")
+        raise Unsupported(
+            "`int8_` found no linear layer with an untied weight", hint="call it on a model with `torch.nn.Linear` layers"
+        )
     for number, layer in enumerate(layers, seed):
         trained = layer.weight.requires_grad
         layer.weight = nn.Parameter(Int8Weight.of(layer.weight, seed=number), requires_grad=trained)

@@ -1,11 +1,11 @@
-"""ReZero: residual layers without norms, x + a F(x) with one trained number a for each, zero at first.
+"""ReZero: residual layers without norms, x + a F(x), with one trained number a per layer that starts at zero.
 
 Bachlechner et al., "ReZero is All You Need: Fast Convergence at Large Depth", UAI 2021, arXiv 2003.04887. A change of the
-model, for training from scratch: never applied by a planner, and no use for pretrained weights. At initialisation every block
-is the identity, so deep stacks train without warm-up; what a norm would keep for backward is not kept.
+model, for training from scratch: no planner applies it, and it does not suit pretrained weights. At initialisation every block
+is the identity, so deep stacks train without warm-up; the tensors that a norm would save for backward are not saved.
 
-The gate must not bring that back: a product a * y would keep y to find the gradient of a. Here the gate is part of the block's
-last linear layer, a (h W^T + b), where the gradient of a is <g W, h> + <g, b>; g W is needed anyway, so nothing more is kept.
+The gate must not undo that: a product a * y would save y for the gradient of a. Here the gate is part of the block's last
+linear layer, a (h W^T + b), where the gradient of a is <g W, h> + <g, b>; g W is needed anyway, so nothing more is saved.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def gated_linear(h: Tensor, layer: nn.Linear, gate: Tensor) -> Tensor:
-    """gate * layer(h); for backward it keeps h alone."""
+    """gate * layer(h); saves only h for backward."""
     out: Tensor = _GatedLinear.apply(h, layer.weight, layer.bias, gate)
     return out
 
 
 class ReZero(nn.Module):
-    """x + gate * block(x). A block that ends in a linear layer keeps nothing for its gate; any other keeps its output."""
+    """x + gate * block(x). A block that ends in a linear layer saves nothing for its gate; any other saves its output."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -78,16 +78,17 @@ class ReZero(nn.Module):
 class ReZeroEncoderLayer(nn.Module):
     """An `nn.TransformerEncoderLayer` without its norms, with one gate for its attention and its feed-forward.
 
-    So does the authors' code (majumderb/rezero). With `per_sublayer` each of the two has a gate of its own. Made of the layer's
-    own parts, under their names: its state dict is the layer's less the norms, and the gates. It takes the layer's place in an
-    `nn.TransformerEncoder`.
+    As in the authors' code (majumderb/rezero). With `per_sublayer` each of the two has a gate of its own. It consists of the
+    layer's own parts, under their names: its state dict is the layer's without the norms, plus the gates. It replaces the layer
+    in an `nn.TransformerEncoder`.
     """
 
     def __init__(self, layer: nn.TransformerEncoderLayer, *, per_sublayer: bool = False) -> None:
         super().__init__()
         if layer.self_attn.in_proj_weight is None or layer.self_attn.bias_k is not None or layer.self_attn.add_zero_attn:
             raise Unsupported(
-                "attention with separate widths or added keys has no ReZero form here", hint="use plain self-attention"
+                "ReZero supports no attention with separate key and value widths or added keys",
+                hint="use `torch.nn.TransformerEncoderLayer` with its default attention",
             )
         self.self_attn, self.linear1, self.linear2 = layer.self_attn, layer.linear1, layer.linear2
         self.dropout, self.dropout1, self.dropout2 = layer.dropout, layer.dropout1, layer.dropout2
@@ -104,7 +105,9 @@ class ReZeroEncoderLayer(nn.Module):
         is_causal: bool = False,
     ) -> Tensor:
         if src.dim() not in (2, 3):
-            raise InvalidInput(f"the input has {src.dim()} dimensions", hint="give (batch, length, width), or one sequence")
+            raise InvalidInput(
+                f"the input has {src.dim()} dimensions; expected 2 or 3", hint="pass (batch, length, width) or (length, width)"
+            )
         x: Tensor = src + self.dropout1(self._attend(src, src_mask, src_key_padding_mask, is_causal))
         hidden = self.dropout(self.activation(self.linear1(x)))
         out: Tensor = self.dropout2(gated_linear(hidden, self.linear2, self._gate("feedforward_gate")))
@@ -131,7 +134,7 @@ class ReZeroEncoderLayer(nn.Module):
 
 
 def _merge(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-    """One additive mask that broadcasts to (batch, heads, length, length); True in a boolean one means left out, as in `nn`."""
+    """One additive mask that broadcasts to (batch, heads, length, length); True in a boolean mask excludes, as in `nn`."""
     parts = []
     if mask is not None:
         parts.append(mask if mask.dim() == 2 else mask.view(-1, q.shape[1], *mask.shape[-2:]))
@@ -142,11 +145,11 @@ def _merge(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | N
 
 
 def rezero_(model: nn.Module, *, final_norm: bool = False, per_sublayer: bool = False) -> nn.Module:
-    """Turn every `nn.TransformerEncoderLayer` inside the model into its ReZero form, in place, and return the model.
+    """Replace every `nn.TransformerEncoderLayer` inside the model by its ReZero form, in place, and return the model.
 
     `final_norm`: keep the norm at the end of an `nn.TransformerEncoder`; without it the stack is the identity at first.
-    `per_sublayer`: a gate for attention and one for the feed-forward, rather than one a layer as in the authors' code.
-    Parameters that vanish are the norms'; make the optimizer afterwards. A layer by itself is returned in its new form.
+    `per_sublayer`: a gate for attention and one for the feed-forward, instead of one per layer as in the authors' code.
+    The norms' parameters disappear, so make the optimizer afterwards. A layer by itself is returned in its new form.
     """
     if isinstance(model, nn.TransformerEncoderLayer):
         return ReZeroEncoderLayer(model, per_sublayer=per_sublayer)
@@ -160,7 +163,7 @@ def rezero_(model: nn.Module, *, final_norm: bool = False, per_sublayer: bool = 
         setattr(parent, name, ReZeroEncoderLayer(getattr(parent, name), per_sublayer=per_sublayer))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # its fast path asks for the norms
+            module.use_nested_tensor = False  # its fast path reads the norms
             if not final_norm:
                 module.norm = None
     return model
@@ -169,13 +172,14 @@ def rezero_(model: nn.Module, *, final_norm: bool = False, per_sublayer: bool = 
 def _is_layer(module: nn.Module) -> bool:
     if isinstance(module, nn.TransformerDecoderLayer):
         raise Unsupported(
-            "decoder layers with cross-attention have no ReZero form here", hint="use `ReZero` around their blocks"
+            "ReZero supports no decoder layers with cross-attention",
+            hint="wrap their residual blocks in `holdall.layers.rezero.ReZero`",
         )
     return isinstance(module, nn.TransformerEncoderLayer)
 
 
 def gate_groups(model: nn.Module, *, lr: float, gate_lr: float, **options: Any) -> list[dict[str, Any]]:
-    """Parameter groups with a learning rate of their own for the gates, which are not decayed."""
+    """Parameter groups with a learning rate of their own for the gates, without weight decay."""
     gates = {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].endswith("gate") and p.dim() == 0}
     rest = {"params": [p for p in model.parameters() if id(p) not in gates], "lr": lr, **options}
     return [rest, {"params": [p for p in model.parameters() if id(p) in gates], **options, "lr": gate_lr, "weight_decay": 0.0}]

@@ -1,8 +1,8 @@
-"""Linear layers that keep a sketch of their input for backward instead of the input.
+"""Linear layers that save a sketch of their input for backward instead of the input.
 
-For y = x W^T the backward needs x only for the gradient of W, G = gy^T x. Keeping z = x P, P random and made anew from a seed,
-gives G P directly: the gradient is born small. The output and the gradient of x are those of `nn.Linear`, bit for bit. Layers
-that are given the same tensor one after the other (query, key, value) share one sketch.
+For y = x W^T the backward needs x only for the gradient of W, G = gy^T x. Saving z = x P, with P random and regenerated from a
+seed, gives G P directly: the full gradient never exists. The output and the gradient of x are those of `nn.Linear`, bit for
+bit. Layers that read the same tensor one after the other (query, key, value) share one sketch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Key = tuple[int, int, str]  # seed, rank and kind of a projector
 
 
 class Sketcher(Protocol):
-    """Who has the projectors and takes the gradients."""
+    """Holds the projectors and receives the gradients."""
 
     def key_for(self, weight: Tensor, shared: Key | None) -> Key:
-        """What this weight's projector is made of; `shared`: that of another weight with the same input, to be taken over."""
+        """The key of this weight's projector; `shared`: the key of another weight with the same input, to be used here too."""
         ...
 
     def projector(self, weight: Tensor, like: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ class Sketcher(Protocol):
         ...
 
     def take(self, weight: Tensor, low: Tensor) -> Tensor | None:
-        """Add to the weight's sketched gradient, (outputs, rank); or what autograd shall take as the weight's gradient."""
+        """Add to the weight's sketched gradient, (outputs, rank); or return the gradient that autograd shall use."""
         ...
 
 
 class SketchedGradient(Tensor):
-    """A sketched gradient that goes autograd's way: the shape of its weight, and the bytes of the sketch `low`."""
+    """A sketched gradient that autograd passes on: the shape of its weight, and the bytes of the sketch `low`."""
 
     low: Tensor
 
@@ -62,8 +62,8 @@ class SketchedGradient(Tensor):
         first = next(a for a in args if isinstance(a, SketchedGradient))
         if func not in _LINEAR or any(isinstance(a, Tensor) and a.dim() and not isinstance(a, cls) for a in args):
             raise Unsupported(
-                f"a sketched gradient was met by `{func}`: it can be added to others of its kind, scaled and measured",
-                hint="leave a weight that is used in other ways too without a rank",
+                f"`{func}` cannot take a sketched gradient, which can only be added, scaled and measured",
+                hint="use this weight in linear layers only, or put it into a parameter group without `rank`",
             )
         out = func(*(a.low if isinstance(a, cls) else a for a in args), **(kwargs or {}))
         if out is first.low:
@@ -100,7 +100,7 @@ class _Linear(torch.autograd.Function):
         z, weight = ctx.saved_tensors
         (grad,) = grads
         rows = grad.reshape(-1, grad.shape[-1])
-        wide = weight.to(rows.dtype)  # under autocast the layer computed in another precision than its weight has
+        wide = weight.to(rows.dtype)  # under autocast the layer computes in another precision than its weight's
         grad_x = (rows @ wide).view(*grad.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         whole = ctx.take(rows.t() @ z.reshape(-1, z.shape[-1]))
@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Last:
-    """The sketch made last, as long as somebody keeps its input and itself alive."""
+    """The last sketch, while its input and the sketch itself are alive."""
 
     def __init__(self) -> None:
         self._x: Callable[[], Tensor | None] = lambda: None
@@ -116,7 +116,7 @@ class _Last:
         self._version, self._key = -1, (0, 0, "")
 
     def of(self, x: Tensor) -> Key | None:
-        """What the sketch of this very tensor was made with, if it is the last."""
+        """The key of this very tensor's sketch, if it is the last one."""
         return self._key if self._x() is x and self._version == x._version else None
 
     def sketch(self, x: Tensor, key: Key, projector: Callable[[], Tensor]) -> Tensor:
@@ -130,13 +130,13 @@ class _Last:
 
 @contextmanager
 def sketching(model: nn.Module, sketcher: Sketcher, weights: Callable[[Tensor], bool]) -> Iterator[list[nn.Linear]]:
-    """Inside, the linear layers whose weight is wanted keep sketches; leaving gives each its own forward back."""
+    """Inside, linear layers whose weight is selected save sketches; on leaving, each gets its own forward back."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and weights(m.weight)]
     for layer in layers:
         if "forward" in vars(layer) or type(layer).forward is not nn.Linear.forward:
             raise Unsupported(
-                f"a {type(layer).__name__} has a forward of its own",
-                hint="begin to sketch before whatever else replaces a forward, or leave its weight without a rank",
+                f"the forward of a {type(layer).__name__} was already replaced",
+                hint="make the optimizer before other code replaces the forward, or give this weight no `rank`",
             )
     if not layers:
         raise Unsupported(

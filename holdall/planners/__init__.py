@@ -1,1 +1,1 @@
-"""One file per published way to choose actions. Each ends in `_finish.finish`: one ruler for all."""
+"""One file per published way to choose actions. Each ends in `planning.finish.finish`, which judges all plans alike."""

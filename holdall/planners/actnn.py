@@ -1,18 +1,18 @@
-"""ActNN: activations wait for backward in a few stochastically rounded bits, and bits go where they lower the variance most.
+"""ActNN: saved activations are stored in a few stochastically rounded bits, allocated where they lower the variance most.
 
 Chen et al., "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (ICML 2021, arXiv 2104.14129).
 Its levels, here:
 
 L0            nothing
-L1            4 bits for what convolutions and matrix products saved; norms and the rest keep theirs
+L1            4 bits for saved tensors of convolutions and matrix products; those of norms and other ops stay as they are
 L2            4 bits for everything
-L3, L3.1      2 bits on average, allocated by sensitivity (L3.1 adds settings of cuDNN and its allocator that have no part here)
-L4            as L3, and the codes are swapped to the next tier
-L5            as L4; defragmentation is the allocator's business: plans for a GPU assume expandable segments
+L3, L3.1      2 bits on average, allocated by sensitivity (L3.1 adds settings of cuDNN and its allocator, not used here)
+L4            as L3, with the codes offloaded to the next tier
+L5            as L4; defragmentation is left to the allocator: plans for a GPU assume expandable segments
 
-The paper learns sensitivities while it trains; a plan is made before. They are measured once, as GACT does (arXiv 2206.11357;
-`measure_sensitivity` of `holdall.testing.sensitivity`), and given as an option; without them every element counts the same.
-Bits are chosen per tensor, not per sample. Not exact, and so only with `compress` among the allowed actions.
+The paper learns sensitivities during training; a plan is made before it. Here they are measured once, as GACT does (arXiv
+2206.11357; `measure_sensitivity` of `holdall.testing.sensitivity`), and given as an option; without them all elements weigh the
+same. Bits are chosen per tensor, not per sample. Not exact, and so only used with `compress` among the allowed actions.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution_backward")
 @dataclass(frozen=True, kw_only=True)
 class Actnn:
     level: str = "L3"
-    bits: float | None = None  # on average; None: those of the level
-    sensitivity: Mapping[str, float] = field(default_factory=dict)  # `block:n` -> variance at 1 bit; missing: by its elements
+    bits: float | None = None  # bits per element on average; None: those of the level
+    sensitivity: Mapping[str, float] = field(default_factory=dict)  # `block:n` -> variance at 1 bit; missing: its elements
 
     name: ClassVar[str] = "actnn"
     paper: ClassVar[str] = "Chen et al., ICML 2021, arXiv 2104.14129"
@@ -51,7 +51,7 @@ class Actnn:
             raise unknown_name("level of actnn", self.level, _LEVELS)
         average = _LEVELS[self.level] if self.bits is None else self.bits
         if self.level != "L0" and not LEAST <= average <= MOST:
-            raise InvalidInput(f"`bits` is {average:g}, and a code has 1 to 8", hint="give an average from 1 to 8")
+            raise InvalidInput(f"`bits` is {average:g}; it must be from 1 to 8", hint="give an average, such as bits=2.5")
         if not problem.permits(Compress):
             return self._without_consent(problem, began)
         chosen = [] if self.level == "L0" else self._tensors(problem.trace)
@@ -60,16 +60,16 @@ class Actnn:
         return finish(self, problem, actions, why=self._why(problem.trace, chosen, widths), began=began)
 
     def _without_consent(self, problem: Problem, began: float) -> Plan:
-        """Nothing is done that was not agreed to; if that does not fit, the refusal asks."""
-        why = ["nothing is compressed: gradients would be approximate, and `compress` is not among the allowed actions"]
+        """The plan without compression; if it does not fit, the error asks for `compress`."""
+        why = ["nothing is compressed: that would make gradients approximate, and `compress` is not allowed"]
         try:
             return finish(self, problem, [], why=why, began=began)
         except Infeasible as error:
-            hint = "agree to approximate gradients by adding `compress` to the allowed actions, or use another planner"
+            hint = "accept approximate gradients with --allow compress, or choose another of `holdall planners`"
             raise Infeasible(error.fact, hint=hint, smallest=error.smallest) from None
 
     def _tensors(self, trace: Trace) -> list[tuple[Block, int, str]]:
-        """(block, tensor, its key) of everything that this level codes."""
+        """(block, tensor, its key) of every tensor that this level compresses."""
         found = []
         for block in trace.blocks:
             if block.backward is None:
@@ -100,15 +100,15 @@ class Actnn:
         if not sizes:
             return [f"{self.level}: nothing to compress"]
         mean = sum(w * n for w, n in zip(widths, sizes, strict=True)) / sum(sizes)
-        reasons = [f"{self.level}: {len(chosen)} tensors in {mean:.2f} bits on average; gradients are approximate"]
+        reasons = [f"{self.level}: {len(chosen)} tensors compressed to {mean:.2f} bits on average; gradients are approximate"]
         if self.level in _ADAPTIVE and not self.sensitivity:
-            reasons.append("no sensitivities were given: every element counts the same")
+            reasons.append("no `sensitivity` was given: all elements weigh the same")
         return reasons
 
 
 def allocate_bits(sensitivity: Sequence[float], weights: Sequence[int], total: float) -> list[int]:
-    """The paper's greedy allocation: from 8 bits each, take one where the variance grows least for the weight that it saves,
-    until the weighted sum is within `total`. The variance of item i at b bits is sensitivity[i] / (2^b - 1)^2."""
+    """The paper's greedy allocation: from 8 bits each, take one bit where the variance grows least per weight saved, until the
+    weighted sum is at most `total`. The variance of item i at b bits is sensitivity[i] / (2^b - 1)^2."""
     bits = [MOST] * len(weights)
     spent = MOST * sum(weights)
     heap = [(_growth(c, MOST) / w, i) for i, (c, w) in enumerate(zip(sensitivity, weights, strict=True))]
@@ -123,19 +123,19 @@ def allocate_bits(sensitivity: Sequence[float], weights: Sequence[int], total: f
 
 
 def _growth(sensitivity: float, bits: int) -> float:
-    """By how much the variance grows when an item loses a bit."""
+    """Growth of the variance when an item loses a bit."""
     before, after = float(2**bits - 1), float(2 ** (bits - 1) - 1)
     return sensitivity * (1 / (after * after) - 1 / (before * before))
 
 
 def _is_for_products(trace: Trace, block: Block, tensor: int) -> bool:
-    """Whether only convolutions and matrix products (and ReLUs, for its sign) ask for it in backward."""
+    """Do only convolutions and matrix products (and ReLUs, for its sign) read it in backward?"""
     saves = [trace.saves[i] for i in block.saves if trace.saves[i].tensor == tensor]
     asked = [s for s in saves if s.unpacked is not None and not asks_for_sign(trace, s)]
     return bool(asked) and all(_asking(trace, s.unpacked or 0) in _PRODUCTS for s in asked)
 
 
 def _asking(trace: Trace, moment: int) -> str:
-    """The op that follows a moment, without its overload."""
+    """The op after `moment`, without its overload."""
     name = trace.ops[moment + 1].site.op if moment + 1 < len(trace.ops) else ""
     return name.split(".")[1] if "." in name else name

@@ -1,10 +1,10 @@
-"""Chen et al.: keep the inputs of segments, run each segment again when its backward begins.
+"""Chen et al.: keep the inputs of segments, and recompute each segment when its backward begins.
 
 "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. `sqrt`: about sqrt(n) segments of equal length; a fixed
 rule that does not look at the budget. `greedy`: the paper's budgeted walk for unequal blocks, cutting whenever the bytes
 since the last cut pass b, with b searched around sqrt(x * y). `all`: every block its own segment. `recursive`: k inputs are
-kept, and each of the k + 1 segments between is treated the same way when it is run again: k log_{k+1}(n) inputs at once, for
-log_{k+1}(n) more forwards. `articulation`: every sqrt(|C|)-th of the cut points C, the boundaries that one tensor alone
+kept, and each of the k + 1 segments between is treated the same way in its replay: k log_{k+1}(n) inputs at once, for
+log_{k+1}(n) more forwards. `articulation`: every sqrt(|C|)-th of the cut points C, the boundaries that a single tensor
 crosses. The last segment is not recomputed: its backward comes first.
 """
 
@@ -41,7 +41,9 @@ class Chen:
         if self.variant not in (known := [*_VARIANTS, "recursive"]):
             raise unknown_name("variant of chen", self.variant, known)
         if self.k < 1:
-            raise InvalidInput(f"`k` is {self.k}", hint="keep at least one input at every level")
+            raise InvalidInput(
+                f"`k` of chen is {self.k}; it must be at least 1", hint="give the inputs to keep per level, such as k=1"
+            )
         segments = []
         for row in runs(problem.trace):
             segments += self._segments(problem.trace, row)
@@ -51,7 +53,7 @@ class Chen:
         blocks = sum(len(s) for s in segments)
         why = [f"{self.variant}: {blocks} blocks in {len(segments)} segments are recomputed, their inputs kept"]
         if self.variant == "greedy":
-            why.append(f"cut wherever more than {format_bytes(_largest(problem.trace, segments))} would be held")
+            why.append(f"cut wherever a segment would hold more than {format_bytes(_largest(problem.trace, segments))}")
         if self.variant == "recursive":
             why.append(f"{self.k} inputs kept at every level, {_depth(actions)} levels")
         return finish(self, problem, actions, why=why, began=began)
@@ -62,7 +64,7 @@ class Chen:
         return _VARIANTS[self.variant](trace, row)
 
     def _unrolled(self, segment: list[Block]) -> list[list[Block]]:
-        """What is recomputed of the last segment all the same: its own segments but the last, level by level."""
+        """The recomputed part of the last segment: its own segments except the last, level by level."""
         found: list[list[Block]] = []
         while self.variant == "recursive" and len(segment) > 1:
             *others, segment = parts(segment, self.k)
@@ -87,7 +89,7 @@ def all_segments(trace: Trace, row: Sequence[Block]) -> list[list[Block]]:  # no
 
 
 def parts(row: Sequence[Block], k: int) -> list[list[Block]]:
-    """k + 1 stretches of nearly equal length; fewer where there are fewer blocks."""
+    """k + 1 runs of nearly equal length; fewer where there are fewer blocks."""
     count = min(k + 1, len(row))
     ends = [len(row) * (n + 1) // count for n in range(count)]
     return [list(row[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
@@ -102,7 +104,7 @@ def articulation_segments(trace: Trace, row: Sequence[Block]) -> list[list[Block
 
 
 def cut_points(trace: Trace, row: Sequence[Block]) -> list[int]:
-    """Blocks of a row before which one tensor alone crosses; what was there before the row (masks, tables) is not counted."""
+    """Blocks of a row whose input is a single tensor; tensors made before the row (masks, tables) are not counted."""
     begin, end = row[0].first, row[-1].backward
     last_use: dict[int, int] = {}
     for op in trace.ops[begin : end if end is None else end + 1]:
@@ -113,7 +115,7 @@ def cut_points(trace: Trace, row: Sequence[Block]) -> list[int]:
 
 
 def greedy_segments(trace: Trace, row: Sequence[Block]) -> list[list[Block]]:
-    """The paper's Algorithm 3 with its search over b; the cut with the least kept + largest segment wins."""
+    """The paper's Algorithm 3 with its search over b; the cut with the least (kept + largest segment) wins."""
     sizes = [held_bytes(trace, b) for b in row]
     inputs = [input_bytes(trace, b) for b in row]
     points = frozenset(cut_points(trace, row) or range(len(row)))
@@ -128,7 +130,7 @@ def greedy_segments(trace: Trace, row: Sequence[Block]) -> list[list[Block]]:
 
 
 def walk(sizes: Sequence[int], points: Collection[int], b: float) -> list[int]:
-    """Where segments begin: a new one at a cut point whenever the running sum would pass `b`."""
+    """The starts of segments: a new one at a cut point whenever the running sum would pass `b`."""
     cuts, running = [0], 0
     for i, size in enumerate(sizes):
         if i and i in points and running + size > b:
@@ -145,7 +147,7 @@ def cost(sizes: Sequence[int], inputs: Sequence[int], cuts: Sequence[int]) -> tu
 
 
 def held_bytes(trace: Trace, block: Block) -> int:
-    """What the block makes and autograd holds."""
+    """Bytes that the block makes and autograd saves."""
     saved = {trace.saves[i].tensor for i in block.saves}
     return sum(trace.tensors[x].nbytes for x in saved if block.first <= trace.tensors[x].born <= block.last)
 

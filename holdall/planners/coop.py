@@ -1,9 +1,9 @@
-"""Coop: evict a run of neighbours just large enough for the request, and keep cheap storages beside each other.
+"""Coop: evict a run of adjacent storages just large enough for the request, and place cheap storages next to each other.
 
 "Coop: Memory is not a Commodity", NeurIPS 2023. A sweep with two pointers over the arena finds the run whose recomputation
 costs least; results of expensive ops are placed from the left end, cheap ones from the right; an op that changes a storage in
-place leaves it where it is. Addresses are modelled: the arena decides what goes, and the device's own allocator places tensors
-as it likes.
+place leaves it where it is. Addresses are modelled: the arena decides what is evicted, the device's own allocator chooses the
+real addresses.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from holdall.actions.evict import Evict
 from holdall.planning.online import least_for, plan_online
 from holdall.types import Plan, Problem
 
-SMALL = 10 * 1024  # bytes: what the paper keeps in an area of its own
+SMALL = 10 * 1024  # bytes: storages that the paper keeps in an area of their own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coop:
-    small: int | None = None  # bytes up to which a storage has no place in the arena; None: 10 KiB, or a thousandth of it
+    small: int | None = None  # bytes up to which a storage stays out of the arena; None: 10 KiB, or a thousandth of it
     patience: float = 10.0
     always: bool = False
 

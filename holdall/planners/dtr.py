@@ -1,7 +1,7 @@
-"""DTR: evict by a score when an op's results do not fit, compute again when asked for.
+"""DTR: evict storages by a score when an op's results do not fit; recompute them when read.
 
-Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616. Nothing is decided beforehand: the plan is the
-policy, and what it will do on the traced step is rehearsed. Scores: `dtr` (cost of the whole evicted neighbourhood over bytes
+Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616. Decisions are made during the step: the plan
+is the policy, and its effect on the traced step is simulated. Scores: `dtr` (cost of the whole evicted neighbourhood over bytes
 and staleness), `dtr_eq` (the neighbourhood by union-find), `local`, `lru`, `size`, `msps`, `random`.
 """
 
@@ -20,9 +20,9 @@ SCORES = ("dtr", "dtr_eq", "local", "lru", "size", "msps", "random")
 @dataclass(frozen=True, kw_only=True)
 class Dtr:
     score: str = "dtr_eq"
-    sample: bool = False  # score about sqrt(n) of n candidates, and pass over the smallest
-    patience: float = 10.0  # recomputation per useful work at which to give up
-    always: bool = False  # also where plain training fits
+    sample: bool = False  # score a sample of about sqrt(n) of n candidates, without the smallest
+    patience: float = 10.0  # give up at so many seconds of recomputation per useful second
+    always: bool = False  # evict even where plain training fits
 
     name: ClassVar[str] = "dtr"
     paper: ClassVar[str] = "Kirisame et al., ICLR 2021, arXiv 2006.09616"

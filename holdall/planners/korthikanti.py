@@ -1,12 +1,12 @@
-"""Selective recompute: of every layer only what is large and costs few FLOPs is made again.
+"""Selective recompute: in every layer, recompute only the tensors that are large and cost few FLOPs.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198). In a layer whose
 attention is written out, the scores, the softmax, its dropout mask and result grow with the square of the sequence and
-cost few FLOPs: autograd lets go of them alone, and they are made again from q, k and v, which stay. The core of attention is
+cost few FLOPs: autograd releases only these, and they are recomputed from q, k and v, which stay. The core of attention is
 found in the trace (`attention.py`), not by name.
 
-Where attention is one fused kernel nothing quadratic is held. The same reasoning, most bytes for the fewest FLOPs, then leads
-to what costs no product at all: norms, activation functions, dropout, sums. Results of products and of attention stay.
+Where attention is one fused kernel, nothing quadratic is saved. The same reasoning, most bytes for the fewest FLOPs, then
+selects ops without matrix products: norms, activation functions, dropout, sums. Results of products and of attention stay.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ class Korthikanti:
         actions = [_action(trace, b, chosen[b.id]) for b in blocks if b.id in chosen]
         why = [_why_core(trace, blocks, cores) if is_written_out else _why_cheap(trace, blocks)]
         gained = sum(s.gain for s in chosen.values())
-        why.append(f"{len(chosen)} blocks let go of {format_bytes(gained)} in all")
+        why.append(f"{len(chosen)} blocks save {format_bytes(gained)} in all")
         return finish(self, problem, actions, why=why, began=began)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a block lets go of, what it keeps for that, and the bytes that this gains."""
+    """The tensors that a block releases, the op results that it keeps for their replay, and the bytes gained."""
 
     only: tuple[int, ...]  # saved tensors, by number
     keep: tuple[str, ...]  # op results
-    held: frozenset[int]  # tensors that wait for backward, of those that the block makes
+    held: frozenset[int]  # of the tensors that the block makes, those still held for backward
     gain: int
 
 
 def _action(trace: Trace, block: Block, found: Selection) -> Action:
-    """Op by op, which runs nothing but what is needed; where that cannot be, the block's own code, with results handed out."""
+    """Op by op, which runs only the ops that are needed; otherwise the block's own code, with kept results."""
     whole = Recompute.of(trace, [block], found.keep, only=found.only)
     return keeping(trace, block, found.held) or whole
 
 
 def select_core(trace: Trace, block: Block, cores: Collection[Attention]) -> Selection | None:
-    """Let go of what the core of attention makes, but for its result."""
+    """Release what the core of attention makes, except its result."""
     made = {x for core in cores for op in core.inside if op.id != core.last.id for x in op.writes}
     barred = {op.id for core in cores for op in core.inside}
     saved = _saved(trace, block)
@@ -75,7 +75,7 @@ def select_core(trace: Trace, block: Block, cores: Collection[Attention]) -> Sel
 
 
 def select_cheap(trace: Trace, block: Block) -> Selection | None:
-    """Let go of what ops without FLOPs make, as far into the block as that gains most."""
+    """Release results of ops without FLOPs, up to the point of the block that gains most."""
     saved = _saved(trace, block)
     cheap = {x for op in trace.ops[block.first : block.last + 1] if not op.flops for x in op.writes if x in saved}
     best: Selection | None = None
@@ -87,11 +87,11 @@ def select_cheap(trace: Trace, block: Block) -> Selection | None:
 
 
 def _selection(trace: Trace, block: Block, dropped: Collection[int], barred: Collection[int]) -> Selection:
-    """How to let go of these tensors without computing a product twice.
+    """Release these tensors without computing a product twice.
 
-    The replay goes from the block's start to the last op that is needed. Results on its way that autograd holds anyway are
-    handed out. A product whose result it does not hold is kept, and what follows from it without FLOPs (a copy in another
-    layout, a rotation) is let go instead: it is made again on the way.
+    The replay goes from the block's start to the last op that is needed. It reuses results that autograd saves anyway. A
+    product whose result is not saved is kept, and tensors derived from it without FLOPs (a copy in another layout, a rotation)
+    are released instead: the replay recomputes them on its way.
     """
     dropped = set(dropped)
     saved = _saved(trace, block)
@@ -111,7 +111,7 @@ def _selection(trace: Trace, block: Block, dropped: Collection[int], barred: Col
 
 
 def _saved(trace: Trace, block: Block) -> dict[int, list[int]]:
-    """What the block makes and autograd holds for it -> the ops after which it was packed; not what the block returns."""
+    """Tensors that the block makes and autograd saves for it, outputs excepted -> the ops after which they were packed."""
     found: dict[int, list[int]] = {}
     for i in block.saves:
         save = trace.saves[i]
@@ -121,7 +121,7 @@ def _saved(trace: Trace, block: Block) -> dict[int, list[int]]:
 
 
 def _follows(ops: Collection[Op], op: Op) -> set[int]:
-    """What is made from an op's results without FLOPs."""
+    """Tensors derived from an op's results without FLOPs."""
     found = set(op.writes)
     for later in ops:
         if later.id > op.id and not later.flops and found & set(later.reads):
@@ -145,4 +145,4 @@ def _why_core(trace: Trace, blocks: Collection[Block], cores: dict[int, list[Att
 def _why_cheap(trace: Trace, blocks: Collection[Block]) -> str:
     fused = sum(a.is_fused for b in blocks for a in attentions(trace, b))
     what = f"all {fused} attentions are fused" if fused else "there is no attention"
-    return f"{what}, so nothing quadratic is held: norms, activation functions, dropout and sums are recomputed instead"
+    return f"{what}, so nothing quadratic is saved: norms, activation functions, dropout and sums are recomputed instead"

@@ -1,10 +1,10 @@
-"""LoongTrain's selective checkpoint++: every layer is recomputed, attention never.
+"""LoongTrain's selective checkpoint++: recompute every layer, except its attention.
 
 Gu et al., "LoongTrain: Efficient Training of Long-Sequence LLMs with Head-Context Parallelism" (arXiv 2406.18485). A layer
-keeps its input, and of all results inside only that of attention with its log-sum-exp: one tensor as wide as the hidden state
-buys the whole quadratic part of the recomputation. The results are kept by the call that made them, not by the number of the
-layer, so several micro-batches may be under way. Written-out attention has two products; both results are kept, the
-softmax between them is made again. The paper's parallel parts (heads, context, double rings) are not here.
+keeps its input and, of its inner results, only attention's output with its log-sum-exp: one tensor of the size of the hidden
+state avoids the whole quadratic part of the recomputation. Results are kept per call, not per layer, so several micro-batches
+may be in flight. Written-out attention has two products; both results are kept, the softmax between them is recomputed. The
+paper's parallel parts (heads, context, double rings) are not implemented.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Loongtrain:
 
 
 def all_but_attention(trace: Trace, block: Block) -> Action:
-    """The block made again with the results of its attention at hand: op by op, or by its own code where that cannot be."""
+    """The block recomputed with its attention's results kept: op by op, or by its own code where that is impossible."""
     held = {x for op in products(trace, block) for x in op.writes}
     return keeping(trace, block, held) or Recompute.of(trace, [block], attention_labels(trace, block))
 
 
 def products(trace: Trace, block: Block) -> list[Op]:
-    """Those of the block's attention; of a fused one the kernel itself."""
+    """The products of the block's attention; for a fused one, the kernel itself."""
     return list({op.id: op for found in attentions(trace, block) for op in (found.first, found.last)}.values())
 
 
@@ -56,7 +56,7 @@ def attention_labels(trace: Trace, block: Block) -> list[str]:
 
 def described(trace: Trace, layers: list[Block], kept: dict[int, list[str]]) -> str:
     if not any(kept.values()):
-        return f"no attention was found: {len(layers)} blocks are recomputed whole"
+        return f"no attention was found: {len(layers)} blocks are recomputed as a whole"
     size = sum(
         trace.tensors[x].nbytes
         for block in layers
@@ -66,6 +66,6 @@ def described(trace: Trace, layers: list[Block], kept: dict[int, list[str]]) -> 
     )
     flops = sum(op.flops for block in layers for found in attentions(trace, block) for op in {found.first, found.last})
     return (
-        f"{len(layers)} layers are recomputed but for attention: {format_bytes(size)} are kept so that "
-        f"{flops / 1e9:.3g} GFLOP are not spent twice"
+        f"{len(layers)} layers are recomputed except attention: keeping {format_bytes(size)} saves "
+        f"{flops / 1e9:.3g} GFLOP of recomputation"
     )

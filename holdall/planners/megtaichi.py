@@ -1,9 +1,9 @@
-"""MegTaiChi: DTR that knows addresses. Storages beside free memory go first, those that were computed again often go later.
+"""MegTaiChi: DTR that knows addresses. Evicts storages next to free memory first, and often recomputed ones later.
 
 "MegTaiChi: dynamic tensor-based memory management optimization for DNN training", ICS 2022, doi 10.1145/3524059.3532394. The
-eviction of that system (dynamic tensor evicting); its tensor splitting across ranks is not part of this. The score also counts
-the storage's own cost. Addresses are modelled: the arena decides what goes, and the device's own allocator places tensors as it
-likes.
+eviction of that system (dynamic tensor evicting); its tensor splitting across ranks is not implemented. The score also counts
+the storage's own cost. Addresses are modelled: the arena decides what is evicted, the device's own allocator chooses the real
+addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdall.units import MiB
 
 @dataclass(frozen=True, kw_only=True)
 class Megtaichi:
-    least: int | None = None  # bytes below which a storage is left alone; None: 1 MiB, or a thousandth of the arena
+    least: int | None = None  # storages with fewer bytes are never evicted; None: 1 MiB, or a thousandth of the arena
     sample: bool = False
     patience: float = 10.0
     always: bool = False

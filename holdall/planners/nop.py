@@ -1,4 +1,4 @@
-"""Nop: do nothing. The reference that every comparison begins with; refuses if plain training does not fit."""
+"""Nop: plain training, the reference of every comparison. Raises if plain training does not fit."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The library that planners are written with."""
+"""The library for writing planners."""

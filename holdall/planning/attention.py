@@ -1,8 +1,8 @@
-"""Where attention is in a block, read from the trace: what multiplies activations with activations.
+"""Finds attention in a block of the trace: the ops that multiply activations with activations.
 
-Everywhere else in a network one side of a product is a weight. So an op that costs FLOPs and reads nothing but what depends on
-the block's inputs is part of attention: either all of it (a fused kernel), or one of the two products around a softmax that
-is written out. No module or op is asked for its name.
+Everywhere else in a network one side of a product is a weight. So an op that costs FLOPs and reads only tensors that depend on
+the block's inputs is part of attention: either all of it (a fused kernel), or one of the two products around a written-out
+softmax. Names of modules and ops play no part.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _GIVEN = (Kind.PARAM, Kind.BUFFER, Kind.STATE)
 class Attention:
     """One attention of a block."""
 
-    first: Op  # the product that begins it; for a fused kernel, all of it
+    first: Op  # its first product; for a fused kernel, all of it
     last: Op
-    inside: tuple[Op, ...]  # from the first to the last, both included: what depends on the one and is needed by the other
+    inside: tuple[Op, ...]  # ops that depend on the first product and that the last needs, both included
 
     @property
     def is_fused(self) -> bool:
@@ -48,7 +48,7 @@ def attentions(trace: Trace, block: Block) -> list[Attention]:
         after = _descendants(trace, block, first)
         last = next((op for op in waiting if after & set(op.reads)), None)
         if last is None:
-            found.append(Attention(first, first, (first,)))  # all in one kernel
+            found.append(Attention(first, first, (first,)))  # one fused kernel
             continue
         waiting.remove(last)
         before = _ancestors(trace, block, last)
@@ -59,7 +59,7 @@ def attentions(trace: Trace, block: Block) -> list[Attention]:
 
 
 def _descendants(trace: Trace, block: Block, op: Op) -> set[int]:
-    """What is made in the block from an op's results, those included."""
+    """Tensors made in the block from an op's results, these included."""
     found = set(op.writes)
     for later in trace.ops[op.id + 1 : block.last + 1]:
         if found & set(later.reads):
@@ -68,7 +68,7 @@ def _descendants(trace: Trace, block: Block, op: Op) -> set[int]:
 
 
 def _ancestors(trace: Trace, block: Block, op: Op) -> set[int]:
-    """What an op's results are made from in the block."""
+    """Tensors of the block that an op's results depend on."""
     found = set(op.reads)
     for earlier in reversed(trace.ops[block.first : op.id]):
         if found & {*earlier.writes, *earlier.mutates}:
@@ -77,6 +77,6 @@ def _ancestors(trace: Trace, block: Block, op: Op) -> set[int]:
 
 
 def with_attention(trace: Trace, blocks: Iterable[Block]) -> list[Block]:
-    """The layers: blocks with attention; where there is none at all, every block."""
+    """The blocks with attention; every block if there is none."""
     blocks = list(blocks)
     return [b for b in blocks if products(trace, b)] or blocks

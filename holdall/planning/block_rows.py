@@ -1,4 +1,4 @@
-"""What a plan does with each block, as rows for the report."""
+"""The plan's decision for each block, as rows for the report."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def block_rows(problem: Problem, actions: Iterable[Action]) -> list[BlockRow]:
 
 
 def _called(action: Action) -> str:
-    """The action's name, with the tier that it names."""
+    """The action's name, with its tier if it has one."""
     named = sorted(tier for tier in action.tiers if tier)
     return f"{action.name} to {', '.join(named)}" if named else action.name
 
 
 def _sizes(trace: Trace, tensors: Iterable[TensorId], gone: Mapping[TensorId, str], near: str) -> dict[str, int]:
-    """Bytes of these tensors by the tier that each leaves for."""
+    """Bytes of these tensors by the tier that each is copied to."""
     found: dict[str, int] = {}
     for x in tensors:
         tier = gone.get(x, near)
@@ -79,13 +79,13 @@ def _sizes(trace: Trace, tensors: Iterable[TensorId], gone: Mapping[TensorId, st
 
 
 def _codes(schedule: Schedule, block: Block) -> int:
-    """Bytes of what the block holds in fewer bits."""
+    """Bytes of the block's compressed tensors."""
     runs = [s for s in schedule.after.get(block.last, ()) if isinstance(s, Run) and s.name.startswith("encode ")]
     return sum(schedule.info(x).nbytes for run in runs for x in run.writes)
 
 
 def _read_in_backward(schedule: Schedule) -> set[int]:
-    """What backward reads, or what is run again in it."""
+    """Tensors that backward, or a replay in it, reads."""
     first = next((op.id for op in schedule.trace.ops if op.site.phase is Phase.BACKWARD), len(schedule.trace.ops))
     runs = [schedule.run(k) for k in range(first, len(schedule.trace.ops))]
     runs += [s for k, steps in schedule.after.items() if k >= first - 1 for s in steps if isinstance(s, Run)]

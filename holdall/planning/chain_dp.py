@@ -1,9 +1,9 @@
 """The best choice for every block of a chain under a budget, by dynamic programming.
 
 The shape is that of pofo (Beaumont et al., NeurIPS 2021): forward and backward of a block nest around those of all later
-blocks, so one walk in forward order sees both. Its state is what the earlier blocks have freed, and the bytes of the block
-just before that are still on their way: a copy is hidden by the forward of the next block, its return by that block's
-backward. More freed is never worse, so only states that no other beats in time and freed bytes are carried on.
+blocks, so one walk in forward order sees both. Its state is the bytes freed by earlier blocks, and the bytes of the preceding
+block that are still being copied: a copy is hidden by the forward of the next block, its return by that block's backward.
+More freed is never worse, so only states that no other dominates in time and freed bytes are carried on.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from holdall.cost.link import reach
 from holdall.planning.menus import Item, MenuLine
 from holdall.types import Hardware
 
-_STATES = 1000  # beyond this, of states closer together than a thousandth of the budget only the fastest is kept
+_STATES = 1000  # beyond this number, only the fastest of states within a thousandth of the budget is kept
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What the block just before leaves open; states with the same tail can be compared."""
+    """Open copies of the preceding block; states with the same tail can be compared."""
 
     late: int = 0  # bytes that are free only after this block's forward
     out: int = 0  # bytes still to be copied
     back: int = 0
-    tier: str = ""  # where to
+    tier: str = ""  # destination
 
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """States with one tail that no other beats: the more is freed, the longer it took."""
+    """States with one tail that no other dominates: the more is freed, the longer it took."""
 
     seconds: npt.NDArray[np.float64]
-    freed: Ints  # by blocks whose memory is certain to be free here
+    freed: Ints  # by blocks whose memory is certainly free here
     path: Ints  # rows of the walk's list of (state before, choice)
 
 
@@ -55,20 +55,20 @@ def best_choices(items: Sequence[Item], budget: int, hardware: Hardware) -> tupl
 
 
 class _Walk:
-    """The states behind one block after the other."""
+    """The states after one block after the other."""
 
     def __init__(self, budget: int, hardware: Hardware) -> None:
         self._budget = budget
         names = [tier.name for tier in hardware.others]
         self._reach = {name if n else "": reach(hardware, name) for n, name in enumerate(names)}
-        self._before: list[Ints] = []  # of every state ever kept, the state it came from, item by item
+        self._before: list[Ints] = []  # for every state ever kept, the state before it, item by item
         self._choice: list[Ints] = []
         self._count = 0
         zero = np.zeros(1, dtype=np.int64)
         self.fronts: dict[_Tail, _Front] = {_Tail(): _Front(np.zeros(1), zero, zero - 1)}
 
     def extend(self, item: Item) -> None:
-        """Every choice for the next block that fits on top of a state."""
+        """Add every choice for the next block that fits on top of a state."""
         grown: dict[_Tail, list[tuple[Any, Ints, Ints, int]]] = {}
         for tail, front in self.fronts.items():
             for n, choice in enumerate(item.choices):
@@ -98,7 +98,7 @@ class _Walk:
         return fronts
 
     def best(self) -> tuple[float, list[int]]:
-        """The least seconds and the choices that lead there."""
+        """The least seconds and the choices that give them."""
         ends = [(float(f.seconds[0]) + self._tail_seconds(t), int(f.path[0])) for t, f in self.fronts.items()]
         seconds, row = min(ends)
         before, choice = np.concatenate(self._before), np.concatenate(self._choice)
@@ -109,7 +109,7 @@ class _Walk:
         return seconds, picks[::-1]
 
     def _step_seconds(self, tail: _Tail, item: Item, choice: MenuLine) -> float:
-        """What a choice adds: recomputation, and copies as far as nothing hides them."""
+        """Seconds that a choice adds: recomputation, and copies that nothing hides."""
         seconds = choice.seconds
         if tail.out or tail.back:
             before = self._reach[tail.tier]
@@ -123,7 +123,7 @@ class _Walk:
         return seconds
 
     def _tail_seconds(self, tail: _Tail) -> float:
-        """Copies of the last block: nothing comes after it to hide them."""
+        """Copies of the last block: no later block hides them."""
         if not tail.out:
             return 0.0
         there = self._reach[tail.tier]
@@ -131,7 +131,7 @@ class _Walk:
 
 
 def _join(parts: list[tuple[Any, Ints, Ints, int]]) -> tuple[Any, Ints, Ints, Ints]:
-    """States from several choices in one front, sorted by what they free."""
+    """States from several choices in one front, sorted by freed bytes."""
     seconds = np.concatenate([p[0] for p in parts])
     freed = np.concatenate([p[1] for p in parts])
     before = np.concatenate([p[2] for p in parts])

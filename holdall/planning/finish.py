@@ -17,7 +17,7 @@ from holdall.simulator import simulate
 from holdall.types import Action, Outcome, Plan, PlanInfo, Planner, Problem
 from holdall.units import MiB, format_bytes
 
-NEVER = 1 << 62  # bytes of what cannot be carried out
+NEVER = 1 << 62  # bytes of a candidate that cannot be carried out
 
 
 def finish(
@@ -53,18 +53,18 @@ def _if_not_clipped(problem: Problem, actions: Sequence[Action], clipped: Outcom
 
 
 def allocator_of(problem: Problem) -> str | None:
-    """The allocator that the runtime will have on the problem's device; None: bytes are all that counts."""
+    """The allocator that the runtime will use on the problem's device; None: only bytes count."""
     return "expandable" if problem.hardware.device == "cuda" else None
 
 
 def outcome_of(problem: Problem, actions: Sequence[Action]) -> Outcome:
-    """What `finish` will judge: the actions with those that the trace takes for granted, and the device's allocator."""
+    """The outcome that `finish` judges: the actions with those implied by the trace, and the device's allocator."""
     return simulate(problem, with_traced(problem, actions), allocator=allocator_of(problem))
 
 
 def outcome_or_never(problem: Problem, actions: Sequence[Action]) -> Outcome:
-    """The outcome of a candidate. One that cannot be carried out takes for ever and fits nowhere, so that no planner chooses
-    it while there is another; `finish` says why where there is none."""
+    """The outcome of a candidate. One that cannot be carried out takes infinite time and fits nowhere, so that no planner
+    chooses it while there is another; if there is none, `finish` raises the reason."""
     try:
         return outcome_of(problem, actions)
     except Unsupported:
@@ -72,7 +72,7 @@ def outcome_or_never(problem: Problem, actions: Sequence[Action]) -> Outcome:
 
 
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
-    """The actions with those that the trace takes for granted: its chunked head, and working copies in its precision."""
+    """The actions with those implied by the trace: its chunked head, and working copies in its precision."""
     head = [] if any(isinstance(a, Head) for a in actions) else Head.samples(problem.trace)
     is_narrow = problem.trace.about.precision is not None
     is_placed = any(isinstance(a, Place) for a in actions)
@@ -97,7 +97,7 @@ def _about(problem: Problem, actions: Sequence[Action], outcome: Outcome) -> Pla
 
 
 def over_budget(problem: Problem, outcome: Outcome) -> dict[str, int]:
-    """Tiers that are too small, with the bytes missing. Where an allocator was simulated, what it reserves counts."""
+    """Tiers that are too small, with the bytes missing. With a simulated allocator its reserved bytes count."""
     missing = {}
     for tier in problem.hardware.tiers:
         needed = outcome.peak.get(tier.name, 0)
@@ -110,7 +110,7 @@ def over_budget(problem: Problem, outcome: Outcome) -> dict[str, int]:
 
 
 def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None:
-    """Raise `Infeasible`, naming what was found and what sits at the peak, if the outcome does not fit."""
+    """Raise `Infeasible` if the outcome does not fit, with the smallest peak found and its largest parts."""
     missing = over_budget(problem, outcome)
     if not missing:
         return
@@ -125,7 +125,7 @@ def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None
         options += "build the optimizer with `fused=True`, which needs no temporaries, or "
     cure = f"use a budget of at least {least} bytes"
     others = [other for other in missing if other != tier]
-    if others:  # such a plan lacks memory there too
+    if others:  # the plan exceeds other tiers too
         cure = f"use {_typed_budget(problem, outcome, missing)}"
         where = f", and {', '.join(_lacks(problem, outcome, other) for other in others)}{where}"
     raise Infeasible(
@@ -137,12 +137,12 @@ def refuse_over_budget(problem: Problem, outcome: Outcome, planner: str) -> None
 
 
 def _host_too_small(problem: Problem, outcome: Outcome, planner: str, tier: str) -> Infeasible:
-    """The refusal where the device has room and a farther tier has not."""
+    """The error for a plan that fits the device but not a farther tier."""
     needed = outcome.peak[tier]
     by_auto = "" if planner == "auto" else 'use planner="auto" (--planner auto), which divides model states between both, or '
     return Infeasible(
-        f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; the one that lacks the least "
-        f"needs {exact_bytes(needed)} there, beside {format_bytes(outcome.peak[problem.home])} of {problem.home}",
+        f"no plan of `{planner}` fits {exact_bytes(problem.limit(tier))} of {tier}; the closest one "
+        f"needs {exact_bytes(needed)} there, and {format_bytes(outcome.peak[problem.home])} of {problem.home}",
         hint=f"{by_auto}if this machine has more, use {_typed_budget(problem, outcome, [tier])}; "
         "smaller optimizer states (`holdall.optim.adam8bit.Adam8bit`) need less of it",
     )

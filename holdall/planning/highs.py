@@ -1,8 +1,8 @@
-"""Linear programs, some columns perhaps whole numbers, as flat arrays; solved by HiGHS, through highspy or scipy.
+"""Linear and mixed-integer programs as flat arrays, solved by HiGHS through highspy or scipy.
 
-highspy is the faster and takes a solution to start from. But highspy and ortools each bring a `libhighs.so.1` that the other
-cannot use: whichever is imported second fails (seen with highspy 1.15 and ortools 9.15). So where ortools is installed, scipy
-comes first: its HiGHS is its own.
+highspy is faster and accepts a start solution. But highspy and ortools each bring a `libhighs.so.1` that the other cannot use:
+the one imported second fails (seen with highspy 1.15 and ortools 9.15). So where ortools is installed, scipy is preferred: it
+has a HiGHS of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Values of the columns, or None if none were found; `bound`: no solution has a smaller objective."""
+    """Values of the columns, or None if no solution was found; `bound`: a lower bound on the objective."""
 
     x: Floats | None
     objective: float
@@ -53,7 +53,7 @@ class Model:
         return np.arange(self.columns - many, self.columns)
 
     def add_rows(self, terms: Sequence[tuple[Ints, ArrayLike]], *, lower: ArrayLike = -inf, upper: ArrayLike = inf) -> Ints:
-        """One row per element: row k is the sum over `terms` of value * column[k]; a column of -1 stands for nothing."""
+        """One row per element: row k is the sum over `terms` of value * column[k]; a column of -1 means no entry."""
         many = len(terms[0][0])
         at = np.arange(self.rows, self.rows + many)
         for columns, value in terms:
@@ -65,7 +65,7 @@ class Model:
         return at
 
     def add_entries(self, rows: Ints, columns: Ints, values: ArrayLike) -> None:
-        """Further terms of rows that are there."""
+        """More terms for existing rows."""
         there = columns >= 0
         self._entries.append((rows[there], columns[there], np.broadcast_to(np.asarray(values, float), len(rows))[there]))
 
@@ -74,7 +74,7 @@ class Model:
         return cost, lower, upper, whole
 
     def rows_data(self) -> tuple[Floats, Floats, Ints, Ints, Floats]:
-        """(lower, upper, starts, columns, values): the matrix row by row, entries of the same place added."""
+        """(lower, upper, starts, columns, values): the matrix row by row, duplicate entries added."""
         lower, upper = (np.concatenate(part) for part in zip(*self._rows, strict=True))
         row, column, value = (np.concatenate(part) for part in zip(*self._entries, strict=True))
         key, where = np.unique(row * self.columns + column, return_inverse=True)
@@ -87,7 +87,7 @@ class Model:
 def solve(
     model: Model, *, time_limit: float = 60.0, gap: float = 0.0, start: tuple[Ints, Floats] | None = None, relaxed: bool = False
 ) -> Solution:
-    """The best solution within the time limit. `start`: columns and values to begin with; `relaxed`: none need be whole."""
+    """The best solution within the time limit. `start`: columns and values to begin with; `relaxed`: ignore integrality."""
     began = time.perf_counter()
     found = _backend()(model, time_limit, gap, start, relaxed)
     x, objective, bound, status = found
@@ -125,7 +125,7 @@ def _through_highspy(model: Model, time_limit: float, gap: float, start: tuple[I
         return None, inf, inf, "infeasible"
     solved = status == highspy.HighsModelStatus.kOptimal
     there = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    if not there or not (solved or mixed):  # an LP that was stopped bounds nothing
+    if not there or not (solved or mixed):  # an LP that was stopped gives no bound
         return None, inf, float(info.mip_dual_bound) if mixed else -inf, "unknown"
     x = np.asarray(highs.getSolution().col_value, float)
     objective = float(info.objective_function_value)

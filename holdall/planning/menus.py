@@ -1,8 +1,8 @@
-"""What can be done with each block, and what each choice holds, peaks at and costs.
+"""The choices for each block, with the bytes, peaks and seconds of each.
 
-The choices are those that the permitted actions offer (`Action.choices`). Each is tried on one block of every kind in a whole
-simulated step, beside the untouched step; the difference is its line of the menu. So menus follow the simulator, to the byte,
-and a stack of a hundred equal blocks costs as much as one.
+The choices are those that the permitted actions offer (`Action.choices`). Each is simulated in a whole step on one block of
+every kind, and compared with the untouched step; the difference is its line of the menu. So menus agree with the simulator to
+the byte, and a stack of a hundred equal blocks costs as much as one.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from holdall.types import KEEP, Action, Block, Choice, Problem, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MenuLine:
-    """A choice that was tried. Bytes and seconds are relative to keeping the block."""
+    """A choice that was simulated. Bytes and seconds are relative to keeping the block."""
 
     choice: Choice
-    freed: int  # bytes it does not hold between its forward and its backward
-    forward: int  # highest bytes during its forward, above what was live before it
-    backward: int  # the same for its backward; what was live includes the block as if it were kept
+    freed: int  # bytes that it does not hold between the block's forward and backward
+    forward: int  # peak bytes during its forward, above the live bytes before it
+    backward: int  # the same for its backward; the live bytes include the block as if it were kept
     seconds: float = 0.0  # recomputation
     out: int = 0  # bytes copied out after its forward
     back: int = 0  # bytes copied back before its backward
-    slow: int = 0  # of `freed`, the bytes that go only after the next block's forward (late choices)
+    slow: int = 0  # of `freed`, the bytes freed only after the next block's forward (late choices)
 
     @property
     def label(self) -> str:
@@ -47,7 +47,7 @@ class Item:
     before_backward: int
     forward_seconds: float
     backward_seconds: float
-    choices: tuple[MenuLine, ...]  # the first is to keep it
+    choices: tuple[MenuLine, ...]  # the first one keeps it
 
 
 Windows = dict[int, tuple[tuple[int, int], tuple[int, int]]]
@@ -55,15 +55,15 @@ Windows = dict[int, tuple[tuple[int, int], tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Menus:
-    """What was tried on every kind of block; `items` sets it into the step as it is under some placement of states."""
+    """The lines for every kind of block; `items` combines them with a step under some placement of states."""
 
     chain: tuple[Block, ...]
     windows: Windows
     found: dict[int, tuple[MenuLine, ...]]  # kind of block -> its lines
-    curves: dict[tuple[Action, ...], MemoryCurve] = field(default_factory=dict)  # of steps with some actions around
+    curves: dict[tuple[Action, ...], MemoryCurve] = field(default_factory=dict)  # of steps with some other actions
 
     def items(self, problem: Problem, around: Sequence[Action] = (), *, without: Collection[str] = ()) -> tuple[Item, ...]:
-        """The chain of blocks in a step with the actions `around`. `without`: tiers for which nothing leaves."""
+        """The chain of blocks in a step with the actions `around`. `without`: tiers that receive nothing."""
         trace = problem.trace
         key = tuple(around)
         if key not in self.curves:
@@ -89,7 +89,7 @@ class Menus:
                     choices=(kept, *_worthwhile(others)),
                 )
             )
-        if self.chain:  # from the end of the last block to the first backward: nothing to decide, but what is freed counts
+        if self.chain:  # from the end of the last block to the first backward: no decision, but freed bytes count
             begin, end = self.chain[-1].last + 1, min(b for _, (b, _) in self.windows.values())
             if begin < end:
                 high = max(plain.high[begin:end]) - plain.before[begin]
@@ -107,19 +107,19 @@ class Menus:
 
 
 def offered(problem: Problem, block: Block) -> list[Choice]:
-    """What the permitted actions can do about a block, in the order of menus."""
+    """The choices of the permitted actions for a block, in the order of menus."""
     permitted = [action for action in member_classes("actions") if problem.permits(action)]
     return sorted((choice for action in permitted for choice in action.choices(problem, block)), key=order_of)
 
 
 def order_of(choice: Choice) -> tuple[bool, ...]:
-    """The order of menus: exact choices first, those that run the whole block again before those that run some of its ops
-    again, and those before the ones that only move bytes."""
+    """The order of menus: exact choices first, those that recompute the whole block before those that recompute some of its
+    ops, and those before the ones that only move bytes."""
     return not choice.exact, not choice.recomputes, choice.by_program, choice.moves, not choice.late
 
 
 def try_offered(problem: Problem) -> Menus:
-    """Try everything that is offered on one block of every kind."""
+    """Simulate every offered choice on one block of every kind."""
     return try_choices(problem, {b.id: offered(problem, b) for b in _chain(problem.trace) if b.same_as is None})
 
 
@@ -128,7 +128,7 @@ def _chain(trace: Trace) -> list[Block]:
 
 
 def try_choices(problem: Problem, choices: Mapping[int, Sequence[Choice]]) -> Menus:
-    """Try these choices on one block of every kind (a kind is the number of its first block)."""
+    """Simulate these choices on one block of every kind (a kind is the number of its first block)."""
     trace = problem.trace
     chain = _chain(trace)
     plain = memory_curve(problem, [])
@@ -137,7 +137,7 @@ def try_choices(problem: Problem, choices: Mapping[int, Sequence[Choice]]) -> Me
     examples = {b: _example(chain, b) for b in choices}
     rounds = max((len(v) for v in choices.values()), default=0)
     for n in range(rounds):
-        for parity in (0, 1):  # neighbours are tried apart: a late choice reaches into the next block
+        for parity in (0, 1):  # neighbours are simulated separately: a late choice affects the next block
             group = [b for k, b in enumerate(choices) if k % 2 == parity and n < len(choices[b])]
             if not group:
                 continue
@@ -148,8 +148,7 @@ def try_choices(problem: Problem, choices: Mapping[int, Sequence[Choice]]) -> Me
 
 
 def _tried(problem: Problem, actions: Mapping[int, Sequence[Action]]) -> Iterator[tuple[int, MemoryCurve]]:
-    """The step with these actions on several blocks at once; one by one, without those that cannot be carried out, if some
-    cannot."""
+    """The step with these actions on several blocks at once; if some cannot be carried out, one by one without those."""
     try:
         curve = memory_curve(problem, [a for some in actions.values() for a in some])
     except Unsupported:
@@ -161,7 +160,7 @@ def _tried(problem: Problem, actions: Mapping[int, Sequence[Action]]) -> Iterato
 
 
 def make_menus(problem: Problem) -> tuple[Item, ...]:
-    """The chain of blocks that hold something for backward, each with its menu."""
+    """The chain of blocks that save tensors for backward, each with its menu."""
     return try_offered(problem).items(problem)
 
 
@@ -179,22 +178,22 @@ def _windows(trace: Trace, chain: Sequence[Block]) -> Windows:
 
 
 def _example(chain: Sequence[Block], kind: int) -> Block:
-    """A block of this kind to try things on: the second if there is one, since the first may differ in what surrounds it."""
+    """The block of this kind to simulate: the second if there is one, since the first may have other surroundings."""
     alike = [b for b in chain if kind in (b.id, b.same_as)]
     return alike[1] if len(alike) > 2 else alike[0]
 
 
 def kind_of(block: Block) -> int:
-    """Equal for blocks that repeat each other."""
+    """Equal for blocks that are copies of each other."""
     return block.id if block.same_as is None else block.same_as
 
 
 def _compare(choice: Choice, block: Block, windows: Windows, plain: MemoryCurve, curve: MemoryCurve) -> MenuLine:
-    """The line of a choice that was tried on a block."""
+    """The menu line of a choice that was simulated on a block."""
     f, b = windows[block.id]
     changed_before = plain.before[f[0]] - curve.before[f[0]]
     after = f[1]
-    if choice.late:  # let go when the next block's forward is over
+    if choice.late:  # freed when the next block's forward is over
         following = [w for w in windows.values() if w[0][0] >= f[1]]
         after = min((w[0][1] for w in following), default=f[1])
     after = min(after, len(plain.before) - 1)
@@ -214,7 +213,7 @@ def _compare(choice: Choice, block: Block, windows: Windows, plain: MemoryCurve,
 
 
 def _worthwhile(lines: Iterable[MenuLine]) -> list[MenuLine]:
-    """Without what frees nothing, and without what another line beats in everything."""
+    """The lines that free something and that no other line dominates."""
     useful = [c for c in lines if c.freed > 0]
     preferred = {id(c): (*_preference(c.choice), -n) for n, c in enumerate(useful)}
     kept: list[MenuLine] = []
@@ -226,8 +225,8 @@ def _worthwhile(lines: Iterable[MenuLine]) -> list[MenuLine]:
             and o.backward <= c.backward
             and o.seconds <= c.seconds
             and o.out <= c.out
-            and (o.late == c.late or not o.out)  # at once is smaller, but nothing hides its copies
-            and (o.choice.tier == c.choice.tier or not o.out)  # one tier may have room where another has none
+            and (o.late == c.late or not o.out)  # at once takes less memory, but nothing hides its copies
+            and (o.choice.tier == c.choice.tier or not o.out)  # one tier may have room while another is full
             and (o.freed, -o.seconds, -o.out, preferred[id(o)]) > (c.freed, -c.seconds, -c.out, preferred[id(c)])
             for o in useful
         )
@@ -237,5 +236,5 @@ def _worthwhile(lines: Iterable[MenuLine]) -> list[MenuLine]:
 
 
 def _preference(choice: Choice) -> tuple[bool, ...]:
-    """The larger is taken of two that come to the same."""
+    """Of two equal lines, the larger preference wins."""
     return choice.exact, choice.recomputes, not choice.by_program, choice.moves, not choice.late

@@ -1,7 +1,7 @@
-"""What the online policies have in common: the plan is one `evict`, rehearsed on the trace, or nothing where nothing is needed.
+"""Shared by the online policies: the plan is one `evict`, simulated on the trace, or empty where plain training fits.
 
-An online policy is not monotone by itself: with more room it sometimes decides worse. Planning can afford to rehearse it at a
-few thresholds below the budget as well, and keeps the fastest.
+An online policy is not monotone: with more memory it sometimes decides worse. Planning therefore also simulates it at a few
+thresholds below the budget, and keeps the fastest.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from holdall.types import Plan, Planner, Problem, Schedule
 from holdall.types.layout import block_of
 from holdall.units import format_bytes
 
-_STEPS = 12  # of the search for a budget that works
-_GRID = 16  # thresholds between what is there before a step and plain training's peak
+_STEPS = 12  # steps of the search for a budget that works
+_GRID = 16  # thresholds between the bytes in use before a step and plain training's peak
 
 MakeAction = Callable[[Evict, int], Evict]  # (rates and budget, bytes of the arena) -> the planner's own policy
 
 
 def plan_online(planner: Planner, problem: Problem, make: MakeAction, *, always: bool) -> Plan:
-    """`always`: install the policy even where plain training fits, for loops that leave their trace."""
+    """`always`: install the policy even where plain training fits, for loops that differ from their trace."""
     began = time.perf_counter()
     about = problem.trace.about
     if about.head or about.precision:
         raise Unsupported(
-            f"`{planner.name}` decides about every storage of a step, and this trace has working copies or a chunked head",
+            f"`{planner.name}` does not support working copies or a chunked head, and this trace has one of them",
             hint='trace without `precision`, and with head="whole"',
         )
     plain = simulate(problem, [])
     fits_plainly = not over_budget(problem, plain)
     if fits_plainly and not always:
-        return finish(planner, problem, [], why=["everything fits: nothing is evicted"], began=began)
+        return finish(planner, problem, [], why=["plain training fits the budget: nothing is evicted"], began=began)
     try:
         return _plan(planner, problem, make, plain.peak[problem.home], began)
     except Infeasible as error:
@@ -56,20 +56,20 @@ def plan_online(planner: Planner, problem: Problem, make: MakeAction, *, always:
 def _plan(planner: Planner, problem: Problem, make: MakeAction, plain: int, began: float) -> Plan:
     best = _best(problem, make, plain)
     if best is None:
-        raise Infeasible("the policy cannot keep to the budget")
+        raise Infeasible("the policy does not stay within the budget")
     counts = best.rehearse(Schedule(trace=problem.trace, home=problem.home)).counts
     why = [
-        f"rehearsed: {counts.evictions} evictions, {counts.reruns} ops run again, "
+        f"simulated: {counts.evictions} evictions, {counts.reruns} ops recomputed, "
         f"{counts.again / max(1, counts.useful):.1%} of the step's work by the policy's clock",
-        "decided as the step runs: a step that differs from the trace is served too, its peak is the budget",
+        "decisions are made during the step, so steps may differ from the trace; their peak is the budget",
     ]
     if best.budget < problem.limit(problem.home):
-        why.append(f"evicting from {format_bytes(best.budget)} on was faster than from the budget on")
+        why.append(f"evicting from {format_bytes(best.budget)} on is predicted faster than evicting at the budget")
     return finish(planner, problem, [best], why=why, began=began)
 
 
 def _best(problem: Problem, make: MakeAction, plain: int) -> Evict | None:
-    """The policy at the budget and at thresholds below it; the fastest that fits."""
+    """The fastest fitting policy at the budget and at thresholds below it."""
     limit = _usable(problem, problem.limit(problem.home))
     before = _before(problem)
     rungs = [before + (plain - before) * n // _GRID for n in range(_GRID + 1)]
@@ -84,7 +84,7 @@ def _best(problem: Problem, make: MakeAction, plain: int) -> Evict | None:
 
 
 def _seconds(problem: Problem, action: Evict) -> float | None:
-    """Of a step under the policy; None: it does not keep to the budget."""
+    """Seconds of a step under the policy; None: it exceeds the budget."""
     try:
         if action.rehearse(Schedule(trace=problem.trace, home=problem.home)).counts.over:
             return None
@@ -111,7 +111,7 @@ def _at(problem: Problem, make: MakeAction, budget: int) -> Evict | None:
 
 
 def _search(problem: Problem, make: MakeAction, plain: int) -> int:
-    """A small budget that works; halving, because the policy is nearly monotone."""
+    """A small budget that works; by bisection, because the policy is nearly monotone."""
     low, high = min(_before(problem), plain), plain
     for _ in range(_STEPS):
         if high - low <= max(1, plain // 1000):
@@ -130,13 +130,13 @@ def _before(problem: Problem) -> int:
 
 
 def _usable(problem: Problem, limit: int) -> int:
-    """What the policy may fill: workspaces and the allocator's slack are not its own."""
+    """Bytes that the policy may fill: the limit without workspaces and the allocator's slack."""
     workspace = max((op.workspace for op in problem.trace.ops), default=0)
     return (Expandable.usable(limit) if problem.hardware.device == "cuda" else limit) - workspace
 
 
 def least_for(given: int | None, arena: int, usual: int) -> int:
-    """Bytes below which a storage is left alone: the published figure, or a thousandth of the arena where that is less."""
+    """Storages below this many bytes are never evicted: the published figure, or a thousandth of the arena if less."""
     return given if given is not None else min(usual, arena // 1000)
 
 

@@ -1,4 +1,4 @@
-"""What planners that solve op by op have in common: the graph to solve, the budget that is left for it, and a second look.
+"""Shared by planners that solve op by op: the graph to solve, the budget left for it, and repeated solving.
 
 Each kind of block is solved once for a falling share of the bytes that it would hold, all blocks alike, until the step fits.
 Where the whole model is small enough and nothing stands in its way, it is one graph too, and the solver sees everything at
@@ -60,7 +60,7 @@ def plan_by_ops(
         raise unknown_name(f"scope of {planner.name}", scope, _SCOPES)
     plain = outcome_of(problem, [])
     if not over_budget(problem, plain):
-        return finish(planner, problem, [], why=["everything fits: nothing is run again"], began=began)
+        return finish(planner, problem, [], why=["plain training fits the budget: nothing is recomputed"], began=began)
     graph, said = _whole(problem, scope, nodes)
     tried = _Tried(problem, plain)
     if graph is None:
@@ -119,18 +119,18 @@ def _quick_plans(problem: Problem, planners: Iterable[Planner]) -> list[list[Act
 
 
 def _whole(problem: Problem, scope: str, nodes: int) -> tuple[OpGraph | None, list[str]]:
-    """The model as one graph, or why there is none; nothing to say where blocks were asked for."""
+    """The model as one graph, or the reason why not; no reason if the user asked for blocks."""
     whole = problem.trace.whole
     if scope == "blocks":
         return None, []
     why_not = "it was traced in parts" if whole is None else obstacle(problem.trace, whole)
     if whole is None or why_not:
-        return None, [f"the model is not solved as one graph but by blocks: {why_not}"]
+        return None, [f"solved block by block, not as one graph: {why_not}"]
     graph = op_graph(problem.trace, whole)
     if scope == "model" or len(graph.dag) <= nodes:
         return graph, []
-    large = f'its graph has {len(graph.dag)} nodes, more than {nodes} (`scope="model"` solves it all the same)'
-    return None, [f"the model is not solved as one graph but by blocks: {large}"]
+    large = f'its graph has {len(graph.dag)} nodes, more than {nodes} (`scope="model"` solves it anyway)'
+    return None, [f"solved block by block, not as one graph: {large}"]
 
 
 def _model(problem: Problem, graph: OpGraph, solver: Solver, starts: Sequence[Program], time_limit: float) -> Iterator[Attempt]:
@@ -144,7 +144,7 @@ def _model(problem: Problem, graph: OpGraph, solver: Solver, starts: Sequence[Pr
         found = solver(dag, target, loss=graph.middle, saved_budget=None, seconds=left * _FIRST, starts=starts)
         if found.program is None:  # how little memory would do is worth knowing
             small = squeeze(everything(dag), Limits(budget=dag.floor)).program
-            why = "no program fits" if found.status == "infeasible" else "no program was found in its time for"
+            why = "no program fits" if found.status == "infeasible" else "the time limit was reached without a program for"
             yield [graph.action(small)], [f"{why} {format_bytes(target)}"]
             return
         program = in_stages(dag, found.program).program  # without runs that nobody reads
@@ -173,7 +173,7 @@ def _as_one(graph: OpGraph, program: Program, verdict: str) -> Attempt:
 
 
 def _room(problem: Problem, graph: OpGraph) -> int:
-    """The budget in the graph's own bytes: without what is there before, and with what its merged ops seem to hold too much."""
+    """The budget in the graph's own bytes: without the bytes in use before, plus what merged ops overcount."""
     curve = memory_curve(problem, [])
     before = curve.before[graph.block.first]
     last = max(op.id for op in problem.trace.backward_of(graph.block.module))
@@ -187,7 +187,7 @@ def _excess(problem: Problem, actions: list[Action]) -> int:
 
 
 def _blocks(problem: Problem, solver: Solver, time_limit: float) -> Iterator[Attempt]:
-    """Every kind of block by itself, for less and less of what it would hold."""
+    """Every kind of block by itself, for less and less of the bytes that it would hold."""
     trace = problem.trace
     chain = [b for b in trace.blocks if b.saves and b.backward is not None and not obstacle(trace, b)]
     graphs: dict[int, OpGraph] = {}
@@ -213,7 +213,7 @@ def _blocks(problem: Problem, solver: Solver, time_limit: float) -> Iterator[Att
             for action in program_for(trace, b, orders[kind_of(b)].backward, orders[kind_of(b)].forward)
         ]
         worst = max(gaps, key=lambda a: a.gap)
-        yield actions, [f"{len(graphs)} kinds of blocks solved for {share:.0%} of what they hold", _verdict(worst)]
+        yield actions, [f"{len(graphs)} kinds of blocks solved for {share:.0%} of the bytes they hold", _verdict(worst)]
 
 
 def _total(dag: Dag) -> int:
@@ -222,5 +222,5 @@ def _total(dag: Dag) -> int:
 
 def _verdict(found: Answer) -> str:
     if found.status == "optimal":
-        return "solved to the end"
-    return f"best found in {format_seconds(found.seconds)}, at most {found.gap:.1%} from the best there is"
+        return "proven optimal"
+    return f"best found in {format_seconds(found.seconds)}, at most {found.gap:.1%} above the optimum"

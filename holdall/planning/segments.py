@@ -10,7 +10,7 @@ from holdall.types import Action, Block, Problem, Trace
 
 
 def runs(trace: Trace) -> list[list[Block]]:
-    """Maximal rows of blocks with nothing between them, each of which can be run again."""
+    """Maximal rows of adjacent blocks that can all be recomputed."""
     found: list[list[Block]] = []
     for block in trace.blocks:
         if block.backward is None or not block.saves or obstacle(trace, [block]):
@@ -29,7 +29,7 @@ def cut(blocks: Sequence[Block], size: int) -> list[list[Block]]:
 
 
 def segmented(problem: Problem) -> Iterator[tuple[int, list[Action]]]:
-    """Every row of blocks cut into segments, a few lengths around the square root of its own."""
+    """Every row of blocks cut into segments of a few lengths around the square root of the row's."""
     rows = runs(problem.trace)
     longest = max((len(row) for row in rows), default=0)
     root = math.isqrt(longest)

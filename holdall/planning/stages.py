@@ -1,8 +1,8 @@
-"""Programs in stages: stage t runs again what it needs, in order, and then node t for the first time.
+"""Programs in stages: stage t recomputes what it needs, in order, and then runs node t for the first time.
 
-The form that Checkmate and Moccasin search. What is carried into each stage decides the rest: the fewest runs follow from
-it, and what is carried for nothing can be seen. `squeeze` and `fill` walk to a fair program by single steps; it is where
-the exact solvers begin, and what mends a rounded solution.
+The form that Checkmate and Moccasin search. The outputs carried into each stage determine the rest: the fewest runs, and the
+outputs carried in vain. `squeeze` and `fill` reach a good program by single steps; the exact solvers start from it, and it
+repairs a rounded solution.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from math import inf
 from holdall.actions.reschedule.dag import Dag, Program, Replay, replay
 from holdall.errors import InvalidInput
 
-_PROMISING = 12  # outputs that `squeeze` tries to drop at a place
+_PROMISING = 12  # outputs that `squeeze` tries to drop at one place
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program has to stay within. `loss`: the node right after which at most `saved` bytes may be live."""
+    """Limits on a program. `loss`: the node right after which at most `saved` bytes may be live."""
 
     budget: int
     loss: int | None = None
     saved: int | None = None
-    copies: float = inf  # how often one node may run
+    copies: float = inf  # runs allowed per node
 
     def allow(self, staged: Staged) -> bool:
         return max(staged.seen.executed) <= self.copies and next(self.broken(staged), None) is None
 
     def broken(self, staged: Staged) -> Iterator[tuple[int, bool, int]]:
-        """(place in the program, whether after the run instead of during it, bytes too many)."""
+        """(place in the program, whether after the run instead of during it, excess bytes)."""
         seen = staged.seen
         if self.loss is not None and self.saved is not None:
             place = staged.program.index(self.loss)
@@ -48,7 +48,7 @@ class Staged:
     """A program in stages. By stage, sets of nodes as bits of an int: carried into it, run in it, read in it."""
 
     dag: Dag
-    carried: tuple[int, ...]  # one more than there are stages: what is live at the end
+    carried: tuple[int, ...]  # one more than there are stages: the last is live at the end
     runs: tuple[int, ...]
     reads: tuple[int, ...]
 
@@ -62,9 +62,9 @@ class Staged:
 
 
 def ruled(dag: Dag, budget: int, loss: int | None, saved_budget: int | None) -> tuple[Dag, Limits]:
-    """The graph with its loss fixed to one run, and what a program has to stay within."""
+    """The graph with its loss fixed to one run, and the limits on a program."""
     if (loss is None) != (saved_budget is None):
-        raise InvalidInput("`loss` and `saved_budget` belong together", hint="give both or neither")
+        raise InvalidInput("`loss` and `saved_budget` belong together", hint="pass both arguments or neither")
     if loss is not None:
         if not 0 <= loss < len(dag):
             raise InvalidInput(f"`loss` is {loss}; the graph has nodes 0..{len(dag) - 1}")
@@ -73,7 +73,7 @@ def ruled(dag: Dag, budget: int, loss: int | None, saved_budget: int | None) -> 
 
 
 def complete(dag: Dag, carried: Sequence[int]) -> Staged:
-    """The fewest runs for what is carried into each stage; what no later run reads is carried no more."""
+    """The fewest runs for the outputs carried into each stage; outputs that no later run reads are dropped."""
     fixed = sum(1 << i for i in dag.fixed)
     wanted = sum(1 << i for i in dag.keep)
     kept, runs, reads = [wanted], [], []
@@ -91,7 +91,7 @@ def complete(dag: Dag, carried: Sequence[int]) -> Staged:
 
 
 def in_stages(dag: Dag, program: Program) -> Staged:
-    """A program whose first runs are in order, by what it carries from each first run to the next."""
+    """A program whose first runs are in order, as the outputs it carries from each first run to the next."""
     wanted = sum(1 << i for i in dag.keep)
     carried = [wanted] * (len(dag) + 1)
     for place in reversed(range(1, len(program))):
@@ -108,9 +108,9 @@ def everything(dag: Dag) -> Staged:
 
 
 def squeeze(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
-    """Carry less until it fits or no step is left, each time that which costs least per byte of what is too much.
+    """Carry less until it fits or no step is left; each step drops the output that costs least per excess byte.
 
-    `until`: when to stop (`time.perf_counter`), whether it fits or not.
+    `until`: when to stop (`time.perf_counter`), fitting or not.
     """
     while time.perf_counter() < until and (broken := list(limits.broken(staged))):
         over = sum(excess for _, _, excess in broken)
@@ -120,7 +120,7 @@ def squeeze(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
             if max(dropped.seen.executed) > limits.copies:
                 continue
             saved = over - sum(excess for _, _, excess in limits.broken(dropped))
-            # what makes other places worse by as much is a last resort; it ends, for nothing is ever carried again
+            # a step that makes other places worse by as much is the last resort; this ends, since nothing is carried again
             price = (False, (dropped.seen.seconds - staged.seen.seconds) / saved) if saved > 0 else (True, float(rank))
             if price < best:
                 best, choice = price, dropped
@@ -131,7 +131,7 @@ def squeeze(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
 
 
 def fill(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
-    """Carry more where there is room: take the dearest second run that can be saved, until none can, or it is time to stop."""
+    """Carry more where memory allows: avoid the most expensive recomputation, until none can be avoided or time is up."""
     dag = staged.dag
     tried: set[tuple[int, int]] = set()
     while True:
@@ -173,7 +173,7 @@ def nearest(dag: Dag, limits: Limits, *, starts: Sequence[Program] = (), until: 
 
 
 def closure(dag: Dag, wanted: int, have: int) -> int:
-    """The nodes to run for `wanted` if `have` is there."""
+    """The nodes to run for `wanted` if `have` is available."""
     ran = todo = wanted & ~have
     while todo:
         v = todo.bit_length() - 1
@@ -192,7 +192,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def _without(staged: Staged, place: int, after: bool) -> Iterator[Staged]:
-    """The program without one of the outputs that lie idle at a place, the most promising ones."""
+    """The program without one of the outputs that are idle at a place, the most promising ones first."""
     dag = staged.dag
     stage, node = _stage_of(staged, place)
     ranked = []
@@ -217,9 +217,9 @@ def _stage_of(staged: Staged, place: int) -> tuple[int, int]:
 
 
 def _idle(staged: Staged, stage: int, node: int, after: bool) -> Iterator[tuple[int, int]]:
-    """(output, the stage into which it need not be carried): live at this run, not read by it, and not bound to be there."""
+    """(output, the stage into which it need not be carried): live at this run, not read by it, and not required."""
     dag = staged.dag
-    later = 0  # what the rest of the stage reads
+    later = 0  # nodes that the rest of the stage reads
     for v in bits(staged.runs[stage] >> node + 1 << node + 1):
         later |= dag.reads[v]
     for i in bits(staged.carried[stage] | staged.runs[stage]):
@@ -228,7 +228,7 @@ def _idle(staged: Staged, stage: int, node: int, after: bool) -> Iterator[tuple[
         if later >> i & 1:
             if i > node and staged.carried[stage] >> i & 1:
                 yield i, stage
-        elif stage + 1 < len(dag) and staged.carried[stage + 1] >> i & 1:  # at the end, what is kept is bound to be there
+        elif stage + 1 < len(dag) and staged.carried[stage + 1] >> i & 1:  # at the end, kept outputs are required
             until = stage + 1
             while until < len(dag) and not staged.reads[until] >> i & 1:
                 until += 1

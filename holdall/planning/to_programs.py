@@ -1,11 +1,11 @@
-"""A plan whose blocks all run by programs, so that a compiler gets hold of every one of them.
+"""A plan whose blocks all run by programs, so that every block can be compiled.
 
-What is decided stays as it was: blocks without an action, and those that are only sent away, make nothing again, blocks that
-are recomputed whole make everything again, and programs are left alone. Blocks that cannot be run op by op, and those that
-something else is done about, stay.
+The plan's decisions stay: blocks without an action, and blocks that are only offloaded, recompute nothing; blocks that are
+recomputed whole recompute everything; programs are unchanged. Blocks that cannot run op by op, and blocks with other actions,
+stay as they are.
 
-Where activations alone are planned for, and the budget can be kept without sending any away, that is done instead: fused
-kernels make again for little what a copy would bring back.
+Where only activations are planned, and the budget can be kept without offloading, that is done instead: fused kernels recompute
+cheaply what a copy would fetch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdall.types.program import lazily
 
 
 def by_programs(problem: Problem, plan: Plan) -> Plan:
-    """The plan with as many blocks by programs as fit its budget: all, or those that are recomputed, or as it was."""
+    """The plan with as many blocks by programs as fit its budget: all, or only recomputed ones, or the plan unchanged."""
     if not problem.permits(Recompute):
         return plan
     planner = build_member("planners", plan.planner, dict(plan.options), f"planner {plan.planner}")
@@ -35,7 +35,7 @@ def by_programs(problem: Problem, plan: Plan) -> Plan:
     for actions in ([*again, *_kept(problem.trace, again)], again):
         try:
             return finish(planner, problem, actions, why=[*plan.why, "its blocks run by programs, to be compiled"])
-        except HoldallError:  # a program holds gradients of its parameters to its end: that may be too much
+        except HoldallError:  # a program holds its parameters' gradients to its end, which may exceed the budget
             continue
     return plan
 
@@ -64,7 +64,7 @@ def _recomputed(trace: Trace, plan: Plan) -> list[Action]:
 
 
 def _kept(trace: Trace, actions: list[Action]) -> list[Action]:
-    """Blocks without an action of their own but leaving, as programs that make nothing again."""
+    """Blocks without an action, or only offloaded, as programs that recompute nothing."""
     treated = {name for action in actions if not isinstance(action, Offload) for name in blocks_of(action)}
     found: list[Action] = []
     for block in trace.blocks:

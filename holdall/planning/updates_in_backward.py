@@ -1,7 +1,7 @@
-"""Updates in backward put into a planner's plan.
+"""Adds updates in backward to a planner's plan.
 
-Planners count gradients as a step holds them. Where they are used up in backward the planner is shown the step without them; if
-what updates take on the way then passes the budget, it is asked again for less.
+Planners count all gradients of a step. With updates in backward the planner gets the step without them; if the memory of the
+updates then exceeds the budget, it plans again for less.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _TRIES = 4
 
 
 def plan_with_updates(planner: Planner, problem: Problem) -> Plan:
-    """The planner's plan for the problem's budget with updates in backward; if none fits, the least that was found."""
+    """The planner's plan for the problem's budget with updates in backward; if none fits, the smallest one found."""
     told = replace(problem, trace=used_up(problem.trace))
     roomy = _with_budget(problem, problem.hardware.tier(problem.home).capacity)
     for _ in range(_TRIES):
         made = at_most(planner, told)
         actions = with_updates(problem, made.actions)
-        why = (*made.why, "parameters are updated as their gradients come")
+        why = (*made.why, "parameters are updated in backward, as gradients are made")
         ended = replace(finish(planner, roomy, actions, why=why), solve_seconds=made.solve_seconds)
         excess = over_budget(problem, ended.predicted).get(problem.home, 0)
         if not excess or over_budget(told, made.predicted):
@@ -40,7 +40,7 @@ def with_updates(problem: Problem, actions: Iterable[Action]) -> list[Action]:
 
 
 def at_most(planner: Planner, problem: Problem) -> Plan:
-    """Within the budget, or within the least one that was found."""
+    """A plan within the budget, or within the least budget for which one was found."""
     try:
         return planner(problem)
     except Infeasible as error:

@@ -360,7 +360,7 @@ def test_auto_does_not_choose_it():
 def test_codes_cannot_be_swapped_where_there_is_no_tier():
     model, _, optimizer, trace = fresh("tied")
     plan = finish(Nop(), problem_for(trace), everywhere(trace, bits=4, swap=True))
-    with pytest.raises(Unsupported, match="no tier to swap"):
+    with pytest.raises(Unsupported, match="no second tier"):
         Harness(plan, model, optimizer)
     assert "forward" not in model.layers[0].__dict__
 

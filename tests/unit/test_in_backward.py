@@ -207,7 +207,10 @@ def test_a_plan_with_a_norm_takes_lomo_if_it_holds_gradients_for_the_same():
     plan = decide(replace(problem(model, batch, sgd), clips=True), max_norm=LIMIT)
     expected, _ = clipped(twin, batch, torch.optim.SGD(twin.parameters(), lr=1e-2))
     for options in ({}, {"clip_grad_norm": 1.0, "clip": "hold"}, {"clip_grad_norm": LIMIT, "clip": "hold", "accumulate": 2}):
-        with Lomo(model.parameters(), lr=1e-2, **options) as optimizer, pytest.raises(InvalidInput, match="does not hold"):
+        with (
+            Lomo(model.parameters(), lr=1e-2, **options) as optimizer,
+            pytest.raises(InvalidInput, match="holds gradients otherwise"),
+        ):
             holdall.apply(plan, model, optimizer)
     with (
         Lomo(model.parameters(), lr=1e-2, clip_grad_norm=LIMIT, clip="hold") as optimizer,
@@ -254,9 +257,9 @@ def test_a_loop_that_clips_is_refused_with_what_each_way_out_costs():
     with pytest.raises(Unsupported, match="global norm") as refused:
         decide(replace(posed, clips=True))
     assert "second backward" in refused.value.hint and "hold the gradients" in refused.value.hint
-    with pytest.raises(Unsupported, match="4 backwards per step"):
+    with pytest.raises(Unsupported, match="gradients of 4 backwards"):
         decide(replace(posed, accumulate=4), accumulate=4)
-    with pytest.raises(Unsupported, match="4 backwards per step") as refused:
+    with pytest.raises(Unsupported, match="gradients of 4 backwards") as refused:
         decide(replace(posed, accumulate=4))
     assert "Flora" in refused.value.hint
 
@@ -280,7 +283,7 @@ def test_what_cannot_be_combined_is_refused():
         finish(Nop(), posed, [Place.all(posed.trace), InBackward()])
     with pytest.raises(Unsupported, match="no update"):
         decide(problem(model, batch, None))
-    with pytest.raises(Unsupported, match="no optimizer"):
+    with pytest.raises(Unsupported, match="needs an optimizer"):
         holdall.apply(decide(posed), model, None)
     rescheduled = [Reschedule.samples(posed.trace)[0]]
     with pytest.raises(InvalidInput, match="run op by op"):
@@ -296,7 +299,7 @@ def test_where_copies_are_computed_with_it_is_place():
     assert isinstance(action, Place) and action.when == "backward"
     with pytest.raises(Unsupported, match="working copies"):
         InBackward.of(trace, max_norm=1.0)
-    with pytest.raises(Unsupported, match="copies of its parameters"):
+    with pytest.raises(Unsupported, match="cannot update"):
         finish(Nop(), posed, [InBackward()])
     plan = decide(posed)
     with holdall.apply(plan, model, optimizer) as harness:

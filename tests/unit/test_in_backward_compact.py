@@ -113,4 +113,4 @@ def test_a_weight_that_is_used_in_other_ways_too_is_refused():
     loss = F.linear(torch.randn(5, 24), model.q.weight).sum()
     with optimizer.sketching(model), in_backward(optimizer), pytest.raises(Unsupported, match="sketched gradient") as refused:
         (loss + model(torch.randn(5, 24))).backward()
-    assert "without a rank" in refused.value.hint
+    assert "without `rank`" in refused.value.hint

@@ -207,7 +207,7 @@ def test_a_nested_plan_survives_saving_and_loading(tmp_path):
 def test_inner_segments_that_are_no_parts_are_refused(inner):
     trace = chain([50] * 4)
     action = Recompute.of(trace, trace.blocks, inner=[Inner(blocks=part) for part in inner])
-    with pytest.raises(InvalidInput, match="is not a stretch"):
+    with pytest.raises(InvalidInput, match="is not consecutive"):
         simulate(problem_for(trace), [action])
     assert nested(("a", "b", "c"), [Inner(blocks=("b", "c"), inner=(Inner(blocks=("c",)),))]) == (Nest(1, 2, (Nest(1, 1),)),)
 

@@ -99,7 +99,7 @@ def test_dropout_between_layers_is_cudnns_own_and_is_not_drawn_twice():
     trace = traced(nn.LSTM(64, 32, 2, batch_first=True, dropout=0.1))
     assert op_of(trace, FORWARD).random
     block = next(b for b in trace.blocks if b.module == "layer")
-    assert "random state of cuDNN" in obstacle(trace, [block])
+    assert "cuDNN's own random state" in obstacle(trace, [block])
     without = traced(nn.LSTM(64, 32, 2, batch_first=True))
     assert not obstacle(without, [next(b for b in without.blocks if b.module == "layer")])
 

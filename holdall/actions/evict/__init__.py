@@ -1,11 +1,11 @@
-"""Evict: device memory as a cache; when results of an op do not fit, storages go by a score and come back when asked for.
+"""Evict: device memory as a cache; when an op's results do not fit, storages are evicted by a score and recomputed when read.
 
 Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021, arXiv 2006.09616) and, by `how` and `score`, MegTaiChi (ICS 2022)
-and Coop (NeurIPS 2023). The policy decides as the step runs, so it serves models whose course depends on their values. Its
-clock counts the costs of ops, not seconds: `rewrite` plays the policy over the schedule, `install` hands the same policy to
+and Coop (NeurIPS 2023). The policy decides while the step runs, so it suits models whose control flow depends on values. Its
+clock counts the costs of ops, not seconds: `rewrite` simulates the policy on the schedule, `install` gives the same policy to
 the runtime, and both take the same decisions as long as the loop does what was traced.
 
-Addresses are a model (see `runtime/eviction/arena.py`): real allocators place storages as they like; bytes are counted truly.
+Addresses are modelled (see `runtime/eviction/arena.py`): real allocators choose other addresses; byte counts are real.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ WAYS = ("bytes", "holes", "windows")
 
 @dataclass(frozen=True, kw_only=True)
 class Evict(Facts):
-    budget: int  # bytes of the device, parameters and all
+    budget: int  # bytes of the device, parameters included
     score: str = "dtr_eq"
-    how: str = "bytes"  # what makes room: enough "bytes", one of the "holes" of an arena, a run of neighbours ("windows")
-    arena: int = 0  # bytes of the arena: the budget less what is there before a step
-    least: int = 0  # storages smaller than this are never evicted
-    sample: bool = False  # score about sqrt(n) of n candidates
-    patience: float = 10.0  # seconds of recomputation per useful second at which to give up; 0: never
-    align: int = 1  # what sizes are rounded to
-    flops: float = 1e12  # by these rates the policy's clock counts
+    how: str = (
+        "bytes"  # how room is made: enough free "bytes", one of the "holes" of an arena, a run of adjacent storages ("windows")
+    )
+    arena: int = 0  # bytes of the arena: the budget less the bytes in use before a step
+    least: int = 0  # storages with fewer bytes are never evicted
+    sample: bool = False  # score a sample of about sqrt(n) of n candidates
+    patience: float = 10.0  # give up at so many seconds of recomputation per useful second; 0: never
+    align: int = 1  # sizes are rounded up to multiples of this
+    flops: float = 1e12  # FLOP/s by which the policy's clock counts
     bandwidth: float = 1e11
     overhead: float = 5e-6
 
     name: ClassVar[str] = "evict"
     exact: ClassVar[bool] = True
-    rank: ClassVar[int] = 90  # after all others, whose steps it then sees
-    block: ClassVar[str] = "the step"  # one policy for all of it
+    rank: ClassVar[int] = 90  # after all others, whose steps it has to see
+    block: ClassVar[str] = "the step"  # one policy for the whole step
     spares_activations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -55,11 +57,14 @@ class Evict(Facts):
         if self.how not in WAYS:
             raise unknown_name("way to make room", self.how, WAYS)
         if self.budget <= 0:
-            raise InvalidInput(f"`evict` got a budget of {self.budget} bytes", hint="give the bytes of the whole device")
+            raise InvalidInput(
+                f"`evict` got a budget of {self.budget} bytes",
+                hint="give the bytes of the whole device, such as Evict(budget=1 << 30)",
+            )
 
     @staticmethod
     def samples(trace: Trace) -> list[Evict]:
-        """One storage at a time and a run at a time, as tight as can be among a few budgets below plain training's."""
+        """Evicting single storages, and runs of them, under the tightest of a few budgets that works."""
         schedule = Schedule(trace=trace, home="cpu")
         whole = Evict(budget=2**62, patience=2.0)
         free = whole.rehearse(schedule)
@@ -80,7 +85,7 @@ class Evict(Facts):
     def pool(
         self, driver: Driver, *, outside: int = 0, live: Callable[[], int] | None = None, strict: bool = True
     ) -> EvictionPool:
-        """A new cache under this policy; `outside`: bytes that are there before a step."""
+        """A new cache under this policy; `outside`: bytes in use before a step."""
         return EvictionPool(
             budget=self.budget,
             room=self._room(min(self.arena, max(0, self.budget - outside))),
@@ -100,7 +105,7 @@ class Evict(Facts):
         return kind(score, arena, sample=self.sample, least=self.least, align=self.align, tiny=tiny)
 
     def rehearse(self, schedule: Schedule) -> Rehearsal:
-        """The schedule under this policy, and what it took. Goes over the budget where nothing more can go."""
+        """The schedule under this policy, with its costs. It exceeds the budget where nothing is left to evict."""
         return rehearse(schedule, self.rates, lambda driver, outside: self.pool(driver, outside=outside, strict=False))
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:  # noqa: ARG002
@@ -112,8 +117,8 @@ class Evict(Facts):
         others = sorted({a.name for a in harness.plan.actions} - {"evict", "keep"})
         if others:
             raise Unsupported(
-                f"`evict` decides about the whole step and cannot run beside {', '.join(others)}",
-                hint="use it alone",
+                f"`evict` decides about the whole step and cannot be combined with {', '.join(others)}",
+                hint='plan with allow=["evict"]',
             )
 
         def make_pool(evictor: Evictor, before: int, live: Callable[[], int]) -> EvictionPool:
@@ -123,7 +128,7 @@ class Evict(Facts):
 
 
 def fits(action: Evict, schedule: Schedule) -> bool:
-    """Whether the policy keeps to its budget on this schedule, without thrashing."""
+    """Does the policy keep to its budget on this schedule, without thrashing?"""
     try:
         return action.rehearse(schedule).counts.over == 0
     except OverBudget:

@@ -1,7 +1,7 @@
-"""The schedule side of `evict`: the policy is played over the steps, and what it does is written into them.
+"""The schedule side of `evict`: simulate the policy on the steps, and write its evictions and recomputations into them.
 
-A storage that went and came back is a new tensor of the schedule: each tensor is made once, and frees are derived as ever. What
-other techniques move between memories stays put, and so does whatever was made from it.
+A storage that was evicted and recomputed is a new tensor of the schedule: each tensor is made once, and frees are derived as
+usual. Tensors that other actions move between tiers are never evicted, nor are tensors made from them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from holdall.types.schedule import Mark
 class Rehearsal:
     schedule: Schedule
     counts: Counts
-    before: int  # bytes that are there before the step
-    peak: int  # live bytes, workspaces aside
-    fragmentation: tuple[float, ...] = ()  # of the arena, at each request that found no hole
+    before: int  # bytes in use before the step
+    peak: int  # live bytes, without workspaces
+    fragmentation: tuple[float, ...] = ()  # of the arena, at each request for which there was no hole
 
 
 def rehearse(schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], EvictionPool]) -> Rehearsal:
-    """Play the policy over the schedule's steps."""
+    """Simulate the policy on the schedule's steps."""
     return _Rewriter(schedule.copy(), rates, make_pool).play()
 
 
@@ -45,17 +45,17 @@ class _Rewriter(Player):
         }
         self.before = sum(self.there.values())
         super().__init__(make_pool(self, self.before))
-        self.names: dict[Storage, int] = {}  # the tensor that a storage is, at present
+        self.names: dict[Storage, int] = {}  # storage -> its current tensor
         self.after: dict[int, list[Step]] = {}
         self.at = -1  # the last op of the trace that ran
         self.mark: Mark = (-1, 0)  # the last run
-        self.runs: dict[int, int] = {}  # how often each op ran
+        self.runs: dict[int, int] = {}  # op -> number of its runs
         for step in self.steps:
             if isinstance(step, Run) and step.op >= 0:
                 self.runs[step.op] = max(self.runs.get(step.op, 0), step.again)
         self.peak = self.before
         self.is_natural = False
-        self.first_added = len(schedule.added) + schedule.trace.next_id  # tensors from here on are copies made here
+        self.first_added = len(schedule.added) + schedule.trace.next_id  # ids from here on are copies made here
 
     def play(self) -> Rehearsal:
         dying: dict[int, list[int]] = {}
@@ -95,7 +95,7 @@ class _Rewriter(Player):
         outside = [x for x in run.reads if x not in self.values and x not in run.mutates]
         stays = is_step or op is None or any(x in self.moved for x in (*run.reads, *run.writes, *run.mutates))
         info = self.schedule.info
-        is_given = run.name.startswith("aten.lift_fresh")  # a constant of the program's text: no work, and an ordinary tensor
+        is_given = run.name.startswith("aten.lift_fresh")  # a constant of the program: no work, and an ordinary tensor
         is_norm = op is not None and "batch_norm" in op.site.op
         self.call(
             OpCall(
@@ -118,7 +118,7 @@ class _Rewriter(Player):
                 self.pool.candidates.pop(self.values[x], None)
 
     def ran(self, op: OpCall, maker: Maker, made: Sequence[Storage], changes: Sequence[tuple[Storage, Storage]]) -> None:
-        """The original run, reading what is there now."""
+        """The original run, reading the current tensors."""
         run = self.steps[op.number]
         assert isinstance(run, Run)
         now = {s.key: self.names[s] for s in maker.inputs}
@@ -150,12 +150,12 @@ class _Rewriter(Player):
             self.is_natural = False
 
     def _settle(self) -> None:
-        """Weights are about to change: what is still referred to comes back before."""
+        """Recompute referenced storages before the weights change."""
         for s in list(self.values.values()):
             if s.alive and s.maker is not None and not s.pinned:
                 self.pool.fix(s)
 
-    # what the pool asks
+    # called by the pool
 
     def rerun(self, maker: Maker, consumes: bool) -> None:
         run = self.steps[maker.payload.number]
@@ -181,7 +181,7 @@ class _Rewriter(Player):
             writes.append(copy)
             if wants(s, maker):
                 self.names[s] = copy
-            else:  # made again on the way, and free at once
+            else:  # recomputed on the way, and freed at once
                 self.schedule.holds[copy] = [self.mark]
         mine = {old.key for old, _ in maker.changes}
         self.after.setdefault(self.at, []).append(
@@ -206,7 +206,7 @@ class _Rewriter(Player):
 
 
 def _ends(schedule: Schedule, steps: Sequence[Step]) -> dict[int, int]:
-    """The step after which each tensor is gone; those that outlive the step are not listed."""
+    """Tensor -> the step after which it is freed; tensors that outlive the step are left out."""
     end = len(steps)
     at: dict[Mark, int] = {(-1, 0): -1, (len(schedule.trace.ops), 0): end}
     last: dict[int, int] = {}
@@ -228,7 +228,7 @@ def _ends(schedule: Schedule, steps: Sequence[Step]) -> dict[int, int]:
 
 
 def _moved(schedule: Schedule, steps: Sequence[Step]) -> set[int]:
-    """Tensors that other techniques move between memories."""
+    """Tensors that other actions move between tiers."""
     found = set(schedule.start)
     for step in steps:
         if isinstance(step, (Copy, Wait)):

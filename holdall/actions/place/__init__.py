@@ -1,14 +1,14 @@
 """Place: where weights, gradients and optimizer states live, and where and when each unit is updated.
 
-After ZeRO-Offload (arXiv 2101.06840) and ProTrain (arXiv 2406.08334): parameters in their own precision stay where they are
-updated, the model computes with working copies. One action says it for all units, because they share the memory that updates
-pass through and the moment at which they begin.
+After ZeRO-Offload (arXiv 2101.06840) and ProTrain (arXiv 2406.08334): masters stay where they are updated, the model computes
+with working copies. One action covers all units, because they share the slots for updates via the device and the time at which
+updates begin.
 
-What of a unit is not on the device lies in the nearest tier, the host's memory, or in the tier that `elsewhere` names: weights
-that come and go, parameters as wide as they, gradients on their way to the host. States of updates on the host are the host's.
+A unit's tensors that are not on the device are in the nearest tier, the host's memory, or in the tier that `elsewhere` names:
+streamed weights, masters of the same precision, and gradients. States of host updates are always in host memory.
 
-Exact in that nothing but the place changes. Where a GPU computes and the host updates, the host's Adam rounds as a host does,
-an ulp from the GPU's.
+Exact: only the placement changes. Where a GPU computes and the host updates, the host's Adam rounds as a CPU does, one ulp from
+the GPU's.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ Row = tuple[str, str, str]  # unit; "resident" or "streamed"; "device", "host" o
 @dataclass(frozen=True, kw_only=True)
 class Place(Facts):
     units: tuple[Row, ...]  # every unit of the trace, in its order
-    when: str = "step"  # of updates: "step", "spill" (beside the next forward) or "backward" (as gradients come)
-    slots: int = 2  # units that may be passing through the device at once
-    # Spilled updates on the host begin in backward, as if gradients were not clipped; where they are, the weights that the next
-    # forward wants are made first, the rest beside the next backward. Takes room on the host for values beside the old ones.
+    when: str = "step"  # time of updates: "step", "spill" (overlapping the next forward) or "backward" (as gradients are made)
+    slots: int = 2  # units that may be updated via the device at once
+    # Speculative updates: overlapped host updates begin in backward, as if gradients were not clipped. If they are, the weights
+    # that the next forward needs are computed first, the rest during the next backward. Takes host memory for a second set of
+    # values.
     ahead: bool = False
-    overlap: bool = True  # weights set out, and gradients leave, while the device computes; else it waits, in less memory
-    share: bool = True  # gradients on the host take the room of streamed weights, which are new after the update
-    release: str = ""  # block at whose forward the room for passing units is given back
-    elsewhere: tuple[tuple[str, str], ...] = ()  # (unit, tier) of those that live in another tier than the nearest
+    overlap: bool = True  # copies of weights and gradients overlap computation; else the device waits, with less memory
+    share: bool = True  # gradients on the host reuse the buffers of streamed weights, which the update replaces
+    release: str = ""  # block at whose forward the slots of updates via the device are freed
+    elsewhere: tuple[tuple[str, str], ...] = ()  # (unit, tier) of units that are not in the nearest tier
 
     name: ClassVar[str] = "place"
     exact: ClassVar[bool] = True
@@ -64,7 +65,7 @@ class Place(Facts):
         slots: int = 2,
         share: bool = True,
     ) -> Place:
-        """The same for every unit."""
+        """The same placement for every unit."""
         return Place.of(trace, {u.name: (weights, update) for u in trace.units}, when=when, slots=slots, share=share)
 
     @staticmethod
@@ -78,14 +79,14 @@ class Place(Facts):
         ahead: bool = False,
         overlap: bool = True,
     ) -> Place:
-        """Units that are not named stay on the device."""
+        """Units that are not named are resident and updated on the device."""
         table = tuple((u.name, *rows.get(u.name, ("resident", "device"))) for u in trace.units)
         release = trace.blocks[-1].name if trace.blocks else ""
         return Place(units=table, when=when, slots=slots, share=share, ahead=ahead, overlap=overlap, release=release)
 
     @staticmethod
     def samples(trace: Trace) -> list[Place]:
-        """Everything on the host; every other unit streamed; a mix of all, updates spilled."""
+        """Everything on the host; every other unit streamed; a mix of all, with overlapped updates."""
         if not trace.units:
             return []
         can = streamable(trace)
@@ -97,7 +98,7 @@ class Place(Facts):
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         known = [u.name for u in problem.trace.units]
         if [row[0] for row in self.units] != known:
-            raise InvalidInput("`place` does not name the units of this trace", hint="plan again for this model")
+            raise InvalidInput("the units of `place` are not those of this trace", hint="plan again: holdall.plan(trace, ...)")
         _check(self.units)
         for unit, _ in self.elsewhere:
             if unit not in known:
@@ -134,6 +135,6 @@ def _check(rows: Iterable[Row]) -> None:
     for unit, weights, update in rows:
         if weights not in ("resident", "streamed") or update not in ("device", "host", "through"):
             raise InvalidInput(
-                f"`{unit}` cannot be placed as {weights}, {update}",
-                hint="weights are resident or streamed; updates are on the device, on the host, or through the device",
+                f"`{unit}` cannot have weights={weights!r} with update={update!r}",
+                hint="weights: resident or streamed; update: device, host or through",
             )

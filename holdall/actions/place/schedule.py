@@ -1,4 +1,4 @@
-"""The schedule side of `place`: what the engine of the runtime will do, step by step and in its order."""
+"""The schedule side of `place`: the operations of the runtime's engine, in its order."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _users(trace: Trace) -> dict[str, list[Block]]:
 
 
 def streamable(trace: Trace) -> set[str]:
-    """Units whose weights may come and go: one call of the block that they are in uses them, and nothing outside of it does.
+    """Units whose weights may be streamed: one call of their block uses them, and nothing outside of it does.
 
-    In backward they are there from the beginning of the block's until all their gradients are.
+    In backward they are on the device from the start of the block's backward until all their gradients are complete.
     """
     return set(once_per_trace(trace, "_streamable", _streamable))
 
@@ -52,14 +52,14 @@ def _streamable(trace: Trace) -> set[str]:
             if block is None:
                 continue
             if op.site.phase is Phase.FORWARD and not block.first <= op.id <= block.last:
-                del used[name]  # a chunked head computes with its weight in the loss
+                del used[name]  # a chunked head reads its weight in the loss
             elif _is_backward(op) and not _from(block.backward, len(trace.ops)) < op.id <= gone.get(name, op.id):
-                del used[name]  # somebody else saved it
+                del used[name]  # another block saved it
     return set(used)
 
 
 def _is_in(unit: str, module: str) -> bool:
-    """Whether a unit's module is this one or inside of it. Else it is read by others than its module, before their call."""
+    """Is the unit's module this one or inside of it? If not, other modules read it, before its own call."""
     return not module or unit == module or unit.startswith(f"{module}.")
 
 
@@ -72,8 +72,8 @@ def _from(begins: int | None, never: int) -> int:
 
 
 def read_by_hand(trace: Trace) -> set[str]:
-    """Units with weights that the loop reads outside of every module's forward, where it calls parts of the model by
-    themselves: nobody can bring them before."""
+    """Units with weights that the loop reads outside of every module's forward, because it calls parts of the model directly:
+    no hook can fetch them first."""
     return once_per_trace(trace, "_read_by_hand", _read_by_hand)
 
 
@@ -86,7 +86,7 @@ def _read_by_hand(trace: Trace) -> set[str]:
 
 
 def _empty_steps(trace: Trace) -> dict[OpId, Run]:
-    """The optimizer's ops as runs that do nothing."""
+    """The optimizer's ops as runs without work."""
     steps = (op for op in trace.ops if op.site.phase is Phase.STEP)
     return {op.id: Run(op=op.id, reads=(), writes=(), name=op.site.op) for op in steps}
 
@@ -114,10 +114,10 @@ class _Rewrite(Updates):
         self.schedule.placed = sum(len(unit.grads) for unit in self.trace.units)
         return self.schedule
 
-    # what is where
+    # sizes and tiers
 
     def _remove_step(self) -> None:
-        """The optimizer's own step finds nothing to do."""
+        """Empty the optimizer's own step."""
         self.schedule.runs.update(once_per_trace(self.trace, "_empty_steps", _empty_steps))
 
     def _locate(self) -> None:
@@ -129,28 +129,30 @@ class _Rewrite(Updates):
             streamed = weights == "streamed"
             if unit.name in by_hand and (streamed or update != "device" or self.is_narrow):
                 raise Unsupported(
-                    f"`{unit.name or 'the model'}` has a parameter that the loop reads outside of every forward",
-                    hint="let the loop call the model, which then calls its parts",
+                    f"`{unit.name or 'the model'}` has a parameter that the loop reads outside of every module's forward",
+                    hint='let the loop call the whole model instead of its parts, or plan with allow=["recompute", "offload"]',
                 )
             if streamed and len(blocks) != 1:
                 raise Unsupported(
-                    f"the weights of `{unit.name}` cannot come and go: {len(blocks)} blocks use them",
-                    hint="leave them resident",
+                    f"`{unit.name}` cannot be streamed: {len(blocks)} blocks use its weights",
+                    hint='place it as "resident"',
                 )
             if streamed and unit.name not in can:
                 raise Unsupported(
-                    f"the weights of `{unit.name}` cannot come and go: others than their own block read them",
-                    hint="leave them resident",
+                    f"`{unit.name}` cannot be streamed: its weights are read outside of its block",
+                    hint='place it as "resident"',
                 )
             cast = streamed and update == "device" and self.is_narrow and 0 < len(unit.grads) == len(unit.weights)
-            is_mixed = not self.is_narrow and len(unit.grads) < len(unit.weights)  # what is fetched would not lie together
+            is_mixed = not self.is_narrow and len(unit.grads) < len(
+                unit.weights
+            )  # trained and frozen weights would not be contiguous
             if streamed and unit.numel and not cast and (update == "device" or (update == "through" and is_mixed)):
                 raise Unsupported(
-                    f"`{unit.name}` cannot be streamed and updated {update}",
-                    hint="update it on the host" + ("" if is_mixed else ", or through the device"),
+                    f"`{unit.name}` cannot be streamed with update={update!r}",
+                    hint='use update="host"' + ("" if is_mixed else ' or update="through"'),
                 )
             made = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
-            last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it is over
+            last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it ends
             first = blocks[0] if blocks else None
             at = self._first_read(unit)
             tier = self._tier(unit, update)
@@ -159,18 +161,18 @@ class _Rewrite(Updates):
             )
 
     def _tier(self, unit: Unit, update: str) -> str:
-        """Where what is not on the device of a unit lies."""
+        """The tier of a unit's tensors that are not on the device."""
         named = dict(self.place.elsewhere).get(unit.name, "")
         if named and (update == "through" or self.place.ahead):
-            how = "updated on its way through the device" if update == "through" else "updated ahead of clipping"
+            how = "updated via the device" if update == "through" else "updated speculatively"
             raise Unsupported(
-                f"`{unit.name}` cannot be {how} from `{named}`: its states are the host's",
-                hint="leave it in the nearest tier, or let the host update it at the step",
+                f"`{unit.name}` cannot be {how} from `{named}`: its states must be in host memory",
+                hint='leave it out of `elsewhere`, or use update="host" with when="step"',
             )
         return self.problem.other(named) if self.hardware.others else ""
 
     def _first_read(self, unit: Unit) -> OpId:
-        """The op before which its weights must be there; those of a block are waited for where the block begins."""
+        """The op before which its weights must be on the device; a block's are waited for where the block begins."""
         reads = [k for x in unit.weights for k in self.trace.uses(x) if self.trace.ops[k].site.phase is Phase.FORWARD]
         if not reads:
             return -1
@@ -178,10 +180,10 @@ class _Rewrite(Updates):
         return min([first, *(b.first for b in self.trace.blocks if b.first <= first <= b.last)])
 
     def _settle(self, placed: PlacedUpdate) -> None:
-        """Sizes and tiers of what is there all the time."""
+        """Sizes and tiers of tensors that live for the whole step."""
         unit, schedule = placed.unit, self.schedule
         swapped = self.is_narrow or placed.streamed or placed.update != "device"
-        if swapped:  # one flat piece, each tensor at a boundary
+        if swapped:  # one flat buffer, tensors aligned in it
             for x in unit.weights:
                 info = schedule.info(x)
                 schedule.added[x] = replace(info, nbytes=round_up(info.nbytes, ALIGN))
@@ -198,13 +200,15 @@ class _Rewrite(Updates):
         for x in unit.states:
             schedule.start[x] = self.far
             info = schedule.info(x)
-            if placed.update == "through" and info.shape:  # in one chunk, each at a boundary; counters stay where they are
+            if (
+                placed.update == "through" and info.shape
+            ):  # in one chunk, tensors aligned in it; scalar counters stay where they are
                 schedule.added[x] = replace(info, nbytes=round_up(info.nbytes, ALIGN))
         like = self.trace.tensors[unit.weights[0]]
         grads = flat_bytes(self.trace.tensors[g].nbytes for g in unit.grads)
         weights = sum(schedule.info(x).nbytes for x in unit.weights)
         homes: tuple[TensorId, ...] = ()
-        if placed.streamed:  # what is fetched lies in the farther tier for good
+        if placed.streamed:  # streamed weights have a permanent copy in the tier
             for x in unit.weights:
                 schedule.start[x] = placed.tier
                 schedule.holds[x] = []
@@ -224,7 +228,7 @@ class _Rewrite(Updates):
                 self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))
 
     def _accumulated(self, unit: Unit, tier: str) -> None:
-        """Gradients of earlier backwards of the step, as wide as the parameters; there all the time, to be on the safe side."""
+        """Gradients of the step's earlier backwards, in the parameters' precision; counted for the whole step (upper bound)."""
         size = sum(self.trace.tensors[g].nbytes for g in unit.grads) * (2 if self.is_narrow else 1)
         if size:
             like = self.trace.tensors[unit.weights[0]]
@@ -234,12 +238,12 @@ class _Rewrite(Updates):
                 self.schedule.start[sums] = tier
 
     def _move_into_chunks(self) -> None:
-        """Parameters that pass through the device lie beside their states there, once there are states. As one unit after the
-        other moves, the old place of its parameters is still taken."""
-        passing = [p.unit for p in reversed(self.units) if p.update == "through" and p.unit.numel]  # as gradients come
+        """With updates via the device, parameters move next to their states on the host when the states are made. While the
+        units move one by one, the old memory of the moving unit's parameters is still in use."""
+        passing = [p.unit for p in reversed(self.units) if p.update == "through" and p.unit.numel]  # in the order of gradients
         homes = [sum(self.schedule.info(x).nbytes for x in u.weights) * (2 if self.is_narrow else 1) for u in passing]
         states = [sum(self.schedule.info(x).nbytes for x in u.states) for u in passing]
-        chunks = [s if self.is_narrow else s + h for s, h in zip(states, homes, strict=True)]  # narrow: parameters are states
+        chunks = [s if self.is_narrow else s + h for s, h in zip(states, homes, strict=True)]  # narrow: masters are states
         moving = [sum(chunks[: k + 1]) + sum(homes[k:]) for k in range(len(passing))]
         more = max(moving, default=0) - sum(chunks)
         if more > 0:
@@ -249,7 +253,7 @@ class _Rewrite(Updates):
     def _there(self, tensor: TensorId, tier: str = "") -> None:
         self.schedule.start[tensor] = tier or self.far
 
-    # weights that come and go
+    # streamed weights
 
     def _stream(self, placed: PlacedUpdate) -> None:
         unit, block = placed.unit, placed.block
@@ -257,8 +261,8 @@ class _Rewrite(Updates):
         again = self.schedule.replays.get(block.id)
         if again is not None and block.backward is not None and again < block.backward:
             raise Unsupported(
-                f"the weights of `{unit.name}` cannot come and go: it is run again with others, before its own backward",
-                hint="recompute it by itself, or leave its weights resident",
+                f"`{unit.name}` cannot be streamed: it is recomputed in a segment with other blocks",
+                hint='recompute it in a segment of its own, or place it as "resident"',
             )
         if placed.cast:
             self._cast(placed, block)
@@ -278,18 +282,20 @@ class _Rewrite(Updates):
         after = blocks[streaming[at + 1]] if at + 1 < len(streaming) else (later[-1] if later else block)
         begins = after.backward if after.backward is not None and self.place.overlap else block.backward
         if begins < block.backward:
-            self.schedule.insert(begins, [fetch], first=True)  # before what is run again there
+            self.schedule.insert(begins, [fetch], first=True)  # before the replay there
             self.schedule.insert(block.backward, [wait], first=True)
         else:
             self.schedule.insert(block.backward, [fetch, wait], first=True)
-        whole = placed.ready >= 0 and len(unit.grads) == len(unit.weights)  # frozen ones may be needed for what comes before
+        whole = placed.ready >= 0 and len(unit.grads) == len(
+            unit.weights
+        )  # frozen weights may be needed for earlier blocks' gradients
         gone = placed.ready if whole else self._next_backward(block)
         self.schedule.hold_more(unit.weights, (gone, 0))
 
     def _cast(self, placed: PlacedUpdate, block: Block) -> None:
-        """Weights from the parameters beside them, right before each use."""
+        """Cast weights from masters on the device, right before each use."""
         unit = placed.unit
-        moved = 3 * sum(self.schedule.info(x).nbytes for x in unit.weights)  # twice as wide where they come from
+        moved = 3 * sum(self.schedule.info(x).nbytes for x in unit.weights)  # masters have twice the bytes
         seconds = moved / self.hardware.bandwidth + self.hardware.overhead
         run = Run(op=-1, reads=(), writes=unit.weights, seconds=seconds, name=f"weights of {unit.name}")
         self.before(block.first, [run])
@@ -299,14 +305,14 @@ class _Rewrite(Updates):
             self.schedule.hold_more(unit.weights, (placed.ready, 0))
 
     def _next_backward(self, block: Block) -> OpId:
-        """Where the backward of the block before this one begins: weights without gradients stay until then."""
+        """The start of the preceding block's backward: weights without gradients stay until then."""
         earlier = [b.backward for b in self.trace.blocks[: block.id] if b.backward is not None]
         return earlier[-1] if earlier else self.end
 
     # gradients
 
     def _gradient(self, placed: PlacedUpdate, before: TensorId) -> TensorId:
-        """Complete: they stay, or are gathered and leave. Returns what is on its way."""
+        """Gradients are complete: keep them, or gather and copy them to the host. Returns the buffer being copied."""
         unit, schedule = placed.unit, self.schedule
         if placed.update == "device":
             if self.is_narrow:
@@ -333,7 +339,7 @@ class _Rewrite(Updates):
         return flat if self.place.overlap else -1
 
     def _norms(self, unit: Unit) -> Run:
-        """One number per gradient, for whoever clips."""
+        """One number per gradient, for loops that clip."""
         size = allocated_bytes(4 * len(unit.grads), self.hardware.device)
         norms = self.schedule.add(self.trace.tensors[unit.grads[0]], name=f"{unit.name}: norms", kind=Kind.TEMP, nbytes=size)
         self.schedule.holds[norms] = [(self.end, 0)]

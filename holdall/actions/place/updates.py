@@ -1,4 +1,4 @@
-"""The updates of `place` in the schedule: on the device, on the host beside it, or on their way through the device."""
+"""The updates of `place` in the schedule: on the device, on the host, or via the device."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from holdall.types.trace import OpId, TensorId
 if TYPE_CHECKING:
     from holdall.actions.place import Place
 
-_BESIDE_OLD = 1.2  # of the time of an update in place, for one in backward: old values stay, and it has fewer threads
-_WEIGHTS_FIRST = 0.69  # likewise, for one that makes the new weights alone
+_BESIDE_OLD = 1.2  # time relative to an update in place, of a speculative one: it keeps old values and has fewer threads
+_WEIGHTS_FIRST = 0.69  # the same, for computing the new weights alone
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedUpdate:
-    """A unit, what the plan says of it, and where in the step it is used."""
+    """A unit, its placement, and the ops of the step that use it."""
 
     unit: Unit
     streamed: bool
     update: str
-    block: Block | None  # whose forward is the first to need it
+    block: Block | None  # the first block that reads its weights
     ready: OpId  # the op after which its gradients are complete; -1: it has none
     buffer: tuple[TensorId, ...] = ()  # host memory of its gradients
-    homes: tuple[TensorId, ...] = ()  # host memory of its parameters, where those are as wide as the weights
-    first: OpId = -1  # where its weights are first waited for: its block's beginning, or the op that reads them; -1: nowhere
-    cast: bool = False  # its weights come and go, made from parameters on the device
-    tier: str = ""  # where the rest of it lies
+    homes: tuple[TensorId, ...] = ()  # host memory of its masters, where they have the precision of the weights
+    first: OpId = -1  # where the step first waits for its weights: start of its block, or the op that reads them; -1: nowhere
+    cast: bool = False  # its weights are streamed: cast from masters on the device
+    tier: str = ""  # the tier of its tensors that are not on the device
 
 
 class Updates:
-    """Puts updates into a schedule that is being rewritten; what is known of that is here too."""
+    """Inserts updates into a schedule during a rewrite, with the facts that they need."""
 
     def __init__(self, schedule: Schedule, problem: Problem, place: Place) -> None:
         self.schedule = schedule
@@ -52,18 +52,18 @@ class Updates:
 
     @property
     def far(self) -> str:
-        """Where the host's processors work: the nearest tier."""
+        """The tier of the host's processors: the nearest one."""
         return self.problem.other()
 
     def is_ahead(self, placed: PlacedUpdate) -> bool:
-        """Updated in backward, in the hope that nothing is clipped."""
+        """Is its update speculative: begun in backward, before clipping is known?"""
         can = not placed.streamed or len(placed.unit.grads) == len(placed.unit.weights)
         return self.place.ahead and self.beside and self.is_narrow and placed.update == "host" and can
 
     def before(self, op: OpId, steps: Sequence[Step]) -> None:
         self.schedule.insert(op - 1, steps)
 
-    # when the loop steps, or as gradients come
+    # at the optimizer's step, or as gradients are made
 
     def make_updates(self) -> None:
         plain = [p for p in self.units if p.update == "device" and p.unit.numel and not self.is_narrow]
@@ -97,9 +97,9 @@ class Updates:
             )
 
     def _keep_room_of_libraries(self) -> None:
-        """Units pass on a stream of their own, and libraries keep room for products on every stream."""
+        """Updates via the device run on a stream of their own, and libraries keep a workspace per stream."""
         those = [p.unit for p in self.units if p.update == "through" and p.buffer and p.unit.products]
-        room = self.hardware.resident // 2  # that is the room of two
+        room = self.hardware.resident // 2  # `resident` counts two workspaces
         if those and room:
             like = self.trace.tensors[those[0].weights[0]]
             kept = self.schedule.add(like, name="library workspaces of updates", kind=Kind.BUFFER, nbytes=room, born=-1)
@@ -111,7 +111,7 @@ class Updates:
     def _on_device(self, placed: PlacedUpdate) -> None:
         unit, schedule = placed.unit, self.schedule
         grads = unit.grads
-        if self.beside:  # at the beginning, with the gradients of the step before
+        if self.beside:  # at the start of the step, with the last step's gradients
             for g in unit.grads:
                 schedule.holds[g] = [(len(self.trace.ops), 0)]
             grads = tuple(
@@ -133,7 +133,7 @@ class Updates:
         schedule.insert(at, [run])
 
     def elsewhere(self, placed: PlacedUpdate) -> list[Step]:
-        """An update in its place, everything in a row."""
+        """An update that overlaps nothing: all its steps in a row."""
         return self.host_steps(placed) if placed.update == "host" else self._through_steps(placed, -1)
 
     def host_steps(self, placed: PlacedUpdate, *, weights_first: bool = False) -> list[Step]:
@@ -159,7 +159,7 @@ class Updates:
         return steps
 
     def _trip(self, placed: PlacedUpdate) -> float:
-        """Seconds in which the host reads and writes what lies in another tier than its own."""
+        """Seconds in which the host reads and writes tensors of a tier that is not its own."""
         if placed.tier == self.far:
             return 0.0
         fetched = placed.unit.weights if placed.streamed else ()
@@ -195,7 +195,7 @@ class Updates:
         return steps
 
     def _aside(self, tensors: tuple[TensorId, ...], *, out: bool, slot: TensorId, name: str) -> Copy:
-        """Between the host and the room for updates; neither states nor new weights are on the device by themselves."""
+        """A copy between the host and a slot for updates; neither states nor new weights have device memory of their own."""
         src, dst = (self.home, self.far) if out else (self.far, self.home)
         return Copy(tensors=tensors, src=src, dst=dst, lands=False, lane="update", uses=(slot,), aside=True, name=name)
 
@@ -218,7 +218,7 @@ class Updates:
         return self.schedule.add(like, name="room for updates", kind=Kind.TEMP, nbytes=size, born=0)
 
     def _beside(self) -> None:
-        """Updates of the step before run beside this forward; a unit's forward waits for its own."""
+        """The last step's updates overlap this forward; a unit's forward waits for its own update."""
         passing = [p for p in self.units if p.update == "through" and p.buffer]
         slots = [self._slot(passing) for _ in range(min(self.place.slots, len(passing)))]
         steps: list[Step] = [Run(op=-1, reads=(), writes=(s,), name="room for updates") for s in slots]
@@ -246,9 +246,9 @@ class Updates:
             self.before(release, [Wait(tensors=tuple(slots))])
 
     def _weights_first(self) -> dict[str, float]:
-        """Units whose new weights are made before the rest of their update, with the seconds of that rest.
+        """Units updated weights first, with the seconds of the rest of their update.
 
-        The host does more work in all then, and so as many as it has time for in a step.
+        This is more work in total, so only as many units as the host has time for in a step.
         """
         if not self.problem.clipped or self.problem.accumulate > 1:
             return {}
@@ -258,7 +258,7 @@ class Updates:
         found = {}
         for placed in self.units:
             name, unit = placed.unit.name, placed.unit
-            swaps = not placed.streamed or placed.buffer == unit.weights  # its buffers can change places
+            swaps = not placed.streamed or placed.buffer == unit.weights  # its buffers can be swapped
             can = name in on_host and self.is_ahead(placed) and swaps and len(unit.grads) == len(unit.weights)
             if can and left >= _WEIGHTS_FIRST * on_host[name]:
                 left -= _WEIGHTS_FIRST * on_host[name]
@@ -266,10 +266,10 @@ class Updates:
         return found
 
     def _seconds_at_least(self) -> float:
-        """Of a step: what the device computes, and the copies of weights and gradients that it waits for."""
+        """A lower bound on the step: the device's computation, and the copies of weights and gradients that it waits for."""
         seconds = self.schedule.compute_seconds()
         if not self.place.overlap:
-            fetched = [x for p in self.units if p.streamed and not p.cast for x in 2 * p.unit.weights]  # in both passes
+            fetched = [x for p in self.units if p.streamed and not p.cast for x in 2 * p.unit.weights]  # both passes
             leaving = [x for p in self.units for x in p.buffer]
             seconds += sum(self.schedule.info(x).nbytes for x in fetched) / link_rate(self.hardware, self.far, self.home)
             seconds += sum(self.schedule.info(x).nbytes for x in leaving) / link_rate(self.hardware, self.home, self.far)
@@ -277,6 +277,6 @@ class Updates:
 
 
 def waited(steps: Iterable[Step]) -> Wait:
-    """For all that these steps copy, and for the room that they copy to."""
+    """A wait for every copy of these steps, and for the buffers that they copy to."""
     copies = [x for s in steps if isinstance(s, Copy) for x in (*(() if s.aside else s.tensors), *s.uses)]
     return Wait(tensors=tuple(dict.fromkeys(copies)))

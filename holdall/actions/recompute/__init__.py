@@ -1,10 +1,10 @@
-"""Recompute: drop what consecutive blocks saved, keep their inputs, run them again when backward reaches them.
+"""Recompute: free the saved tensors of consecutive blocks, keep their inputs, and run the blocks again in backward.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174). With `keep`, results of single ops inside the
-blocks stay and are not computed again; with `only`, autograd lets go of some tensors and holds the others as ever (selective
-recompute, Korthikanti et al., arXiv 2205.05198). With `inner`, the replay itself drops again what some of the blocks saved
+blocks stay and are not computed again; with `only`, autograd releases some saved tensors and holds the others (selective
+recompute, Korthikanti et al., arXiv 2205.05198). With `inner`, the replay itself frees again the saved tensors of some blocks
 (Griewank and Walther's Revolve, 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214).
-With `programs`, blocks run op by op whenever they are run, and hold after their last replay what their program keeps (Rockmate,
+With `programs`, blocks always run op by op, and hold after their last replay the tensors that their program keeps (Rockmate,
 Zhao et al., ICML 2023).
 """
 
@@ -25,13 +25,13 @@ from holdall.types.program import Nest
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
 
-_WATCH_SECONDS = 2e-5  # per op of a block whose op results are kept: an estimate of the mode that watches for them
+_WATCH_SECONDS = 2e-5  # per op of a block with kept op results: an estimate of the mode that finds them
 _OWN_RANDOM = "aten._cudnn_rnn.default"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    """Consecutive blocks of a segment that are a segment again in its replay."""
+    """Consecutive blocks of a segment that are a segment of their own in its replay."""
 
     blocks: tuple[str, ...]
     inner: tuple[Inner, ...] = ()
@@ -41,10 +41,10 @@ class Inner:
 class Recompute(Facts):
     blocks: tuple[str, ...]  # consecutive block calls, replayed together
     keep: tuple[str, ...] = ()  # op results that stay, as `aten.mm.default#3`, counted within each block
-    state: tuple[str, ...] = ()  # buffers that the blocks change, put back after the replay
-    only: tuple[int, ...] = ()  # tensors that are let go, by their number among those each block saves; empty: all
+    state: tuple[str, ...] = ()  # buffers that the blocks change, restored after the replay
+    only: tuple[int, ...] = ()  # numbers of the saved tensors to release, counted within each block; empty: all
     inner: tuple[Inner, ...] = ()  # segments of the replay, in order
-    programs: tuple[Reschedule, ...] = ()  # of blocks that run by one
+    programs: tuple[Reschedule, ...] = ()  # of blocks that run by a program
 
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
@@ -87,8 +87,8 @@ class Recompute(Facts):
 
     @staticmethod
     def samples(trace: Trace) -> list[Recompute]:
-        """One block, two neighbours, three of which two are a segment again, one block with an op's result kept, one that lets
-        go of a single tensor, two neighbours of which one runs by a program."""
+        """One block; two neighbours; three of which two are an inner segment; one block with an op's result kept; one that
+        releases a single tensor; two neighbours of which one runs by a program."""
         can = [b for b in trace.blocks if b.saves and not obstacle(trace, [b])]
         found = [Recompute.of(trace, [b]) for b in can[:1]]
         for a, b in pairwise(can):
@@ -123,14 +123,17 @@ class Recompute(Facts):
         nests = nested(self.blocks, self.inner)
         why_not = obstacle(trace, blocks, nests)
         if why_not:
-            raise Unsupported(f"`{self.blocks[0]}` cannot be recomputed: {why_not}", hint="keep or offload it")
+            raise Unsupported(
+                f"`{self.blocks[0]}` cannot be recomputed: {why_not}", hint='plan the block with "keep" or "offload"'
+            )
         if self.programs and (self.keep or self.only):
             raise InvalidInput(
-                "`keep` and `only` are not for segments with `programs`", hint="let the programs say what is kept"
+                "a segment with `programs` takes neither `keep` nor `only`",
+                hint="leave out `keep` and `only`: the programs decide what is kept",
             )
         for program in self.programs:
             program.check(trace)
-        hidden = problem.hardware.overlap  # the launching thread is ahead of the device
+        hidden = problem.hardware.overlap  # the launching thread runs ahead of the device
         rewriting = Rewriting(
             schedule.copy(),
             blocks,
@@ -162,11 +165,11 @@ def _whole(trace: Trace, block: Block) -> tuple[Recompute]:
 
 
 WHOLE = Choice(label="recompute", make=_whole, recomputes=True, for_all=True, lean=True)
-"""One block, run again as a whole."""
+"""One block, recomputed as a whole."""
 
 
 def nested(blocks: Sequence[str], inner: Sequence[Inner]) -> tuple[Nest, ...]:
-    """The inner segments by position; refused if they are not apart, in order, each a stretch of `blocks`."""
+    """The inner segments by position. Raises if they overlap, are out of order, or are not consecutive in `blocks`."""
     found: list[Nest] = []
     for part in inner:
         first = blocks.index(part.blocks[0]) if part.blocks and part.blocks[0] in blocks else -1
@@ -174,7 +177,8 @@ def nested(blocks: Sequence[str], inner: Sequence[Inner]) -> tuple[Nest, ...]:
         after = found[-1].last + 1 if found else 0
         if first < after or tuple(blocks[first : last + 1]) != part.blocks:
             raise InvalidInput(
-                f"{list(part.blocks)} is not a stretch of {list(blocks[after:])}", hint="inner segments are parts, in order"
+                f"the inner segment {list(part.blocks)} is not consecutive in {list(blocks[after:])}",
+                hint="list disjoint runs of the segment's blocks, in order",
             )
         found.append(Nest(first, last, nested(part.blocks, part.inner)))
     return tuple(found)
@@ -186,18 +190,18 @@ def obstacle(trace: Trace, blocks: Sequence[Block], inner: Sequence[Nest] = ()) 
     for block in blocks:
         for op in trace.ops[block.first : block.last + 1]:
             if op.random and op.site.op == _OWN_RANDOM:
-                return "its dropout draws from a random state of cuDNN's own, which cannot be put back"
+                return "its dropout uses cuDNN's own random state, which cannot be restored"
             inside.update(op.writes)
             for x in op.mutates:
                 if x not in inside and trace.tensors[x].kind is not Kind.BUFFER:
-                    return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which is not its own"
+                    return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which it did not make"
     for nest in inner:
         part = blocks[nest.first : nest.last + 1]
         later = [op for b in blocks[nest.last + 1 :] for op in trace.ops[b.first : b.last + 1]]
         taken = {x for b in part for op in trace.ops[b.first : b.last + 1] for x in op.reads if trace.tensors[x].born < b.first}
         spoilt = next((op for op in later if taken & set(op.mutates) & inside), None)
         if spoilt is not None:
-            return f"`{spoilt.site.op}` changes in place what `{part[0].name}` needs for its second replay"
+            return f"`{spoilt.site.op}` changes an input of the second replay of `{part[0].name}` in place"
         why_not = obstacle(trace, part, nest.inner)
         if why_not:
             return why_not

@@ -1,4 +1,4 @@
-"""What recomputation does to the schedule: segments of blocks, their replays, and the replays inside of these."""
+"""The schedule side of `recompute`: segments of blocks, their replays, and the replays inside of these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdall.types.trace import Save
 
 
 def labels(ops: Iterable[Op]) -> dict[str, Op]:
-    """Each op of a block by name and count, as the runtime counts them."""
+    """Each op of a block by name and number, counted as the runtime does."""
     counts: dict[str, int] = {}
     named = {}
     for op in ops:
@@ -24,14 +24,14 @@ def labels(ops: Iterable[Op]) -> dict[str, Op]:
 
 
 def keepable(trace: Trace, block: Block) -> dict[str, Op]:
-    """Ops whose results may be kept: they make something that nothing in the block changes later and that stays inside it."""
+    """Ops whose results may be kept: the results stay inside the block, and nothing in the block changes them later."""
     inside = trace.ops[block.first : block.last + 1]
     barred = {x for op in inside for x in op.mutates} | set(block.outputs)
     return {label: op for label, op in labels(inside).items() if op.writes and not barred & set(op.writes)}
 
 
 class Rewriting:
-    """What all replays of one action share."""
+    """State shared by all replays of one action."""
 
     def __init__(
         self,
@@ -46,28 +46,28 @@ class Rewriting:
         self.schedule = schedule
         self.trace = trace = schedule.trace
         self.keep = frozenset(keep)
-        self.watch = watch if self.keep else 0.0  # seconds per op of a block whose op results are kept
+        self.watch = watch if self.keep else 0.0  # seconds per op of a block with kept op results
         self.only = frozenset(only)
         self.programs = {trace.block(p.block).id: p for p in programs}
-        self.before: dict[int, list[int]] = {}  # block -> its buffers as they were before its forward
+        self.before: dict[int, list[int]] = {}  # block -> its buffers before its forward
         self.kept = {
             x for block in blocks for label, op in keepable(trace, block).items() if label in self.keep for x in op.writes
         }
 
     def asked(self, block: Block) -> list[int]:
-        """The ops after which backward asks for something that the block let go."""
+        """The ops after which backward reads a tensor that the block released."""
         if block.id in self.programs:
             return [ProgramRewrite(self.schedule, self.trace, block).begin]
         return [s.unpacked for s in self.let_go(block) if s.unpacked is not None]
 
     def last_needed(self, block: Block) -> int:
-        """The last op of the block that a replay has to run, if nobody needs its result."""
+        """The last op of the block that a replay has to run, if its result is not needed outside."""
         if block.id in self.programs:
             return block.last
         return max((s.packed for s in self.let_go(block)), default=-1)
 
     def let_go(self, block: Block) -> list[Save]:
-        """What autograd no longer holds of a block."""
+        """Saved tensors of a block that autograd releases."""
         numbers = enumerate(block.saves)
         return [self.trace.saves[i] for n, i in numbers if not self.only or n in self.only]
 
@@ -76,10 +76,10 @@ class Rewriting:
 
 
 class SegmentReplay:
-    """The schedule side of one segment, and of those in it.
+    """The schedule side of one segment and of its inner segments.
 
-    `depth`: how often its ops have been run again when it is over. `seen`: what the replay around it has made, by the tensor
-    that was made first. `around`: the op after which that replay begins, and its end.
+    `depth`: times its ops have been recomputed at its end. `seen`: tensors made by the enclosing replay, by their originals.
+    `around`: the op after which the enclosing replay begins, and its end.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SegmentReplay:
     def apply(self) -> None:
         after = min((k for block in self.blocks for k in self.rewriting.asked(block)), default=None)
         if after is None:
-            return  # no backward, nothing is held
+            return  # no backward: nothing is saved
         if self.depth == 1:
             self._begin(after)
         until = self._until()
@@ -127,12 +127,12 @@ class SegmentReplay:
         for block in self.final:
             for buffer in self.rewriting.before.get(block.id, ()):
                 self.schedule.hold(buffer, end)
-        for nest in reversed(self.inner):  # backward comes to the last of them first
+        for nest in reversed(self.inner):  # backward reaches the last one first
             part = self.blocks[nest.first : nest.last + 1]
             SegmentReplay(self.rewriting, part, nest.inner, depth=self.depth + 1, seen=made, around=(after, end)).apply()
 
     def _begin(self, after: int) -> None:
-        """What the forward does otherwise than in plain training."""
+        """Change the forward: free what backward will recompute, and copy buffers that it changes."""
         for block in self.blocks:
             if block.id in self.rewriting.programs:
                 ProgramRewrite(self.schedule, self.trace, block).release()
@@ -149,19 +149,19 @@ class SegmentReplay:
                 self.schedule.insert(block.first - 1, [self._watch(block)])
 
     def _at_once(self, after: int) -> Mark:
-        """The end of a replay that runs no op: all that backward needs was kept, or nothing is needed now."""
+        """The end of a replay without ops: everything that backward needs was kept, or nothing is needed now."""
         begun, end = self.around
         return end if begun == after else (after, 0)
 
     def _until(self) -> int:
-        """The last op that is run: nobody needs what comes after the last promise, or in the last segment inside."""
+        """The last op to run: later ops are read by no saved tensor and no inner segment."""
         kept_now = max((self.rewriting.last_needed(block) for block in self.final), default=-1)
         return max(kept_now, *(self.blocks[nest.first].first - 1 for nest in self.inner), -1)
 
     def _copies(self, again: Sequence[Op], order: list[int]) -> dict[int, int]:
-        """Another tensor for everything made again, held as the first was while it was made.
+        """A new tensor for every recomputed one, held as the original was during its forward.
 
-        What a block returns is held until the last block that takes it is over: nobody else is there in a replay.
+        A block's output is held until the last block that reads it is over: in a replay there are no other readers.
         """
         ends = {x: block.last for block in self.blocks for x in block.outputs}
         ends.update({x: block.last for block in self.blocks for x in block.inputs})
@@ -183,7 +183,7 @@ class SegmentReplay:
                 continue
             if self.rewriting.watch:
                 runs.append(self._watch(block))
-            for x in self._changed(block):  # one more copy, for the time of its replay
+            for x in self._changed(block):  # one more copy during its replay
                 now = self.schedule.add(self.trace.tensors[x], born=block.first)
                 self.schedule.hold(now, (mine[-1].id, self.depth))
                 runs.append(Run(op=-1, reads=(x,), writes=(now,), name="remember a buffer"))
@@ -203,7 +203,7 @@ class SegmentReplay:
         )
 
     def _hold_kept(self, order: list[int], until: int, end: Mark) -> None:
-        """A kept result is retrieved when the replay comes to it; what it does not come to goes at its end."""
+        """A kept result is looked up when the replay reaches it; those it does not reach are freed at its end."""
         for x in self.kept:
             info = self.trace.tensors[x]
             if any(block.first <= info.born <= block.last for block in self.final):
@@ -211,7 +211,7 @@ class SegmentReplay:
                 self.schedule.hold(x, (_mark(order, info.freed), self.depth) if reached else end)
 
     def _hold_inputs(self, again: Sequence[Op], end: Mark) -> None:
-        """What comes from outside must still be there for the replay."""
+        """Keep tensors from outside alive until the replay has read them."""
         outside = {x for op in again for x in op.reads if x not in self.own}
         outside |= {x for block in self.blocks for x in block.inputs if x not in self.own}
         for x in outside:
@@ -219,8 +219,8 @@ class SegmentReplay:
                 self.schedule.hold(self.seen.get(x, x), end)
 
     def _redirect(self, made: Mapping[int, int]) -> None:
-        """Autograd holds what was made again, and backward reads it wherever it would have read through these saves; blocks
-        with a program go on with it."""
+        """Autograd holds the recomputed tensors, and backward reads them in place of the released saves; blocks with a program
+        continue from them."""
         programs = self.rewriting.programs
         for block in reversed(self.final):
             if block.id in programs:
@@ -240,7 +240,7 @@ class SegmentReplay:
                     self.schedule.runs[op] = reading(run, tuple(now if x == save.tensor else x for x in run.reads))
 
     def _watch(self, block: Block) -> Run:
-        """Keeping results of ops costs time in the forward and in every replay, for every op of the block."""
+        """Finding kept results costs time per op of the block, in the forward and in every replay."""
         seconds = self.rewriting.watch * (block.last - block.first + 1)
         return Run(op=-1, reads=(), writes=(), seconds=seconds, name="watch for kept ops")
 
@@ -256,7 +256,7 @@ def _inside(trace: Trace, block: Block) -> Sequence[Op]:
 
 
 def _mark(order: list[int], freed: int | None) -> int:
-    """The op of the replay after which a local reference ends; the last one ends all."""
+    """The op of the replay after which a local reference ends; at the last op all end."""
     if freed is None or freed >= order[-1]:
         return order[-1]
     position = bisect_right(order, freed) - 1

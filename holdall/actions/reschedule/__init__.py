@@ -1,9 +1,9 @@
-"""Reschedule: run the ops of a block in an order of our own, some of them again in backward, each result freed at its last use.
+"""Reschedule: run the ops of a block in a planned order, some of them again in backward; free each result at its last use.
 
-The common deed of planners that decide op by op (Checkmate, Moccasin, Rockmate's menus): `forward` and `backward` list op
-numbers within the block, the forward's ops first, then those of its backward. A number of a forward op that comes a second
-time is a recomputation. Nobody lists frees: a value goes after its last use, and what backward reads before it is made again
-was kept.
+The action of planners that decide op by op (Checkmate, Moccasin, Rockmate's menus): `forward` and `backward` list op numbers
+within the block, the forward's ops first, then those of its backward. A forward op that is listed a second time is recomputed.
+Frees are not listed: a value is freed after its last use, and a value that backward reads before it is recomputed was kept
+from the forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdall.types.trace import TensorId, digest_of
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
 
-_OFFERED = 8  # programs on the menus of planners
+_OFFERED = 8  # programs that planners may choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +29,17 @@ class Reschedule(Facts):
     block: str
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    ops: str  # digest of the names of the block's ops, so that no other block is run by these numbers
-    wanted: tuple[int, ...] | None = None  # leaves of what it returns that get a gradient; None: all that can
+    ops: str  # digest of the names of the block's ops, to refuse any other block
+    wanted: tuple[int, ...] | None = None  # leaves of its output that get a gradient; None: all that can
 
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
-    beside: ClassVar[frozenset[str]] = frozenset({"offload"})  # but for these: what a program keeps may wait elsewhere
+    beside: ClassVar[frozenset[str]] = frozenset({"offload"})  # except these: tensors that a program keeps may be offloaded
     rank: ClassVar[int] = 5
     spares_activations: ClassVar[bool] = True
-    permitted_by: ClassVar[frozenset[str]] = frozenset({"recompute"})  # the same by smaller pieces
-    what: ClassVar[str] = "a block is run op by op, in an order of its own"
+    permitted_by: ClassVar[frozenset[str]] = frozenset({"recompute"})  # it is recomputation of smaller pieces
+    what: ClassVar[str] = "a block runs op by op, in a planned order"
 
     @property
     def by_ops(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class Reschedule(Facts):
 
     @staticmethod
     def of(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> Reschedule:
-        """The action for a block of a trace; the forward as it is unless told otherwise."""
+        """The action for a block of a trace. `forward`: the traced order unless given."""
         ops, count = region(trace, block)
         return Reschedule(
             block=block.name,
@@ -59,12 +59,12 @@ class Reschedule(Facts):
 
     @staticmethod
     def samples(trace: Trace) -> list[Reschedule]:
-        """A block whose ops are all run again at once, and one whose ops are run again when they are needed."""
+        """A block whose ops are recomputed all at once, and one whose ops are recomputed when needed."""
         return Reschedule.samples_of(trace, trace.blocks)
 
     @staticmethod
     def samples_of(trace: Trace, blocks: Sequence[Block]) -> list[Reschedule]:
-        """The samples, of these blocks."""
+        """The samples for these blocks."""
         can = [b for b in blocks if b.saves and not obstacle(trace, b)]
         found = []
         for block, lazy in zip(can, (False, True), strict=False):
@@ -75,8 +75,8 @@ class Reschedule(Facts):
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
-        """A few of the programs that keep some results of a block and run the rest again op by op."""
-        from holdall.actions.reschedule.op_graph import programs  # which makes actions of this class
+        """A few programs that keep some results of a block and recompute the rest op by op."""
+        from holdall.actions.reschedule.op_graph import programs  # it imports this class
 
         trace = problem.trace
         is_free = all(op.seconds == 0 for op in trace.ops[block.first : block.last + 1])
@@ -97,7 +97,9 @@ class Reschedule(Facts):
 
     def check(self, trace: Trace) -> None:
         """Raise if the block cannot be run by this program."""
-        checked: set[Reschedule] = trace.__dict__.setdefault("_programs_checked", set())  # a search asks many times
+        checked: set[Reschedule] = trace.__dict__.setdefault(
+            "_programs_checked", set()
+        )  # cached: a search checks the same action many times
         if self not in checked:
             block = trace.block(self.block)
             self._check(trace, block, *region(trace, block))
@@ -106,12 +108,18 @@ class Reschedule(Facts):
     def _check(self, trace: Trace, block: Block, ops: Sequence[Op], count: int) -> None:
         why_not = obstacle(trace, block)
         if why_not:
-            raise Unsupported(f"`{self.block}` cannot be run op by op: {why_not}", hint="keep, recompute or offload it whole")
+            raise Unsupported(
+                f"`{self.block}` cannot be run op by op: {why_not}", hint='plan the block with "keep", "recompute" or "offload"'
+            )
         if digest_of([op.site.op for op in ops]) != self.ops:
-            raise InvalidInput(f"`{self.block}` has other ops than this program was made for", hint="plan again")
+            raise InvalidInput(
+                f"the program of `{self.block}` was made for other ops", hint="plan again: holdall.plan(trace, ...)"
+            )
         wrong = fault(effects(ops), count, self.forward, self.backward)
         if wrong:
-            raise InvalidInput(f"the program of `{self.block}` is not one: {wrong}", hint="plan again")
+            raise InvalidInput(
+                f"the program of `{self.block}` cannot run: {wrong}", hint="plan again: holdall.plan(trace, ...)"
+            )
 
     def install(self, harness: Harness) -> None:
         from holdall.runtime.programs.runner import Runner
@@ -129,8 +137,8 @@ def choice_of(block: Block, backward: tuple[int, ...]) -> Choice:
 
 
 def program_for(trace: Trace, block: Block, backward: Sequence[int], forward: Sequence[int] = ()) -> tuple[Action]:
-    """The block run by a program that was made for another of its kind; whole, where it turns out to differ."""
-    from holdall.actions.recompute import Recompute  # whose segments may have programs in them
+    """Apply a program made for another block of the same kind; recompute the block as a whole if its ops differ."""
+    from holdall.actions.recompute import Recompute  # its segments may contain programs
 
     ops, count = region(trace, block)
     if obstacle(trace, block) or fault(effects(ops), count, forward or range(count), backward):
@@ -138,31 +146,31 @@ def program_for(trace: Trace, block: Block, backward: Sequence[int], forward: Se
     return (Reschedule.of(trace, block, backward, forward),)
 
 
-_UNFAKED = ("aten._grouped_mm.default",)  # in bfloat16 alone, although the real kernel takes more
-_SUM = "aten.add.Tensor"  # how autograd adds up the gradients of a tensor that several have read
+_UNFAKED = ("aten._grouped_mm.default",)  # fake tensors accept bfloat16 only, the real kernel more
+_SUM = "aten.add.Tensor"  # the op by which autograd sums the gradients of a tensor with several readers
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def region(trace: Trace, block: Block) -> tuple[list[Op], int]:
-    """The ops of a block, forward then backward, and how many are the forward's.
+    """The ops of a block, forward then backward, and the number of forward ops.
 
-    Without what autograd does with its gradients when it has handed them over.
+    Ops that autograd runs on its gradients after the block's backward are left out.
     """
     ops = [*trace.ops[block.first : block.last + 1]]
     back = [op for op in trace.backward_of(block.module) if not op.accumulates and op.id not in block.beside]
     if not block.module and back and back[0].site.op == "aten.ones_like.default":
-        back = back[1:]  # the gradient of the loss itself, which whoever calls backward makes
+        back = back[1:]  # the gradient of the loss itself, made by the caller of backward
     return [*ops, *back], len(ops)
 
 
 def is_recurrent(trace: Trace, block: Block) -> bool:
-    """Whether a recurrent layer is in it. These choose their kernels below Python, and are never captured."""
+    """Does it contain a recurrent layer? These choose their kernels below Python, and are never captured."""
     inside = trace.ops[block.first : block.last + 1]
     return block.kind in _RECURRENT or any("rnn" in op.site.op or "lstm" in op.site.op for op in inside)
 
 
 def obstacle(trace: Trace, block: Block) -> str:
-    """Why the ops of a block cannot be run one by one; empty if they can."""
+    """Why the block cannot run op by op; empty if it can."""
     if block.nth or sum(b.module == block.module for b in trace.blocks) > 1:
         return "its module is called more than once"
     if not block.module and any(op.site.phase is Phase.FORWARD for op in trace.ops[block.last + 1 :]):
@@ -176,7 +184,7 @@ def obstacle(trace: Trace, block: Block) -> str:
     if block.odd:
         return f"it is called with a {block.odd}, which it may change"
     if block.name in trace.about.asked:
-        return "it asks for a value, and what it does may depend on it"
+        return "it reads a tensor's value in Python, so its ops may depend on data"
     ops, count = region(trace, block)
     if len(ops) == count:
         return "it has no backward"
@@ -185,30 +193,30 @@ def obstacle(trace: Trace, block: Block) -> str:
         own.update(op.writes)
         for x in op.mutates:
             if x not in own and trace.tensors[x].kind is not Kind.BUFFER:
-                return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which is not its own"
+                return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which it did not make"
     if set(block.outputs) - own:
-        return "it returns what it was given"
+        return "it returns one of its inputs"
     later = (op for op in trace.ops[block.last + 1 :] if op.site.phase is Phase.FORWARD and op.mutates)
     if any(x in block.outputs for op in later for x in op.mutates):
-        return "what it returns is changed in place outside of it"
+        return "its output is changed in place outside of it"
     mine = {op.id for op in ops}
     known = {x for op in ops[:count] for x in (*op.reads, *op.writes)}
-    given: set[TensorId] = set()  # gradients that the block's backward begins with
+    given: set[TensorId] = set()  # gradients at the start of the block's backward
     for op in ops[count:]:
         made = {x: trace.tensors[x].born for x in op.reads if x not in known}
-        foreign = {x for x, born in made.items() if born >= 0 and born not in mine}  # a head in pieces makes some in forward
+        foreign = {x for x, born in made.items() if born >= 0 and born not in mine}  # a chunked head makes some in forward
         if op.site.op == _SUM and foreign - given:
-            # autograd adds gradients in the order in which they come; a block that added up its own first would give other bits
-            return "what it reads is read elsewhere too, and their gradients are added in turns"
+            # autograd adds gradients in order of arrival; a block that summed its own first would give other bits
+            return "others read its input too, and autograd interleaves the sums of their gradients"
         given |= foreign
     return ""
 
 
 def made_outside(trace: Trace, block: Block, names: Sequence[str]) -> tuple[int, ...] | None:
-    """The sums in the block's backward that are not its own, if `names` are those of its ops when it is run by itself.
+    """Sums in the block's backward that belong to others, if `names` are the names of its ops when it runs alone.
 
-    Where others read an input of the block too, autograd adds their gradients up; the sum seems to be the block's if that gave
-    the last of them. None: the ops differ in more than such sums.
+    If others read an input of the block too, autograd sums their gradients; the trace gives the sum to the block if its
+    gradient came last. None: the ops differ in more than such sums.
     """
     ops, count = region(trace, block)
     made = {x for op in ops for x in op.writes}
@@ -218,7 +226,7 @@ def made_outside(trace: Trace, block: Block, names: Sequence[str]) -> tuple[int,
     for n, op in enumerate(ops):
         at = n - len(found)
         is_sum = n >= count and op.site.op == _SUM and not made.issuperset(op.reads) and not read.intersection(op.writes)
-        rest = len(ops) - n - (len(expected) - at)  # ops that are too many from here on
+        rest = len(ops) - n - (len(expected) - at)  # surplus ops from here on
         if is_sum and rest > 0 and [o.site.op for o in ops[n + 1 : n + 3]] != expected[at + 1 : at + 3]:
             found.append(op.id)
         elif at >= len(expected) or op.site.op != expected[at]:
@@ -234,15 +242,15 @@ def _is_gradient_from_elsewhere(trace: Trace, x: TensorId, mine: set[int]) -> bo
 
 
 def effects(ops: Sequence[Op]) -> list[Effect]:
-    """The ops as `types.program` sees them."""
+    """The ops in the form of `types.program`."""
     return [Effect(op.reads, op.writes, op.mutates) for op in ops]
 
 
 class ProgramRewrite:
     """The schedule side of one block that runs by a program.
 
-    `ran`: how often its forward has run when its backward comes, and `now`: what the last of these runs made, by the tensor
-    that was made first. Both are for blocks that are replayed.
+    For blocks that are replayed, `ran`: how often the forward has run before the backward; `now`: tensors of the last of these
+    runs, by their originals.
     """
 
     def __init__(
@@ -252,9 +260,9 @@ class ProgramRewrite:
         self.trace = trace
         self.block = block
         self.ops, self.count = region(trace, block)
-        self.begin = self.ops[self.count].id - 1  # its backward begins after this op
+        self.begin = self.ops[self.count].id - 1  # the block's backward begins after this op
         self.now = dict(now or {})  # tensor -> its newest copy
-        self.runs: dict[int, int] = dict.fromkeys(range(self.count), ran) if ran else {}  # op number -> how often it has run
+        self.runs: dict[int, int] = dict.fromkeys(range(self.count), ran) if ran else {}  # op number -> number of runs
         self.own = {x for op in self.ops[: self.count] for x in op.writes}
 
     def walk_backward(self, order: Sequence[int]) -> None:
@@ -264,7 +272,7 @@ class ProgramRewrite:
         self._hold_handed_over()
 
     def release(self) -> None:
-        """Neither autograd nor a Python frame of the block holds what it made; whoever is outside still does."""
+        """Release what autograd and the block's Python frame held; references from outside remain."""
         saves: dict[TensorId, list[Save]] = {}
         for i in set(self.block.saves):
             save = self.trace.saves[i]
@@ -282,7 +290,7 @@ class ProgramRewrite:
                     self.schedule.holds[x] = []
 
     def walk(self, order: Sequence[int], at: int) -> None:
-        """Originals stay where they are; what is run again goes right before the next original."""
+        """Original runs stay in place; recomputed ops go right before the next original."""
         waiting: list[Step] = []
         for n in order:
             run = self._run(n)
@@ -298,7 +306,7 @@ class ProgramRewrite:
         assert not waiting, "a program ends with the last op of its half"
 
     def kept(self, backward: Sequence[int]) -> frozenset[TensorId]:
-        """What the backward reads before it has made it (again)."""
+        """Tensors that the backward reads before it has recomputed them."""
         made: set[TensorId] = set()
         needed: set[TensorId] = set()
         for n in backward:
@@ -320,7 +328,7 @@ class ProgramRewrite:
             base = self.schedule.run(op.id)
             is_same = reads == base.reads and mutates == base.mutates
             return base if is_same else replace(base, reads=reads, mutates=mutates)
-        copied = [x for x in op.mutates if x not in self.own]  # buffers have had their change: a copy is changed instead
+        copied = [x for x in op.mutates if x not in self.own]  # buffers were already changed: change a copy instead
         for x in op.writes:
             now[x] = self.schedule.add(self.trace.tensors[x])
         return Run(
@@ -335,8 +343,8 @@ class ProgramRewrite:
         )
 
     def _hold_tangents(self) -> None:
-        """Autograd hands the gradient of the block's result over for the whole of its backward, and takes those of its
-        parameters when that is over."""
+        """Hold the gradient of the block's output during its whole backward, as autograd does, and those of its parameters
+        until its end."""
         mine = {op.id for op in self.ops}
         last = self.ops[-1].id
         for op in self.ops[self.count :]:
@@ -348,7 +356,7 @@ class ProgramRewrite:
                     self.schedule.hold(x, (last, 0))
 
     def _hold_handed_over(self) -> None:
-        """Gradients that autograd adds up or copies when the block has handed them over are all there until then."""
+        """Gradients that autograd sums or copies after the block's backward are all held until its end."""
         last = self.ops[-1].id
         mine = {op.id for op in self.ops}
         for op in self.trace.backward_of(self.block.module):

@@ -1,9 +1,9 @@
-"""Small graphs of ops for the exact solvers of recomputation: what a program of runs costs.
+"""Small graphs of ops for the exact solvers of recomputation: the cost of a program.
 
-A program is the nodes in the order in which they are run, a node as often as it is run. Nobody plans a free: an output is
-freed right after its last use before it is made again. While a node runs, its output, all that is live and its `extra` count.
+A program lists the nodes in the order of their runs; a node may be listed several times. Frees are not listed: an output is
+freed after its last use before it is made again. While a node runs, its output, all live outputs and its `extra` count.
 
-`replay` is the naive judge that every solver's program has to pass.
+`replay` is the naive reference that every solver's program has to pass.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Dag:
     cost: tuple[float, ...]
     size: tuple[int, ...]  # bytes of each output
     deps: tuple[tuple[int, ...], ...]
-    extra: tuple[int, ...] = ()  # bytes needed on top while a node runs; empty: none anywhere
-    fixed: frozenset[int] = frozenset()  # run exactly once: the loss, the backward
+    extra: tuple[int, ...] = ()  # extra bytes while a node runs; empty: none
+    fixed: frozenset[int] = frozenset()  # nodes that run exactly once: the loss, the backward
     keep: frozenset[int] = frozenset()  # outputs that are live at the end: gradients
 
     def __post_init__(self) -> None:
@@ -40,7 +40,9 @@ class Dag:
             )
         for i, deps in enumerate(self.deps):
             if len(set(deps)) != len(deps) or not all(0 <= d < i for d in deps):
-                raise InvalidInput(f"node {i} depends on {deps}", hint="each dependency once, and on smaller nodes only")
+                raise InvalidInput(
+                    f"node {i} depends on {deps}", hint="list each dependency once; nodes may depend on smaller numbers only"
+                )
             if min(self.cost[i], self.size[i], self.extra[i]) < 0:
                 raise InvalidInput(f"node {i} has a negative cost, size or extra")
         if not all(0 <= i < n for i in self.fixed | self.keep):
@@ -64,7 +66,7 @@ class Dag:
 
     @cached_property
     def horizon(self) -> tuple[int, ...]:
-        """The last node before whose first run each output may still be of use; len(self): it is kept."""
+        """The last node whose first run may need each output; len(self): it is kept."""
         last = list(range(len(self)))
         for i in reversed(range(len(self))):
             if i in self.keep:
@@ -80,14 +82,14 @@ class Dag:
 
     @property
     def floor(self) -> int:
-        """No budget below this can do: some node needs as much for itself and what it reads."""
+        """A lower bound on the budget: the largest need of a single node, its inputs included."""
         alone = (self.size[i] + self.extra[i] + sum(self.size[d] for d in self.deps[i]) for i in range(len(self)))
         return max(*alone, sum(self.size[i] for i in self.keep), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What a program does: bytes during each run, bytes after it and its frees, and how often each node ran."""
+    """The effect of a program: bytes during each run, bytes after it and its frees, and the number of runs of each node."""
 
     peak: int
     seconds: float
@@ -98,18 +100,18 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A solver's best program and how far it may be from the best there is."""
+    """A solver's best program and its distance from the optimum."""
 
-    program: Program | None  # None: none was found; `status` says whether there is none
-    cost: float  # of the program; infinite without
-    bound: float  # no program in the solver's form costs less
+    program: Program | None  # None: none was found; `status` tells whether one exists
+    cost: float  # of the program; infinite if there is none
+    bound: float  # lower bound on the cost of any program in the solver's form
     gap: float  # (cost - bound) / cost
     status: Status
     seconds: float  # spent in solving
 
 
 def answer(dag: Dag, program: Program | None, *, bound: float, status: Status, seconds: float) -> Answer:
-    """The answer with the program's own cost; a bound that met it, to the solver's precision, is the cost."""
+    """The answer with the program's own cost. A bound that meets the cost within the solver's precision is set to it."""
     if program is None:
         return Answer(
             program=None, cost=inf, bound=bound, gap=0.0 if status == "infeasible" else inf, status=status, seconds=seconds
@@ -121,7 +123,7 @@ def answer(dag: Dag, program: Program | None, *, bound: float, status: Status, s
 
 
 def uniform(layers: int) -> Dag:
-    """U(L): L forward nodes in a row, then L backward nodes, each reading what its layer read and the gradient so far."""
+    """U(L): L forward nodes in a row, then L backward nodes, each reading its layer's input and the gradient so far."""
     deps: list[tuple[int, ...]] = [(i - 1,) if i else () for i in range(layers)]
     for i in reversed(range(layers)):
         before = (i - 1,) if i else ()
@@ -130,7 +132,7 @@ def uniform(layers: int) -> Dag:
 
 
 def replay(dag: Dag, program: Program) -> Replay:
-    """Walk through the program and count; `InvalidInput` names the node of an illegal one and what it misses."""
+    """Simulate the program. `InvalidInput` names the node of an illegal one and the input it lacks."""
     frees = _frees(dag, program)
     live: set[int] = set()
     held = 0
@@ -158,14 +160,14 @@ def replay(dag: Dag, program: Program) -> Replay:
 
 
 def fits(dag: Dag, program: Program, budget: int, *, loss: int | None = None, saved_budget: int | None = None) -> bool:
-    """Whether the program stays within the budget, and within `saved_budget` right after node `loss`."""
+    """Does the program stay within the budget, and within `saved_budget` right after node `loss`?"""
     seen = replay(dag, program)
     saved = seen.after[program.index(loss)] if loss is not None and saved_budget is not None else 0
     return seen.peak <= budget and (saved_budget is None or saved <= saved_budget)
 
 
 def _frees(dag: Dag, program: Program) -> list[set[int]]:
-    """For each run, the outputs whose last use it is before they are made again."""
+    """For each run, the outputs that it uses for the last time before they are made again."""
     wanted = set(dag.keep)
     frees: list[set[int]] = []
     for node in reversed(program):

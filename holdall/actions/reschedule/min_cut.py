@@ -1,8 +1,8 @@
-"""Which results of a block are worth keeping if the rest is computed again, once: every best trade of bytes against seconds.
+"""Which results of a block to keep if the rest is recomputed once: every Pareto-optimal trade of bytes against seconds.
 
 For a price per byte the best set is a minimum cut. Every forward node has two switches: its result is *there* in backward, and
-it was *made again*. There but not made again means kept, which costs its bytes at the price; made again costs its seconds and
-wants what it reads to be there. Walking through the prices gives the sets on the lower convex hull of (bytes, seconds).
+it was *made again*. There but not made again means kept, which costs bytes times price; made again costs its seconds and
+requires its inputs to be there. Varying the price gives the sets on the lower convex hull of (bytes, seconds).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def best_sets(dag: Dag, middle: int, *, keepable: Collection[int] | None = None,
 
 
 def telling(dag: Dag, middle: int, sets: Sequence[frozenset[int]], most: int) -> list[frozenset[int]]:
-    """So many of the sets, in their order: one after the other goes which its neighbours make up for best, by the area that is
-    lost under the curve of seconds over bytes."""
+    """`most` of the sets, in their order. Removes one set after the other: the one whose removal loses the least area under the
+    curve of seconds over bytes."""
     needed = _needed(dag, middle)
     left = [(_bytes(dag, s), _seconds(dag, middle, needed, s), s) for s in sets]
     while len(left) > max(2, most):
@@ -51,7 +51,7 @@ def telling(dag: Dag, middle: int, sets: Sequence[frozenset[int]], most: int) ->
 
 
 def made_again(dag: Dag, needed: Collection[int], kept: Collection[int]) -> set[int]:
-    """The forward nodes that have to be run once more if these results are kept."""
+    """The forward nodes to recompute if these results are kept."""
     again: set[int] = set()
     waiting = [i for i in needed if i not in kept]
     while waiting:
@@ -82,7 +82,7 @@ def _cut(dag: Dag, middle: int, needed: Collection[int], can: Collection[int], p
     for i in range(middle):
         there, again = i, middle + i
         flow.edge(there, again, dag.size[i] * price if i in can else _NEVER)
-        flow.edge(again, sink, dag.cost[i] + 1e-12)  # of equal sets the one that runs less
+        flow.edge(again, sink, dag.cost[i] + 1e-12)  # of equal sets choose the one with fewer runs
         if i in needed:
             flow.edge(source, there, _NEVER)
         for d in dag.deps[i]:
@@ -102,7 +102,7 @@ class _Flow:
         self.room[b].setdefault(a, 0.0)
 
     def source_side(self, source: int, sink: int) -> set[int]:
-        """Send as much as possible, then tell what can still be reached."""
+        """Send the maximum flow, then return the nodes that are still reachable."""
         while True:
             came = self._search(source, sink)
             if sink not in came:

@@ -1,7 +1,7 @@
-"""A block (or the whole model) as the small graph that op-level solvers take, and their programs as an action.
+"""A block (or the whole model) as the small graph of the op-level solvers, and their programs as an action.
 
-Nodes are groups of ops that are run together: ops in place with what they change, and ops whose result only the next one reads
-and backward never does. In backward, where nothing is run twice, ops that read nothing of the forward join the one before.
+Nodes are groups of ops that run together: ops in place with the tensors they change, and ops whose result only the next one
+reads and backward never does. In backward, where nothing runs twice, ops that read nothing of the forward join the one before.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from holdall.actions.reschedule.min_cut import best_sets, telling
 from holdall.types import Block, Kind, Op, Trace
 from holdall.types.program import fault, groups, lazily
 
-_SMALL = 64  # ops; in a region with more, ops of backward are merged, which lets what they read seem to stay a little longer
+_SMALL = 64  # ops; in larger regions, backward ops are merged, which makes their inputs seem to live a little longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpGraph:
-    """The nodes of a region in the order of a plain step; between forward and backward lies one that costs nothing.
+    """The nodes of a region in the order of a plain step; an empty node without cost lies between forward and backward.
 
-    Other nodes without ops stand for gradients that stay when the node before has run.
+    Other nodes without ops stand for gradients that stay after the node before has run.
     """
 
     trace: Trace
@@ -33,7 +33,7 @@ class OpGraph:
     dag: Dag
 
     def action(self, program: Program) -> Reschedule:
-        """The program as something that can be done."""
+        """The program as a `Reschedule` action."""
         at = program.index(self.middle)
         forward = [n for node in program[:at] for n in self.parts[node]]
         backward = [n for node in program[at + 1 :] for n in self.parts[node]]
@@ -41,7 +41,7 @@ class OpGraph:
 
     @cached_property
     def kept(self) -> int:
-        """Bytes that the block holds between forward and backward if nothing is run again."""
+        """Bytes that the block holds between forward and backward if nothing is recomputed."""
         first = set(range(self.middle))
         return sum(self.dag.size[i] for i in first if any(u > self.middle for u in self.dag.users[i]))
 
@@ -55,7 +55,9 @@ def op_graph(trace: Trace, block: Block) -> OpGraph:
     middle = len(forward)
     needed_at_end = {x for op in ops[count:] for x in op.writes if _outlives(trace, x, ops)}
     parts: list[tuple[int, ...]] = [*forward, ()]
-    for part in backward:  # what stays for good has a node of its own, so that the rest of the node's bytes can go
+    for (
+        part
+    ) in backward:  # tensors that outlive the region get a node of their own, so that the node's other bytes can be freed
         parts += [part, ()] if any(x in needed_at_end for n in part for x in ops[n].writes) else [part]
     owner = {x: i for i, part in enumerate(parts) for n in part for x in ops[n].writes}
     cost, size, extra, deps = [], [], [], []
@@ -91,7 +93,7 @@ def op_graph(trace: Trace, block: Block) -> OpGraph:
 
 
 def programs(trace: Trace, block: Block, *, most: int = 12) -> list[tuple[int, ...]]:
-    """Backward orders that keep the sets of results worth keeping and run the rest again; from few kept bytes to many."""
+    """Backward orders for the sets of results worth keeping, the rest recomputed; from few kept bytes to many."""
     graph = op_graph(trace, block)
     ops, count = region(trace, block)
     found = []
@@ -103,7 +105,7 @@ def programs(trace: Trace, block: Block, *, most: int = 12) -> list[tuple[int, .
 
 
 def keeping(trace: Trace, block: Block, held: Collection[int]) -> Reschedule | None:
-    """The block op by op, so that of its results only these are held for backward. None: it cannot be run op by op."""
+    """The block op by op, saving only these results for backward. None: it cannot run op by op."""
     if obstacle(trace, block):
         return None
     ops, count = region(trace, block)
@@ -112,13 +114,13 @@ def keeping(trace: Trace, block: Block, held: Collection[int]) -> Reschedule | N
 
 
 def _outlives(trace: Trace, x: int, ops: Sequence[Op]) -> bool:
-    """A gradient that leaves the region."""
+    """Is it a gradient that leaves the region?"""
     inside = {op.id for op in ops}
     return trace.tensors[x].kind is Kind.GRAD or not set(trace.uses(x)) <= inside
 
 
 def _merged(trace: Trace, ops: Sequence[Op], in_backward: Collection[int]) -> list[tuple[int, ...]]:
-    """Forward nodes: what runs together, with what only it reads put into it where that is no larger."""
+    """Forward nodes: ops that run together, merged with ops that only they read where that is no larger."""
     parts = [tuple(g) for g in groups(effects(ops))]
     merged = True
     while merged:
@@ -145,7 +147,7 @@ def _merged(trace: Trace, ops: Sequence[Op], in_backward: Collection[int]) -> li
 
 
 def _runs(ops: Sequence[Op], count: int) -> list[tuple[int, ...]]:
-    """Backward nodes: each begins with an op that reads something of the forward."""
+    """Backward nodes: each begins with an op that reads a tensor of the forward."""
     of_forward = {x for op in ops[:count] for x in op.writes}
     parts: list[list[int]] = []
     for n in range(count, len(ops)):
@@ -160,7 +162,7 @@ def _bytes(trace: Trace, ops: Sequence[Op], part: Sequence[int]) -> int:
 
 
 def _peak(trace: Trace, ops: Sequence[Op], part: Sequence[int], stays: set[int]) -> int:
-    """The highest bytes of a node's own tensors while it runs, each freed after its last use inside."""
+    """The largest sum of a node's own tensors while it runs, each freed after its last use inside."""
     last = {x: n for n in part for x in (*ops[n].reads, *ops[n].mutates, *ops[n].writes)}
     live: set[int] = set()
     high = 0

@@ -1,10 +1,10 @@
-"""Auto: the best mix of everything under the budget: activations kept, recomputed or offloaded per block, weights resident or
-streamed, states and updates on the device, on the host, or passing through.
+"""Auto: the best mix of all actions under the budget: activations kept, recomputed or offloaded per block, weights resident or
+streamed, updates on the device, on the host, or via the device.
 
-For a placement of the model states (`placements.py`, ProTrain's question of how much is persistent) a dynamic program over the
-chain of blocks (pofo's shape) says what to do with the activations in the memory that is left; placements from the roomiest
-that fits downwards are compared. Whatever is chosen has been simulated whole, and a plan that is slower than a simple fallback
-that fits is not returned.
+For each placement of the model states (`placements.py`, ProTrain's question of how much is persistent) a dynamic program over
+the chain of blocks (after pofo) chooses the actions for activations in the memory that is left. Placements are compared from
+the one with most units on the device that fits, downwards. Every candidate is simulated as a whole step, and a plan that is
+slower than a fitting fallback is not returned.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from holdall.simulator import simulate
 from holdall.types import KEEP, Action, Choice, Outcome, Phase, Plan, Problem
 from holdall.units import format_bytes, format_seconds
 
-_SHOWS = 0.88  # of the time without passing units; with them, clipped steps took up to 14 % longer than was said on an H200
-_ROOM = (0.97, 0.94)  # of the memory, where a plan that takes all of it keeps the allocator busy
-_BUSY = 0.005  # of a step, for the allocator, that is worth looking further
-_SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory goes to activations
-_TRIED_TWICE = 5  # candidates that are simulated without clipping too
+_SHOWS = 0.88  # of the time without updates via the device; with them, clipped steps took up to 14 % longer than predicted
+_ROOM = (0.97, 0.94)  # of the memory, where a plan that uses all of it makes the allocator move pages
+_BUSY = 0.005  # share of a step spent in the allocator above which plans with less memory are tried
+_SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)  # of the units that could stay on the device: the rest of the memory is for activations
+_TRIED_TWICE = 5  # candidates that are also simulated without clipping
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Numbers of units that can be updated on the device."""
+    """Bounds on the number of units updated on the device."""
 
     fewest: int
     most: int
@@ -44,8 +44,8 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    through: bool | None = None  # units may be updated on their way through the device; None: where that is said to show
-    ahead: bool = True  # updates on the host may begin before it is known whether gradients are clipped
+    through: bool | None = None  # allow updates via the device; None: if a gain is predicted
+    ahead: bool = True  # allow speculative host updates
 
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "ours; after pofo (NeurIPS 2021), ProTrain (arXiv 2406.08334) and Chen et al. (arXiv 1604.06174)"
@@ -57,7 +57,7 @@ class Auto:
         plain = search.require("keep everything", ())
         less = usable(problem)
         if not over_budget(less, plain.outcome):
-            return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
+            return finish(self, problem, [], why=["plain training fits the budget: no action is needed"], began=began)
         other = self._with_updates_in_backward(problem)
         search.run(less)
         if search.fastest(less) is not None:
@@ -73,9 +73,9 @@ class Auto:
         return finish(self, problem, least.actions, why=why, began=began)
 
     def _with_updates_in_backward(self, problem: Problem) -> Plan | None:
-        """The best mix of activations where gradients are used up as they come: by consent, since nothing else sees them."""
+        """The best mix of activations with updates in backward: only if allowed, since the loop never sees the gradients."""
         is_asked = problem.permits(InBackward) and not problem.clips and problem.accumulate == 1
-        copies = problem.trace.about.precision is not None  # whose updates `place` makes in backward
+        copies = problem.trace.about.precision is not None  # `place` updates working copies in backward
         if not is_asked or copies or not any(op.site.phase is Phase.STEP for op in problem.trace.ops):
             return None
         try:
@@ -86,7 +86,7 @@ class Auto:
 
 
 class _Search(Search):
-    """Placements of model states, and what activations do around each."""
+    """Placements of model states, and the actions on activations for each."""
 
     def __init__(self, problem: Problem, *, through: bool | None, ahead: bool) -> None:
         super().__init__(problem)
@@ -103,7 +103,7 @@ class _Search(Search):
         return super().attempt(label, self._ahead(tuple(actions)))
 
     def _ahead(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
-        """The same with updates begun before it is known whether gradients are clipped, where the host has room for it."""
+        """The same actions with speculative updates, where the host has memory for them."""
         place = next((a for a in actions if isinstance(a, Place)), None)
         if not self._may_be_ahead or place is None or not self._has_room_ahead(place):
             return actions
@@ -111,7 +111,7 @@ class _Search(Search):
         return actions if self._passes_host(tried) else tried
 
     def _has_room_ahead(self, place: Place) -> bool:
-        """Whether it has, if no activation leaves for it."""
+        """Has the host memory for speculative updates, with no activation offloaded?"""
         count = sum(self._sizes[unit] for unit, _, update in place.units if update == "host")
         if self._ahead_at_most < count < self._ahead_below:
             if self._passes_host((*self.uniform(self._lean(moving=False)[0]), replace(place, ahead=True))):
@@ -125,7 +125,7 @@ class _Search(Search):
         return outcome is None or bool(over_budget(self.problem, outcome).keys() - {self.problem.home})
 
     def run(self, problem: Problem) -> None:
-        """Add the best for this budget, and what anyone would try by hand, to what was found."""
+        """Add the best candidates for this budget, and the simple ones that a user would try by hand."""
         self.mixes(problem, (), "activations alone")
         if self.placements.is_possible:
             for spread in self._spreads(problem):
@@ -138,8 +138,9 @@ class _Search(Search):
             self.hide(problem, around)
 
     def _spreads(self, problem: Problem) -> list[PlacementShape]:
-        """Placements worth a closer look: so many weights streamed as lets a step be fastest if activations take the least
-        memory, the most on the device and then less and less; and the fewest streamed that fit at all."""
+        """Placements worth a search. With the number of streamed weights that makes steps fastest when activations take the
+        least memory: the most units on the device, then fewer and fewer; and the placement with the fewest streamed weights
+        that fits."""
         can = len(self.placements.streamable)
         levels = []
         for streamed in sorted({0, can // 2, can}):
@@ -148,7 +149,7 @@ class _Search(Search):
                 seconds = self._least_seconds(problem, PlacementShape(counts.most, streamed, through=False))
                 levels.append((seconds, streamed, counts.most, counts.fewest))
         if not levels:
-            full = self._most_on_device(problem, can)  # where it is the host that lacks memory, this lacks the least
+            full = self._most_on_device(problem, can)  # where host memory is short, this needs the least of it
             return [PlacementShape(n, can, through=False) for n in dict.fromkeys((full or 0, 0))]
         seconds, streamed, most, fewest = min(levels)
         found = _fewer(most, streamed, fewest=fewest)
@@ -168,8 +169,8 @@ class _Search(Search):
         return found
 
     def _how_to_pass_resident(self, problem: Problem, fewest: PlacementShape, seconds: float) -> PlacementShape | None:
-        """How units pass through the device that could not if their weights came and went too, if a step is so much shorter.
-        That is where an optimizer is slow on the host."""
+        """The updates via the device of units that must keep their weights resident for it, if a step becomes shorter by more
+        than the threshold. It does with optimizers that are slow on the host."""
         if fewest.streamed or self.through is False or not (self.through or problem.hardware.updates_beside):
             return None
         below = (1.0 if self.through else _SHOWS) * seconds
@@ -177,7 +178,7 @@ class _Search(Search):
         return how if found < below else None
 
     def _how_to_pass(self, problem: Problem, spreads: Sequence[PlacementShape]) -> PlacementShape | None:
-        """How units pass through the device, if they may: as asked for, or if steps are so much shorter that it will show."""
+        """The updates via the device, if allowed: as asked for, or if the predicted gain is above the threshold."""
         if self.through is False or not (self.through or problem.hardware.updates_beside):
             return None
         if self.through:
@@ -190,7 +191,7 @@ class _Search(Search):
     def _fastest_passing(
         self, problem: Problem, spreads: Sequence[PlacementShape], *, below: float = math.inf
     ) -> tuple[float, PlacementShape | None]:
-        """(seconds, how), with activations in the least memory, if that takes less than `below`."""
+        """(seconds, shape) with activations in the least memory, if below `below`."""
         seconds, how = below, None
         for passing in (passing for spread in spreads for passing in self.placements.passing(spread)):
             found = self._least_seconds(problem, passing, below=seconds)
@@ -199,8 +200,8 @@ class _Search(Search):
         return seconds, how
 
     def leave_room(self, problem: Problem, best: Candidate) -> Candidate:
-        """Of the best plan, and the best ones in less memory, the fastest when what the allocator does is counted: where free
-        memory is in the wrong places, it moves pages, and a step may take less time in less memory."""
+        """The fastest of the best plan and the best ones in less memory, with the allocator's time counted: where free memory
+        is fragmented, the allocator moves pages, so a step may take less time in less memory."""
         found = [best]
         for share in _ROOM:
             if not self._is_tight(found[-1]):
@@ -211,20 +212,20 @@ class _Search(Search):
                 break
             found.append(self.fastest_either_way(less))
             before = self.allocated(found[-2])
-            if not before.cramped and found[-1].outcome.seconds >= before.seconds:  # still less memory takes still longer
+            if not before.cramped and found[-1].outcome.seconds >= before.seconds:  # even less memory takes even longer
                 break
         if len(found) == 1:
             return found[0]
         return min(found, key=lambda c: (self.allocated(c).cramped, self._seconds_either_way(c, self.allocated(c))))
 
     def fastest_either_way(self, problem: Problem) -> Candidate:
-        """Of those that take about as long as the fastest where steps are clipped, the fastest if that is not known."""
+        """Of the plans about as fast as the fastest for clipped steps, the fastest for clipped and other steps together."""
         found = self.fitting(problem)
         close = [c for c in found[:_TRIED_TWICE] if c.outcome.seconds <= CLOSE * found[0].outcome.seconds]
         return min(close, key=lambda c: self._seconds_either_way(c, c.outcome))
 
     def _seconds_either_way(self, candidate: Candidate, clipped: Outcome) -> float:
-        """Of a step that is clipped or not: nobody knows which it will be."""
+        """Seconds of a step if clipped and other steps are equally likely."""
         if not any(isinstance(a, Place) and a.ahead for a in candidate.actions):
             return clipped.seconds
         if candidate.actions not in self._not_clipped:
@@ -236,9 +237,9 @@ class _Search(Search):
         return outcome.cramped or outcome.churn > _BUSY * outcome.seconds
 
     def _on_device(self, problem: Problem, streamed: int) -> _Counts | None:
-        """How many units can be updated on the device if activations take the least: more do not fit the device, fewer not
-        the host. None: no number fits both."""
-        for choices in (self._least, self._lean(moving=False)):  # what is offloaded takes room on the host
+        """Bounds on the number of units updated on the device, with activations in the least memory: more exceed the device,
+        fewer exceed the host. None: no number fits both."""
+        for choices in (self._least, self._lean(moving=False)):  # offloaded tensors take host memory
             most = self._most_on_device(problem, streamed, choices)
             if most is not None and self._fits_least(problem, PlacementShape(most, streamed, through=False), choices):
                 break
@@ -254,16 +255,16 @@ class _Search(Search):
         return _Counts(fewest=high, most=most)
 
     def _lean(self, *, moving: bool) -> tuple[Choice, ...]:
-        """With what activations take the least that they can, by moving bytes or without."""
+        """The choices with which activations take the least memory, with or without moving bytes."""
         return tuple(c for c in self.for_all if c.lean and c.moves == moving) or (KEEP,)
 
     @cached_property
     def _least(self) -> tuple[Choice, ...]:
-        """All of these; what likely takes less comes first."""
+        """All of these; first those that likely take less."""
         return *self._lean(moving=True), *self._lean(moving=False)
 
     def _most_on_device(self, problem: Problem, streamed: int, choices: Sequence[Choice] | None = None) -> int | None:
-        """How many units the device can hold, whatever that leaves to the host; None: not even none of them."""
+        """The number of units that the device can hold, host memory aside; None: not even zero fits."""
         most = len(self.placements.movable) - (0 if self.placements.castable else streamed)
 
         def excess(choice: Choice, count: int) -> int:
@@ -271,19 +272,19 @@ class _Search(Search):
             return outcome.peak[problem.home] - problem.limit(problem.home) if outcome is not None else NEVER
 
         found: int | None = None
-        for choice in choices or self._least:  # the first is likely the one with which most units fit
+        for choice in choices or self._least:  # most units likely fit with the first
             more = self._guesses.most_that_fit(partial(excess, choice), self.placements.sizes[: most + 1], found or 0)
             found = more if more is not None else found
         return found
 
     def _fits_least(self, problem: Problem, spread: PlacementShape, choices: Sequence[Choice] | None = None) -> bool:
-        """Whether a placement fits where activations take as little as blocks can."""
+        """Does a placement fit with activations in the least memory that blocks can reach?"""
         place = self.placements.at(spread)
         outcomes = (self._least_of(place, choice) for choice in choices or self._least)
         return any(outcome is not None and not over_budget(problem, outcome) for outcome in outcomes)
 
     def _least_seconds(self, problem: Problem, spread: PlacementShape, *, below: float = math.inf) -> float:
-        """With activations in the least memory; infinite where there is no room for it, or where it takes `below` or more."""
+        """With activations in the least memory; infinite where it does not fit or takes `below` or more."""
         place, least = self.placements.at(spread), math.inf
         for choice in self._least:
             if self.bounds.step(place, self.uniform_extra(choice)) >= min(least, below):
@@ -297,11 +298,11 @@ class _Search(Search):
         return self.outcome(self.spilled(self._ahead((*self.uniform(choice), place))))
 
     def _least_of_all(self) -> PlacementShape:
-        """Everything comes and goes, and is waited for: slow, and for those who would have nothing else."""
+        """Everything streamed, without overlap: slow, the last resort."""
         return PlacementShape(0, len(self.placements.streamable), through=False, overlap=False)
 
     def tightest(self) -> list[tuple[Action, ...]]:
-        """Placements that take the least of the device."""
+        """Placements that take the least device memory."""
         if not self.placements.is_possible:
             return [()]
         spreads = [self._least_of_all(), PlacementShape(0, 0, through=False)]
@@ -309,22 +310,22 @@ class _Search(Search):
 
 
 def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int = 0) -> list[PlacementShape]:
-    """So many units on the device, and fewer."""
+    """`most` units on the device, and fewer."""
     counts = dict.fromkeys(max(fewest, round(most * share)) for share in shares)
     return [PlacementShape(n, streamed, through=False) for n in counts]
 
 
 def _lacking(problem: Problem, candidate: Candidate) -> tuple[int, int]:
-    """Bytes that a plan which does not fit would need besides, and its peak on the device."""
+    """Bytes that a plan exceeds its budget by, and its peak on the device."""
     return sum(over_budget(problem, candidate.outcome).values()), candidate.outcome.peak[problem.home]
 
 
 def _describe(spread: PlacementShape, count: int) -> str:
     text = f"{spread.device} of {count} units updated on the device"
     text += f", {spread.streamed} streamed" if spread.streamed else ""
-    text += ", updates beside the next forward" if spread.spills else ""
-    text += "" if spread.overlap else ", copies waited for"
-    return text if spread.through else f"{text}, none passing through"
+    text += ", updates overlap the next forward" if spread.spills else ""
+    text += "" if spread.overlap else ", copies do not overlap"
+    return text if spread.through else f"{text}, none updated via the device"
 
 
 def _why(problem: Problem, plain: Candidate, best: Candidate, found: list[Candidate]) -> list[str]:
@@ -346,9 +347,7 @@ def _why(problem: Problem, plain: Candidate, best: Candidate, found: list[Candid
 
 def _why_cramped(outcome: Outcome) -> list[str]:
     if outcome.cramped:
-        return ["the allocator may not find room in one piece, though the bytes are there: a step may have to be made again"]
+        return ["memory may be too fragmented for one allocation although enough bytes are free: a step may be retried"]
     if outcome.churn > 0:
-        return [
-            f"{format_seconds(outcome.churn)} of a step are the allocator's, which moves pages; less memory would cost more"
-        ]
+        return [f"{format_seconds(outcome.churn)} of a step go to the allocator moving pages; less memory would be slower"]
     return []

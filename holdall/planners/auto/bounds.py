@@ -1,7 +1,7 @@
-"""Seconds that a step takes at least, known before it is simulated: what a search need not look at.
+"""Lower bounds on the seconds of a step, known before it is simulated: they let a search skip candidates.
 
-Three things work beside each other, and a step is over when the last of them is: the device computes, the host updates, the
-link carries. Each has its work whatever the order.
+Three resources work in parallel, and a step ends when the last of them does: the device computes, the host updates, the link
+copies. Each has a fixed amount of work, in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAFE = 0.999  # of every bound, since sums of floats depend on their order
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What is done with activations besides: seconds of the device, bytes that leave it, bytes that come back."""
+    """The extra work of actions on activations: device seconds, bytes from the device, bytes back."""
 
     seconds: float = 0.0
     out: int = 0
@@ -34,7 +34,7 @@ class Extra:
 
 
 class Bounds:
-    """For placements of one problem."""
+    """Lower bounds for the placements of one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -42,7 +42,7 @@ class Bounds:
         self._units = {u.name: u for u in problem.trace.units}
 
     def step(self, place: Place | None, extra: Extra) -> float:
-        """Of a step with this placement, in which so much more is done than in plain training."""
+        """The bound for a step with this placement and this work beyond plain training."""
         compute, far = self._compute + extra.seconds, self._problem.hardware.far
         if far is None or not self._problem.hardware.overlap:
             return _SAFE * compute
@@ -59,11 +59,11 @@ class Bounds:
 
     @cached_property
     def _compute(self) -> float:
-        """Forward and backward; updates may be made elsewhere."""
+        """Seconds of forward and backward; updates may run elsewhere."""
         return sum(op.seconds for op in self._problem.trace.ops if op.site.phase is not Phase.STEP)
 
     def _elsewhere(self, place: Place) -> tuple[float, int, int]:
-        """What a placement lets others do: seconds of the host, bytes to the device, bytes from it."""
+        """The work of a placement outside the device: host seconds, bytes to the device, bytes from it."""
         if place not in self._known:
             host, into, out = 0.0, 0, 0
             for name, weights, update in place.units:

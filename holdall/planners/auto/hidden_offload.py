@@ -1,10 +1,10 @@
-"""Offloading that a whole pass hides: early blocks of a chain leave during the forward of all that follow.
+"""Offloading hidden by a whole pass: early blocks of a chain are copied out during the forward of all later blocks.
 
-Their memory is wanted when the last block has run, and again when their own backward comes, which is late. So a copy that takes
-as long as several blocks costs nothing, as long as the link is free for it; and what is offloaded need not be recomputed. What
-leaves is all that a block holds, or what a program keeps that makes the cheapest of it again: then more blocks can leave.
+Their memory is needed when the last block has run, and they are read again late, in their own backward. So a copy that takes as
+long as several blocks costs nothing while the link is free, and an offloaded block need not be recomputed. The copy holds all
+saved tensors of a block, or only those that a program keeps, which recomputes the cheapest: then more blocks can be offloaded.
 
-The very first blocks stay: while they run, the thread that launches kernels gets the lead that it spends on starting copies.
+The very first blocks stay: while they run, the launching thread gains the lead that it needs for starting copies.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from holdall.actions.offload import Offload, held
 from holdall.planning.menus import Item, MenuLine, Menus, kind_of
 from holdall.types import KEEP, Action, Choice, Problem
 
-_HIDDEN = Choice(label="offload, hidden")  # what is done about it is settled around the chain
-_LEAD = 3  # blocks that stay, of a chain of at least four times as many; an embedding is one
-_SLACK = 1.15  # of a copy's time: steps may turn out shorter than predicted, and copies not
+_HIDDEN = Choice(label="offload, hidden")  # its actions are settled outside of the chain
+_LEAD = 3  # blocks that stay, in a chain of at least four times as many; an embedding counts as one
+_SLACK = 1.15  # of a copy's time: steps may be shorter than predicted, copies are not
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A block that leaves: what is done about it, and what that gives."""
+    """An offloaded block: its actions, and their effect."""
 
     block: str
     actions: tuple[Action, ...]
@@ -32,8 +32,8 @@ class Leaving:
 
 
 def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item], price: float = 0.0) -> Iterator[list[Leaving]]:
-    """As many of the early blocks, in their order, as the link can carry out during one forward and back during one backward:
-    whole, and by the program that is worth the most where a byte costs `price` seconds otherwise."""
+    """The early blocks, in their order, that the link can copy out during one forward and back during one backward: whole, and
+    by the program worth the most at `price` seconds per byte."""
     far = problem.hardware.far
     if far is None or not problem.hardware.overlap or not problem.permits(Offload):
         return
@@ -45,19 +45,19 @@ def hidden_offloads(problem: Problem, menus: Menus, items: Sequence[Item], price
 
 
 def price_of(answer: tuple[float, Sequence[MenuLine]] | None) -> float:
-    """Seconds that a byte costs on average in what the dynamic program found; 0: nothing is known."""
+    """Average seconds per byte of the dynamic program's answer; 0: unknown."""
     freed = sum(c.freed for c in answer[1]) if answer is not None else 0
     return answer[0] / freed if answer is not None and freed > 0 else 0.0
 
 
 def with_hidden(items: Sequence[Item], leaving: Sequence[Leaving]) -> list[Item]:
-    """The chain in which these blocks have no other choice."""
+    """The chain in which these blocks have this choice only."""
     settled = {one.block: one.line for one in leaving}
     return [replace(i, choices=(settled[i.block.name],)) if i.block.name in settled else i for i in items]
 
 
 def _way(menus: Menus, item: Item, program: int | None) -> tuple[Choice, MenuLine] | None:
-    """How a block is run that leaves, and what it then gives; None: it cannot leave so. `out` of it are the bytes that move."""
+    """The choice for an offloaded block and its effect; `out` is the bytes moved. None: the block cannot be offloaded so."""
     kept = item.choices[0]
     whole = next((c for c in menus.found.get(kind_of(item.block), ()) if c.choice == held(late=True)), None)
     if whole is None or not whole.out:
@@ -79,10 +79,12 @@ def _leaving(
     assert far is not None
     blocks = [item.block for item in items]
     lead = _LEAD if len(blocks) >= 4 * _LEAD else 0
-    ends = list(accumulate(item.forward_seconds for item in items[: len(menus.chain)]))  # what follows has none to wait at
+    ends = list(
+        accumulate(item.forward_seconds for item in items[: len(menus.chain)])
+    )  # later items have no forward to wait for
     starts = list(accumulate((item.backward_seconds for item in reversed(items)), initial=0.0))[-2::-1]
-    gone: dict[int, int] = {}  # position of a block -> of the one at whose end it has left
-    free = 0.0  # when the link is
+    gone: dict[int, int] = {}  # position of a block -> of the block at whose end its copy is done
+    free = 0.0  # when the link is free
     for n, way in enumerate(ways):
         if way is None or n < lead:
             continue

@@ -1,8 +1,8 @@
-"""Ways to place model states, from everything on the device to everything beyond it.
+"""Placements of model states, from everything on the device to everything on the host.
 
-Three things are decided: how many units are updated on the device (the first ones, which the next forward needs first), how
-many of the others keep no weights there between uses, and which of those updated elsewhere are updated by the host and which
-pass through the device. The last follows from the rates: each unit goes to whoever would be done with it first.
+Three numbers are chosen: units updated on the device (the first ones, which the next forward needs first), units with streamed
+weights among the others, and which of the units updated elsewhere are updated by the host and which via the device. The last
+follows from the rates: each unit goes where its update would be done first.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from holdall.cost.updates import host_seconds
 from holdall.planning.finish import NEVER
 from holdall.types import Problem, Unit
 
-_GUESSES = 2  # in a row that may come near from one side only
+_GUESSES = 2  # guesses in a row that may approach from one side only
 _TINY = 1e-3  # share of all parameters below which a unit is not worth moving
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementShape:
-    """How many units stay for their update, and of how many, those first, the weights come and go."""
+    """(units updated on the device, units with streamed weights), the first units in both."""
 
     device: int
     streamed: int
-    through: bool = True  # units may be updated on their way through the device, which takes room there
-    spills: bool = False  # updates go on beside the next forward, though they could be made in backward, which waits for them
-    overlap: bool = True  # copies of weights and gradients go on beside the device's work, which takes room too
+    through: bool = True  # allow updates via the device, which take device memory
+    spills: bool = False  # updates overlap the next forward, instead of blocking in backward
+    overlap: bool = True  # copies of weights and gradients overlap computation, which takes memory too
 
 
 class Placements:
@@ -48,14 +48,14 @@ class Placements:
         ]
         self.movable = [u for u in large if u.numel or u.name in can]
         self.streamable = [u for u in self.movable if u.name in can]
-        is_narrow = trace.about.precision is not None  # then weights can be made from parameters on the device
+        is_narrow = trace.about.precision is not None  # then weights can be cast from masters on the device
         self.castable = [u for u in self.streamable if is_narrow and 0 < len(u.grads) == len(u.weights)]
         sizes = sorted(u.numel for u in self.movable) or [0]
-        self._common = sizes[len(sizes) // 2]  # units much larger would need as much room for all
+        self._common = sizes[len(sizes) // 2]  # much larger units would enlarge the slots of all
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of the first units' states, gradients and weights, from none of the movable units to all of them."""
+        """Bytes of states, gradients and weights of the first n movable units, for n from 0 to all."""
         tensors = self.problem.trace.tensors
         return [0, *accumulate(sum(tensors[x].nbytes for x in (*u.states, *u.grads, *u.weights)) for u in self.movable)]
 
@@ -66,14 +66,14 @@ class Placements:
 
     @property
     def when(self) -> str:
-        """When updates are made: as early as what the loop does with gradients permits."""
+        """The time of updates: as early as the loop's use of gradients permits."""
         p = self.problem
         if not p.clips and p.accumulate == 1:
             return "backward"
         return "spill" if p.hardware.overlap else "step"
 
     def passing(self, spread: PlacementShape) -> list[PlacementShape]:
-        """The ways in which units of such a placement may pass through the device."""
+        """The variants of this placement with updates via the device."""
         can_spill = self.when == "backward" and self.problem.hardware.overlap
         return [replace(spread, through=True, spills=spills) for spills in (False, True)[: 1 + can_spill]]
 
@@ -107,7 +107,7 @@ class Placements:
         return host_seconds(unit, self.problem.trace, self.problem.hardware, beside=spread.through)
 
     def _link_seconds(self, unit: Unit) -> float:
-        """States and gradient come in while others go out."""
+        """Seconds of the link for one unit: its states and gradient come in while others go out."""
         hardware, tensors = self.problem.hardware, self.problem.trace.tensors
         assert hardware.far is not None
         moved = sum(tensors[x].nbytes for x in (*unit.states, *unit.grads))
@@ -115,27 +115,27 @@ class Placements:
 
 
 def _evenly(units: list[Unit], count: int) -> list[Unit]:
-    """So many of them, spread over all."""
+    """`count` of the units, evenly spread."""
     count = min(count, len(units))
     return [units[i * len(units) // count] for i in range(count)] if count else []
 
 
 class Guesses:
-    """Finds how many units fit with few simulations: bytes grow about in proportion to what units hold."""
+    """Finds how many units fit with few simulations: bytes grow about in proportion to the units' sizes."""
 
     def __init__(self) -> None:
-        self._rate = 1.0  # of the growth that the sizes of units make one expect; the same for all placements
+        self._rate = 1.0  # measured growth over expected growth; the same for all placements
 
     def most_that_fit(self, excess: Callable[[int], int], sizes: Sequence[int], begin: int = 0) -> int | None:
-        """The largest count, from `begin` on, whose excess of bytes is at most 0; None: not even that of `begin` is.
+        """The largest count, from `begin` on, whose excess of bytes is at most 0; None: even `begin` exceeds.
 
-        `sizes`: bytes for none, one and more, up to the most. `excess` grows with the count, and is expensive to know.
+        `sizes`: bytes for 0, 1, 2, ... units. `excess` grows with the count, and is expensive to compute.
         """
-        low, up = begin, len(sizes)  # the last known to fit, the first known not to
+        low, up = begin, len(sizes)  # the largest count known to fit, the smallest known not to
         at_low = excess(begin)
         if at_low > 0:
             return None
-        since = 0  # guesses since the range was halved
+        since = 0  # guesses since the range last halved
         while up - low > 1:
             guess = bisect_right(sizes, sizes[low] - at_low / self._rate) - 1
             guess = (low + up) // 2 if since > _GUESSES else min(max(guess, low + 1), up - 1)

@@ -1,7 +1,7 @@
-"""The search that `auto` and its kin share: mixes of what can be done with activations around settled actions.
+"""The search shared by `auto` and related planners: mixes of actions on activations around a fixed placement.
 
-Whatever is tried is simulated whole, once. A dynamic program over the chain of blocks proposes mixes for the memory that is
-left; uniform ones, the same for every block, are tried beside it; and blocks may leave meanwhile (`hidden_offload.py`).
+Every candidate is simulated as a whole step, once. A dynamic program over the chain of blocks proposes mixes for the memory
+that is left; uniform ones, the same for every block, are tried too; and early blocks may be offloaded (`hidden_offload.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from holdall.simulator import Lowering, simulate
 from holdall.simulator.allocators import Expandable
 from holdall.types import Action, Block, Choice, Outcome, Problem
 
-_TRIES = 6  # times the dynamic program may be asked again with a budget corrected by what the whole simulation said
-_REASONS = 4  # for which something was not considered, that are named
-CLOSE = 1.02  # of the time of the best, for what is looked at too
-PLACEMENTS = 3  # that are looked at with blocks leaving meanwhile
+_TRIES = 6  # times the dynamic program may run again with a budget corrected by the whole simulation
+_REASONS = 4  # reasons for dropped candidates that are reported
+CLOSE = 1.02  # of the best time, for candidates that are looked at too
+PLACEMENTS = 3  # placements that are tried with hidden offloading
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Candidate:
 
 
 class Search:
-    """Everything that was tried for one problem; nothing is simulated twice."""
+    """All candidates of one problem; nothing is simulated twice."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.found: list[Candidate] = []
-        self.dropped: dict[str, str] = {}  # what cannot be carried out, and why
+        self.dropped: dict[str, str] = {}  # candidates that cannot be carried out, and why
         self._refused: dict[tuple[Action, ...], str] = {}
         self._known: dict[tuple[Action, ...], Outcome | None] = {}
         self._allocated: dict[tuple[Action, ...], Outcome] = {}
@@ -61,7 +61,7 @@ class Search:
         return self._menus
 
     def attempt(self, label: str, actions: Sequence[Action]) -> Candidate | None:
-        """Simulated and added to what was found. None: it cannot be carried out, for a reason in `dropped`."""
+        """Simulate a candidate and record it. None: it cannot be carried out, for the reason in `dropped`."""
         settled = self.spilled(tuple(actions))
         outcome = self.outcome(settled)
         if outcome is None:
@@ -73,14 +73,16 @@ class Search:
         return made
 
     def require(self, label: str, actions: Sequence[Action]) -> Candidate:
-        """The same for what there is no doing without."""
+        """The same for an indispensable candidate: raises if it cannot be carried out."""
         made = self.attempt(label, actions)
         if made is None:
-            raise Unsupported(f"{label}: {self.dropped[label]}", hint="plan for another placement, or with another planner")
+            raise Unsupported(
+                f"{label}: {self.dropped[label]}", hint="choose another of `holdall planners`, such as --planner chen"
+            )
         return made
 
     def outcome(self, actions: tuple[Action, ...]) -> Outcome | None:
-        """What the step would take; None: these actions cannot be carried out together."""
+        """The simulated step; None: these actions cannot be combined."""
         if actions not in self._known:
             try:
                 self._known[actions] = simulate(self.problem, actions, lowering=self._lowering)
@@ -90,24 +92,24 @@ class Search:
         return self._known[actions]
 
     def spilled(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
-        """The same, with what a tier has no room for in the next; where there are two tiers, there is no next."""
+        """The same actions, with tensors that exceed a tier moved to the next; with two tiers there is no next."""
         return spill(self.problem, actions, self.outcome)
 
     def why_dropped(self) -> list[str]:
-        """One line for each reason for which something was not considered."""
+        """One line per reason for which candidates were dropped."""
         reasons: dict[str, str] = {}
         for label, reason in self.dropped.items():
             reasons.setdefault(reason, label)
         return [f"{label} cannot be carried out: {reason}" for reason, label in reasons.items()][:_REASONS]
 
     def allocated(self, candidate: Candidate) -> Outcome:
-        """The outcome with what the device's allocator does."""
+        """The outcome with the device's allocator simulated."""
         if candidate.actions not in self._allocated:
             self._allocated[candidate.actions] = outcome_of(self.problem, candidate.actions)
         return self._allocated[candidate.actions]
 
     def fitting(self, problem: Problem) -> list[Candidate]:
-        """Of what was found, what is within the budget of `problem`, the fastest first."""
+        """Candidates within the budget of `problem`, the fastest first."""
         fitting = [c for c in self.found if not over_budget(problem, c.outcome)]
         return sorted(fitting, key=lambda c: (c.outcome.seconds, len(c.actions)))
 
@@ -116,21 +118,21 @@ class Search:
 
     @cached_property
     def for_all(self) -> tuple[Choice, ...]:
-        """What may be done with every block alike, in the order of the menus."""
+        """Choices that may apply to all blocks alike, in the order of the menus."""
         lines = [line for found in self.menus.found.values() for line in found]
         found = dict.fromkeys(line.choice for line in lines if line.choice.for_all)
         return tuple(sorted(found, key=order_of))
 
     def uniform(self, choice: Choice) -> tuple[Action, ...]:
-        """The same for every block that can."""
+        """The same choice for every block that has it."""
         return tuple(a for block, _ in self._having(choice) for a in self._actions(block, choice))
 
     def uniform_extra(self, choice: Choice) -> Extra:
-        """What is done besides where every block that can is treated so."""
+        """The extra work of a uniform choice."""
         return Extra.of(line for _, line in self._having(choice))
 
     def _having(self, choice: Choice) -> list[tuple[Block, MenuLine]]:
-        """The blocks that have a choice, with their line of it."""
+        """The blocks that have a choice, with their menu line."""
         if choice not in self._lines:
             every = [(b, line) for b in self.menus.chain for line in self.menus.found.get(kind_of(b), ())]
             self._lines[choice] = [(b, line) for b, line in every if line.choice == choice]
@@ -143,19 +145,19 @@ class Search:
         return self._made[key]
 
     def best_placements(self, problem: Problem) -> list[tuple[Place, ...]]:
-        """Those of the fastest that fit: what blocks do meanwhile may turn their order around."""
+        """The placements of the fastest fitting candidates: hidden offloading may change their order."""
         return list(self._by_placement(problem))[:PLACEMENTS]
 
     def _by_placement(self, problem: Problem) -> dict[tuple[Place, ...], float]:
-        """The least seconds of what fits, by placement; the fastest first."""
+        """The least seconds of fitting candidates, by placement; the fastest first."""
         found: dict[tuple[Place, ...], float] = {}
         for candidate in self.fitting(problem):
             found.setdefault(tuple(a for a in candidate.actions if isinstance(a, Place)), candidate.outcome.seconds)
         return found
 
     def _is_in_vain(self, problem: Problem, around: Sequence[Action], extra: Extra) -> bool:
-        """Whether such a step is certainly neither near the fastest that was found nor what makes its placement one of the
-        best. Then nothing depends on it."""
+        """Is such a step certainly neither close to the fastest candidate nor able to make its placement one of the best? Then
+        it need not be simulated."""
         found = self._by_placement(problem)
         if not found:
             return False
@@ -168,7 +170,7 @@ class Search:
     def mixes(self, problem: Problem, around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's mixes of activations around a placement, and uniform ones."""
         tiers = ["", *(tier.name for tier in self.problem.hardware.others[1:])]
-        for count in range(len(tiers) + 1):  # all of them, then without the nearest, and so on
+        for count in range(len(tiers) + 1):  # all tiers, then without the nearest, and so on
             try:
                 items = self.menus.items(self.problem, around, without=tiers[:count])
             except Unsupported as error:
@@ -183,7 +185,7 @@ class Search:
                 self.attempt(f"{choice.label} all, {label}", (*actions, *around))
 
     def hide(self, problem: Problem, around: tuple[Action, ...]) -> None:
-        """Mixes in which early blocks leave during the whole forward, as many as the link carries, and fewer."""
+        """Mixes with early blocks offloaded during the whole forward: as many as the link can copy, and fewer."""
         items = self.menus.items(self.problem, around)
         price = price_of(best_choices(items, problem.limit(problem.home), problem.hardware))
         for leaving in hidden_offloads(problem, self.menus, items, price):
@@ -194,7 +196,7 @@ class Search:
                 self._by_program(problem, rest, (*actions, *around), f"{count} blocks offloaded meanwhile")
 
     def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
-        """The dynamic program's answer, simulated; asked again with less where the whole step turns out higher."""
+        """The dynamic program's answer, simulated; solved again with a smaller budget where the whole step exceeds it."""
         budget = problem.limit(problem.home)
         allowed = budget
         for n in range(_TRIES):
@@ -203,7 +205,7 @@ class Search:
             if answer is None:
                 break
             if self._is_in_vain(problem, around, Extra.of(answer[1])):
-                break  # and less memory takes longer
+                break  # less memory takes longer
             chosen = [(i.block, c.choice) for i, c in zip(items, answer[1], strict=True)]
             actions = [a for block, choice in chosen for a in self._actions(block, choice)]
             candidate = self.attempt(f"the dynamic program's mix, {label}", (*actions, *around))
@@ -215,23 +217,23 @@ class Search:
             allowed -= excess
 
     def segments(self, arounds: Iterable[tuple[Action, ...]]) -> None:
-        """Last resorts, for the smallest peak rather than the least time: rows of blocks that are run again together."""
+        """Last resorts, for the smallest peak rather than the least time: rows of blocks recomputed together."""
         if not self.problem.permits(Recompute):
             return
         every = list(arounds)
         for n, actions in segmented(self.problem):
             for around in every:
-                # weights that come and go cannot: a segment needs those of all its blocks at once
+                # streamed weights are excluded: a segment needs those of all its blocks at once
                 self.attempt(f"segments of {n} blocks", (*actions, *around))
 
 
 def _alike(some: Sequence[Place], others: Sequence[Place]) -> bool:
-    """Whether placements differ at most in whether updates begin early."""
+    """Do placements differ at most in speculative updates?"""
     return [replace(p, ahead=False) for p in some] == [replace(p, ahead=False) for p in others]
 
 
 def usable(problem: Problem) -> Problem:
-    """The same problem without the memory that the device's allocator cannot use; elsewhere bytes are all that counts."""
+    """The same problem without the memory that the device's allocator cannot use; other tiers are unchanged."""
     if allocator_of(problem) is None:
         return problem
     return replace(problem, budget={**problem.budget, problem.home: Expandable.usable(problem.limit(problem.home))})

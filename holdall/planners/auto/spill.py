@@ -1,9 +1,9 @@
-"""What a tier has no room for moves on to the next one.
+"""Tensors that exceed a tier's budget move on to the next tier.
 
-Offloaded blocks move first, the first of the chain before later ones: they are wanted back last, so a slower link has the most
-time for them. Then the weights and gradients of units that the host updates, the last units first, since the next forward wants
-them last; a tier takes them if the host can work on its memory. As few move as lets the tier be within its budget; the whole
-step is simulated for every number that is tried.
+Offloaded blocks move first, the earliest of the chain first: they are needed last, so a slower link has the most time for them.
+Then the weights and gradients of units that the host updates, the last units first, since the next forward needs them last; a
+tier takes them if the host can work on its memory. As few move as the tier's budget requires; the whole step is simulated for
+every number that is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Actions = tuple[Action, ...]
 
 
 def spill(problem: Problem, actions: Actions, outcome: Callable[[Actions], Outcome | None]) -> Actions:
-    """The same actions with as few of them moved on as lets every tier be within its budget, as far as that goes."""
+    """The same actions, with as few as possible moved on so that every tier is within its budget, if that can be reached."""
     for tier, further in pairwise(other.name for other in problem.hardware.others):
         for find in (_offloads, _units):
             before = outcome(actions)
@@ -39,7 +39,7 @@ def _has_room(problem: Problem, tier: str, outcome: Callable[[Actions], Outcome 
 
 
 def _offloads(problem: Problem, actions: Actions, tier: str, further: str) -> tuple[int, Callable[[int], Actions]]:
-    """How many offloaded blocks could move on, and the actions with so many of them moved."""
+    """The number of offloaded blocks that could move on, and a function from a number moved to the actions."""
     movable = [a for a in actions if isinstance(a, Offload) and problem.other(a.tier) == tier]
 
     def moved(count: int) -> Actions:
@@ -67,12 +67,12 @@ def _units(problem: Problem, actions: Actions, tier: str, further: str) -> tuple
 
 
 def _keeps_states(tier: str) -> bool:
-    """Whether the host's processors can work on what lies there."""
+    """Can the host's processors work on this tier's memory?"""
     return tier in member_names("tiers") and hasattr(member_class("tiers", tier), "memory")
 
 
 def _fewest(most: int, moved: Callable[[int], Actions], fits: Callable[[Actions], bool]) -> Actions:
-    """The least number moved that fits, where more never fit worse; all of them, if none does."""
+    """The actions with the least number moved that fits (more never fit worse); with all moved, if none fits."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Pofo: cut the chain of blocks into segments; keep or offload each one's bytes, all of them or only its input.
+"""Pofo: cut the chain of blocks into segments; keep or offload each one's saved tensors, all of them or only its input.
 
 Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs" (NeurIPS 2021).
 Forward and backward of a stage nest around those of all later stages, so one walk in forward order sees both: backward is a
@@ -11,10 +11,10 @@ second forward in reversed time, in which fetched bytes "leave". The program's s
 and a stage that needs more than is free waits until enough of the backlog has left. A state is dropped if another one, having
 waited until its backlog is no larger, would be no later and pin no more.
 
-`solve` knows only numbers. `costs_of_chain` gives it the paper's chain, where the inside of a recomputed segment is any nesting
-of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes: the replay of a segment is nested in the
-same ways (`replays.py`), but an offloaded block has left when the next block's forward is over, and is fetched during the
-backward of the next segment or, where no room is left, when it is needed.
+`solve` works on numbers alone. `costs_of_chain` gives it the paper's chain, where the inside of a recomputed segment is any
+nesting of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes: the replay of a segment is
+nested in the same ways (`replays.py`), but an offloaded block must be copied out when the next block's forward is over, and is
+fetched during the backward of the next segment or, where memory is short, when it is needed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from holdall.simulator import simulate
 from holdall.types import Action, Block, Choice, Outcome, Plan, Problem, Trace
 from holdall.units import format_bytes, format_seconds
 
-_TRIES = 6  # times the program may be asked again with a budget corrected by what the whole simulation said
-_FETCHED = (replayed(late=True), replayed(late=False))  # without anything to move: plain recompute
+_TRIES = 6  # times the program may run again with a budget corrected by the whole simulation
+_FETCHED = (replayed(late=True), replayed(late=False))  # if nothing moves: plain recompute
 _OFFLOADED = (held(late=True), held(late=False))
-_TOLL = 1e-3  # share of a hidden copy's time that is charged, so that nothing is moved for nothing
-_HALVINGS = 12  # of the interval in which the smallest budget is looked for
+_TOLL = 1e-3  # share of a hidden copy's time that is charged, so that no copy is free
+_HALVINGS = 12  # halvings of the interval in the search for the smallest budget
 
 
 # the paper's chain
@@ -85,7 +85,7 @@ def _in_slots(stage: Stage, unit: int) -> Stage:
 
 
 def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
-    """The blocks of a trace. K is what was freed, below zero; needs are those of the untouched step and of the menus."""
+    """Costs of the blocks of a trace. K is the bytes freed, negative; needs come from the untouched step and the menus."""
     trace, overlap = problem.trace, problem.hardware.overlap
     far = problem.hardware.far
     toll = _TOLL * (1 / far.write + 1 / far.read) if far else 0.0
@@ -94,12 +94,12 @@ def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
     for n, item in enumerate(menus):
         lines = {line.choice: line for line in item.choices}
         before = menus[n - 1].block if n else None
-        tail = before is item.block  # from the last block to the first backward
+        tail = before is item.block  # from the last block's forward to the first backward
         recomputed = _recomputed(problem, item, lines) if item.block.id in row and not tail else None
         joins = recomputed is not None and before is not None and row.get(before.id) == row[item.block.id]
         between.append(_bytes_between(trace, before, item.block) if joins and before is not None else 0)
         again.append(recomputed)
-        hidden = overlap and item.block.id + 1 < len(trace.blocks)  # copies, by the next block
+        hidden = overlap and item.block.id + 1 < len(trace.blocks)  # the next block hides the copies
         full = [_way("keep", item, item.choices[0]), *_moving(trace, item, lines, _OFFLOADED, hidden, toll)]
         inputs = [] if recomputed is None else [_way("keep", item, recomputed)]
         inputs += _moving(trace, item, lines, _FETCHED, hidden, toll) if inputs else []
@@ -120,9 +120,9 @@ def costs_of_trace(problem: Problem, menus: Sequence[Item]) -> Costs:
 def _moving(
     trace: Trace, item: Item, lines: Mapping[Choice, MenuLine], choices: Sequence[Choice], hidden: bool, toll: float
 ) -> list[Way]:
-    """The ways to offload, hidden and at once; a choice that moves nothing is none.
+    """The ways to offload, hidden and at once; a choice that moves no bytes is left out.
 
-    Menus try one block of each kind. The first of a stack may move less than the others: its input is the user's.
+    Menus try one block of each kind. The first of a stack may move less than the others: its input belongs to the user.
     """
     most = _movable(trace, item.block, replayed=choices is _FETCHED)
     ways = []
@@ -142,7 +142,7 @@ def _moving(
 
 
 def _movable(trace: Trace, block: Block, *, replayed: bool) -> int:
-    """Bytes that offloading this block, or its input if it is `replayed`, takes away."""
+    """Bytes freed by offloading this block, or its input if it is `replayed`."""
     own = {block.inputs[n] for n in own_inputs(trace, block)}
     if not replayed:
         saved = {trace.saves[n].tensor for n in block.saves}
@@ -152,7 +152,7 @@ def _movable(trace: Trace, block: Block, *, replayed: bool) -> int:
 
 
 def _recomputed(problem: Problem, item: Item, lines: Mapping[Choice, MenuLine]) -> MenuLine | None:
-    """The block run again; where that frees nothing by itself, it may still stand inside a segment."""
+    """The recomputed block; it may be part of a segment even where recomputing it alone frees nothing."""
     if not problem.permits(Recompute):
         return None
     found = [lines[choice] for choice in (WHOLE, *_FETCHED) if choice in lines and not lines[choice].out]
@@ -160,7 +160,7 @@ def _recomputed(problem: Problem, item: Item, lines: Mapping[Choice, MenuLine]) 
 
 
 def _bytes_between(trace: Trace, before: Block, block: Block) -> int:
-    """Bytes that go from one block to the next and that only these two hold: gone if both are in one segment."""
+    """Bytes passed from one block to the next and held by these two only: freed if both are in one segment."""
     numbers = {*before.saves, *block.saves}
     held = {save.tensor for n, save in enumerate(trace.saves) if n not in numbers}
     others = {x for other in trace.blocks if other.id != block.id for x in other.inputs}
@@ -175,7 +175,7 @@ def _way(place: str, item: Item, line: MenuLine) -> Way:
 def actions_of(
     problem: Problem, menus: Sequence[Item], segments: Sequence[PofoSegment], costs: Costs | None = None
 ) -> list[Action]:
-    """The actions that the decisions stand for. `costs`: knows how replays are nested; without it they are not."""
+    """The actions for these decisions. `costs`: holds the nesting of replays; without it they are not nested."""
     replays = costs.inside if costs is not None and isinstance(costs.inside, Replays) else None
     trace, overlap = problem.trace, problem.hardware.overlap
     actions: list[Action] = []
@@ -204,7 +204,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pofo:
-    slots: int = 500  # more make the search finer and slower
+    slots: int = 500  # states per stage; more make the search finer and slower
 
     name: ClassVar[str] = "pofo"
     paper: ClassVar[str] = "Beaumont, Eyraud-Dubois, Shilova, NeurIPS 2021"
@@ -213,23 +213,27 @@ class Pofo:
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
         if self.slots < 1:
-            raise InvalidInput(f"slots of pofo is {self.slots}", hint="give it a number above zero; 500 is usual")
+            raise InvalidInput(
+                f"`slots` of pofo is {self.slots}; it must be at least 1", hint="give the states per stage, such as slots=500"
+            )
         plain = _try(problem, (), [])
         if not plain.missing:
-            return finish(self, problem, [], why=["everything fits: nothing needs to be done"], began=began)
+            return finish(self, problem, [], why=["plain training fits the budget: no action is needed"], began=began)
         menus = make_menus(problem)
         costs = costs_of_trace(problem, menus)
         found = self._search(problem, menus, costs, offload=True)
         if all(c.missing for c in found):
             found += self._search(problem, menus, costs, offload=False)
-        if all(c.missing for c in found):  # from here on nothing depends on the budget, so that a refusal can be relied on
+        if all(
+            c.missing for c in found
+        ):  # the rest does not depend on the budget, so that the smallest budget in the error is reliable
             found = [plain, *(c for offload in (True, False) for c in self._smallest(problem, menus, costs, offload=offload))]
         fitting = [c for c in found if not c.missing]
         best = min(fitting or found, key=lambda c: (c.outcome.seconds, len(c.actions)) if fitting else _size(problem, c))
         return finish(self, problem, best.actions, why=_why(problem, plain, best), began=began)
 
     def _search(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
-        """The program's answer, simulated; asked again with less where the whole step turns out higher."""
+        """The program's answer, simulated; solved again with a smaller budget where the whole step exceeds it."""
         allowed = problem.limit(problem.home)
         found: list[_Candidate] = []
         for n in range(_TRIES):
@@ -241,11 +245,11 @@ class Pofo:
             if problem.home not in candidate.missing:
                 break
             missing = candidate.missing[problem.home]
-            allowed -= missing if missing < NEVER // 2 else allowed // 20 + 1  # another than what cannot be carried out
+            allowed -= missing if missing < NEVER // 2 else allowed // 20 + 1  # leave out the answer that cannot be carried out
         return found
 
     def _smallest(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
-        """Answers for ever smaller budgets, whatever the one asked for: the last resort, and what a refusal names."""
+        """Answers for ever smaller budgets: the last resort, and the smallest budget that the error names."""
         low, high = 0, simulate(problem, []).peak[problem.home]
         found = []
         for n in range(_HALVINGS):
@@ -263,7 +267,7 @@ class Pofo:
 def _ask(
     problem: Problem, menus: Sequence[Item], costs: Costs, allowed: int, *, offload: bool, slots: int
 ) -> _Candidate | None:
-    """The program's answer for so many bytes, simulated whole; None: it has none."""
+    """The program's answer for `allowed` bytes, simulated as a whole step; None: there is none."""
     far = problem.hardware.far
     link = (
         PofoLink(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else PofoLink(out=0.0, back=0.0)
@@ -296,5 +300,5 @@ def _why(problem: Problem, plain: _Candidate, best: _Candidate) -> list[str]:
     extra = max(0.0, best.outcome.seconds - plain.outcome.seconds)
     return [
         f"keeping everything needs {format_bytes(plain.outcome.peak[home])}, over the budget of {format_bytes(limit)}",
-        f"{done}: {format_bytes(best.outcome.peak[home])} and {format_seconds(extra)} more a step",
+        f"{done}: {format_bytes(best.outcome.peak[home])} and {format_seconds(extra)} more per step",
     ]

@@ -1,6 +1,6 @@
 """Pofo's dynamic program over a chain of stages: segments kept or offloaded, whole or by their input alone.
 
-It knows only numbers; its state and the rule that drops states are told in `__init__.py`, which makes the numbers.
+It works on numbers alone; `__init__.py` describes its state and the rule that drops states, and makes the numbers.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-ROUGH = 30  # slots of a quick look
+ROUGH = 30  # slots of the quick first search
 
 
 class Way(NamedTuple):
-    """One way to leave bytes behind. `forward`, `backward`: what the stage needs on top of K and the backlog."""
+    """One way to store bytes for backward. `forward`, `backward`: bytes the stage needs on top of K and the backlog."""
 
     place: str  # keep, offload
-    pinned: int  # what K gains
-    moved: int = 0  # what the backlog gains
+    pinned: int  # bytes added to K
+    moved: int = 0  # bytes added to the backlog
     forward: int = 0
     backward: int = 0
-    at_once: bool = False  # nothing may hide the copies
-    toll: float = 0.0  # seconds that it costs even when everything is hidden
+    at_once: bool = False  # the copies cannot be hidden
+    toll: float = 0.0  # seconds that it costs even when its copies are hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A stage as the program sees it."""
+    """A stage of the chain, as numbers."""
 
     uf: float
     ub: float
-    full: tuple[Way, ...]  # with everything it saves
+    full: tuple[Way, ...]  # with all its saved tensors
     input: tuple[Way, ...] = ()  # as the first of a recomputed segment, with its input alone
-    bare: int = 0  # what its forward needs when it saves nothing
-    inner: int = 0  # what K gains by it further inside a segment
-    joins: bool = False  # may follow the stage before it in a segment
+    bare: int = 0  # bytes that its forward needs when it saves nothing
+    inner: int = 0  # bytes added to K further inside a segment
+    joins: bool = False  # may be in one segment with the stage before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """A chain for the program. The last stage is always run once: its backward comes next."""
+    """A chain for the program. The last stage always runs once: its backward comes next."""
 
     nodes: Sequence[Node]
     inside: Callable[
         [int, int], Sequence[tuple[int, float]]
-    ]  # backward of a segment s..t: (bytes on top of K, seconds), by bytes
+    ]  # backward of a segment s..t: (bytes on top of K, seconds), sorted by bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PofoLink:
-    """Bytes per second in both directions. `hidden_by`: how many later stages may pass before a copy is over."""
+    """Bytes per second in both directions. `hidden_by`: later stages that may run before a copy must be done."""
 
     out: float
     back: float
-    hidden_by: int | None = None  # None: any number (the paper); 1: our runtime; 0: nothing runs beside a copy
+    hidden_by: int | None = None  # None: any number (the paper); 1: our runtime; 0: nothing overlaps a copy
 
 
 class PofoSegment(NamedTuple):
@@ -65,9 +65,9 @@ class PofoSegment(NamedTuple):
     last: int
     saved: str  # all, input
     place: str  # keep, offload
-    out_at_once: bool = False  # the next stage had no room for what was on its way
-    back_at_once: bool = False  # nor its backward for what was to be fetched
-    need: int = 0  # bytes on top of K with which its backward was planned, where it is recomputed
+    out_at_once: bool = False  # the next stage had no room for its copies
+    back_at_once: bool = False  # its backward had no room for the fetch
+    need: int = 0  # bytes on top of K planned for its backward, if it is recomputed
 
 
 Path = tuple[Any, ...]  # (segment, earlier path) or (): a linked list, so that states share their past
@@ -80,7 +80,7 @@ def solve(
     """The least seconds and the segments, or None if nothing fits. Beyond `slots` states per stage, K is compared in slots."""
     count = len(costs.nodes)
     rough = None
-    if slots > ROUGH:  # what a quick look finds bounds the search
+    if slots > ROUGH:  # the quick search bounds the full one
         rough = solve(costs, budget, link, recompute=recompute, offload=offload, slots=ROUGH)
     enough = rough[0] * (1 + 1e-12) if rough else float("inf")
     still = [*accumulate((node.uf + node.ub for node in reversed(costs.nodes)), initial=0.0)][::-1]
@@ -96,7 +96,7 @@ def solve(
     ended = [
         (seconds + (0.0 if link.hidden_by is None else d_f / link.out + d_b / link.back), path)
         for seconds, k, d_f, d_b, path in levels[count]
-        if k + max(d_f, d_b) <= budget  # at the turn, what never left and what must be there are the same bytes
+        if k + max(d_f, d_b) <= budget  # at the turn, bytes not yet copied out and bytes to be fetched are the same
     ]
     if not ended:
         return None
@@ -157,9 +157,9 @@ def _grow(
 def pass_stage(
     backlog: float, room: float, seconds: float, rate: float, hidden_by: int | None = None
 ) -> tuple[float, float, bool] | None:
-    """Run a stage of `seconds` beside a backlog: (seconds with waiting, what is left, whether it began by waiting).
+    """Run a stage of `seconds` next to a backlog: (seconds with waiting, bytes left, whether it waited first).
 
-    `room`: bytes that the stage leaves free for the backlog; None is returned if they are below zero.
+    `room`: bytes that the stage leaves free for the backlog; None is returned if negative.
     """
     if room < 0:
         return None
@@ -177,14 +177,14 @@ def pass_stage(
 
 
 def _copies(way: Way, link: PofoLink) -> tuple[tuple[float, int], tuple[float, int]]:
-    """(seconds to wait at once, bytes left waiting) out and back."""
+    """(seconds to wait at once, bytes added to the backlog) for the copy out and back."""
     if way.moved and (way.at_once or link.hidden_by == 0):
         return (way.moved / link.out, 0), (way.moved / link.back, 0)
     return (way.toll, way.moved), (0.0, way.moved)
 
 
 def _marked(path: Path, out: bool, back: bool) -> Path:
-    """The path, its last segment marked where its copies had to be waited for."""
+    """The path, with its last segment marked where its copies had to be waited for."""
     if not path or not (out or back):
         return path
     last: PofoSegment = path[0]
@@ -192,7 +192,7 @@ def _marked(path: Path, out: bool, back: bool) -> Path:
 
 
 def _front(states: list[State], link: PofoLink, slots: int) -> list[State]:
-    """States that no other beats. A larger backlog is no worse than the time it takes to leave."""
+    """States that no other dominates. A larger backlog is worth at most the time of copying it."""
     groups: dict[tuple[float, float], list[State]] = {}
     for state in states:
         groups.setdefault((state[2], state[3]), []).append(state)
@@ -219,7 +219,7 @@ def _front(states: list[State], link: PofoLink, slots: int) -> list[State]:
 
 
 def _price(mine: tuple[float, float], other: tuple[float, float], link: PofoLink) -> float:
-    """Seconds of waiting after which one backlog is as good as another."""
+    """Seconds of waiting after which one backlog equals another."""
     total = 0.0
     for more, less, rate in zip(mine, other, (link.out, link.back), strict=True):
         if more > less:
@@ -228,6 +228,6 @@ def _price(mine: tuple[float, float], other: tuple[float, float], link: PofoLink
 
 
 def _beaten(state: State, price: float, times: list[float], front: list[State]) -> bool:
-    """`front`: ever later states with ever smaller K; the last one in time is the one to compare with."""
+    """Is the state dominated? `front`: ever later states with ever smaller K; the last one in time is compared."""
     at = bisect_right(times, state[0] - price)
     return at > 0 and front[at - 1][1] <= state[1]

@@ -1,8 +1,8 @@
-"""What the backward of a recomputed segment of our blocks needs, in bytes and seconds, by how its replay is nested.
+"""Bytes and seconds of the backward of a recomputed segment of our blocks, for each nesting of its replay.
 
-Replayed once and as a whole, a segment needs what the untouched step and the menus say, to the byte. Less is needed where the
-replay drops again what some of its blocks saved: rotor's table knows every such nesting of a chain of sizes, and how many bytes
-each takes less than the whole replay.
+Replayed once and as a whole, a segment needs exactly the bytes of the untouched step and the menus. Less is needed where the
+replay frees again the saved tensors of some of its blocks: rotor's table holds every such nesting of a chain of sizes, and the
+bytes that each saves against the whole replay.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdall.planning.segments import runs
 from holdall.types import Block, Problem
 
 _SLOTS = 200  # of the table of nestings
-_LINES = 8  # nestings of one segment that are offered
+_LINES = 8  # nestings per segment in the menu
 
 
 class Replays:
-    """The backward of segments: lines of (bytes on top of K, seconds), by bytes; the whole replay is the last."""
+    """The backward of segments: lines of (bytes on top of K, seconds), sorted by bytes; the whole replay is the last."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Replays:
         return self._found[s, t]
 
     def inner(self, s: int, t: int, need: int) -> tuple[Inner, ...]:
-        """The segments inside the replay of s..t that is had with so many bytes."""
+        """The inner segments of the replay of s..t that needs this many bytes."""
         return nested_segments(self._blocks, self._nestings.get((s, t, need), ()))
 
     def _replay(self, s: int, t: int) -> tuple[int, float]:
-        """After the replay all is as in the untouched step; during it, blocks are there up to the one being run."""
+        """After the replay, memory is as in the untouched step; during it, blocks are in memory up to the running one."""
         menus, nodes, last = self._menus, self._nodes, self._again[t]
         assert last is not None
         seconds = sum(nodes[j].uf for j in range(s, t)) + last.seconds + sum(nodes[j].ub for j in range(s, t + 1))
@@ -61,14 +61,14 @@ class Replays:
         need = max(nodes[j].full[0].backward for j in range(s, t + 1))
         live = menus[t].before_backward
         for j in range(t, s - 1, -1):
-            live += nodes[j].input[0].pinned  # without what block j makes again
+            live += nodes[j].input[0].pinned  # without the bytes that block j recomputes
             need = max(need, live + menus[j].choices[0].forward)
             if j > s:
                 live -= self._between[j]
         return need, seconds
 
     def _nested(self, s: int, t: int, whole: tuple[int, float]) -> list[tuple[int, float]]:
-        """Slower lines that need less than the whole replay."""
+        """Slower lines that need less memory than the whole replay."""
         first, last = self._stage(self._menus[s].block), self._stage(self._menus[t].block)
         chain, stairs = self._chain, self._table.stairs(first, last)
         if not stairs:
