@@ -430,7 +430,7 @@ def test_demo_takes_the_smallest_budget_where_nothing_fits(tmp_path, small_demo)
 
 
 def test_demo_ends_with_1_if_a_loss_differs(tmp_path, small_demo, monkeypatch):
-    monkeypatch.setattr(small_demo.Run, "equals", lambda self, other: False)
+    monkeypatch.setattr(small_demo.RealRun, "equals", lambda self, other: False)
     result = holdall_says("demo", "--steps", "1", "--device", "cpu", "--planner", "nop", "--out", tmp_path / "d.html")
     assert result.exit_code == 1 and "DIFFERENT" in result.stdout
 

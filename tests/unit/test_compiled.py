@@ -407,10 +407,10 @@ def test_results_that_lie_otherwise_are_put_right():
         return [x, (x * 2).t(), (x.repeat(2, 1) * 3)[2:], x * 4]
 
     x = torch.randn(2, 2)
-    function = compiled.Function(odd, [compiled.Layout.of(x)] * 4, pytest.fail)
+    function = compiled.Function(odd, [compiled.StorageLayout.of(x)] * 4, pytest.fail)
     for _ in range(2):
         found = function([x])
-        assert all(compiled.Layout.of(t) == compiled.Layout.of(x) and not t.storage_offset() for t in found)
+        assert all(compiled.StorageLayout.of(t) == compiled.StorageLayout.of(x) and not t.storage_offset() for t in found)
         assert len({t.untyped_storage()._cdata for t in (x, *found)}) == 5
         assert torch.equal(found[1], (x * 2).t()) and torch.equal(found[2], x * 3)
 
@@ -449,7 +449,7 @@ def test_sums_that_come_without_their_dimensions_are_put_right(monkeypatch, flat
 
 def half_of(run, notes):
     """Of one function that takes storage 0, which nobody wants afterwards, and gives storage 1."""
-    layout = compiled.Layout.of(torch.empty(2, 3))
+    layout = compiled.StorageLayout.of(torch.empty(2, 3))
     function = compiled.Function(run, [layout], notes.append)
     return Half(function=function, takes=(compiled.Ref(0),), gives=(1,), lets_go=(0,))
 
