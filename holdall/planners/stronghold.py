@@ -164,7 +164,7 @@ def _waits(computes: Sequence[float], loads: Sequence[float], window: int, *, un
 def place_window(problem: Problem, window: int) -> Place:
     """The first layers stay with all that is theirs; of the others, the last keep their weights here."""
     trace, layers = problem.trace, [u.name for u in layers_of(problem)]
-    is_narrow = trace.about.get("precision") is not None
+    is_narrow = trace.about.precision is not None
     rows = {u.name: ("resident", "host") for u in movable(trace) if is_narrow and not u.numel}  # a wide copy is of no use here
     rows.update(dict.fromkeys(layers[window : max(window, len(layers) - window)], ("streamed", "host")))
     rows.update(dict.fromkeys(layers[max(window, len(layers) - window) :], ("resident", "host")))

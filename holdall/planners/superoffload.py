@@ -85,7 +85,7 @@ def place_tail(problem: Problem, tail: int, *, flows: bool) -> Place:
     """The first `tail` units stay for their update; the host updates the others, whose weights stay or flow."""
     trace = problem.trace
     can = streamable(trace) if flows else set()
-    is_narrow = trace.about.get("precision") is not None
+    is_narrow = trace.about.precision is not None
     rows = {}
     for n, unit in enumerate(movable(trace)):
         if n >= tail or (is_narrow and not unit.numel):

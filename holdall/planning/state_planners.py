@@ -34,7 +34,7 @@ def places_states(problem: Problem) -> bool:
 def movable(trace: Trace) -> list[Unit]:
     """Units that may be updated on the host: trained ones, and frozen ones of which the host would hold a wider copy."""
     by_hand = read_by_hand(trace)
-    is_narrow = trace.about.get("precision") is not None
+    is_narrow = trace.about.precision is not None
     return [u for u in trace.units if u.name not in by_hand and (u.numel or is_narrow)]
 
 

@@ -130,7 +130,7 @@ def test_the_tail_is_the_argmin_of_the_simulated_step(rate, share):
     plan = planned(hardware, budget=budget, recompute=False)
     every = [judged(problem, [place_tail(problem, n, flows=False)]) for n in range(len(traced().units) + 1)]
     least = min(seconds for missing, seconds in every if not missing)
-    assert plan.about["seconds_if_not_clipped"] == pytest.approx(least, rel=1e-9)
+    assert plan.about.seconds_if_not_clipped == pytest.approx(least, rel=1e-9)
 
 
 def test_a_slower_host_gets_no_more_units_and_asked_ratios_are_kept():
