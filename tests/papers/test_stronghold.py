@@ -3,14 +3,18 @@
 import copy
 import gc
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 import holdall
+from holdall.actions.place import Place
 from holdall.errors import InvalidInput
+from holdall.planners.nop import Nop
 from holdall.planners.stronghold import Times, exposed, layers_of, place_window, smallest_window
+from holdall.planning.finish import finish
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
@@ -187,6 +191,26 @@ def test_steps_are_those_of_plain_training_bit_for_bit(window, clip):
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
     assert harness.measured().traffic == plan.predicted.traffic
     assert harness.notes == []
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_as_many_layers_are_on_their_way_as_the_window_says(prefetch):
+    """All layers streamed: bits, traffic and the peak, which grows with every further layer, are as predicted."""
+    trace = traced()
+    problem = problem_for(trace, overlap=True)
+    rows = {u.name: ("streamed", "host") for u in layers_of(problem)}
+    place = Place.of(trace, rows, when="spill", prefetch=prefetch)
+    plan = finish(Nop(), problem, [place])
+    assert prefetch == 1 or plan.predicted.peak["cpu"] > simulate(problem, [replace(place, prefetch=prefetch - 1)]).peak["cpu"]
+    model, batch = build()
+    reference = copy.deepcopy(model)
+    expected = train(reference, batch, adamw(reference))
+    optimizer = adamw(model)
+    gc.collect()
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        assert train(model, batch, optimizer) == expected
+    assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+    assert harness.measured().traffic == plan.predicted.traffic
 
 
 def test_late_copies_change_nothing():
