@@ -41,6 +41,7 @@ class Place(Facts):
     overlap: bool = True  # copies of weights and gradients overlap computation; else the device waits, with less memory
     share: bool = True  # gradients on the host reuse the buffers of streamed weights, which the update replaces
     release: str = ""  # block at whose forward the slots of updates via the device are freed
+    prefetch: int = 1  # streamed units that are fetched ahead of the one in use; none without `overlap`
     elsewhere: tuple[tuple[str, str], ...] = ()  # (unit, tier) of units that are not in the nearest tier
 
     name: ClassVar[str] = "place"
@@ -78,11 +79,21 @@ class Place(Facts):
         share: bool = True,
         ahead: bool = False,
         overlap: bool = True,
+        prefetch: int = 1,
     ) -> Place:
         """Units that are not named are resident and updated on the device."""
         table = tuple((u.name, *rows.get(u.name, ("resident", "device"))) for u in trace.units)
         release = trace.blocks[-1].name if trace.blocks else ""
-        return Place(units=table, when=when, slots=slots, share=share, ahead=ahead, overlap=overlap, release=release)
+        return Place(
+            units=table,
+            when=when,
+            slots=slots,
+            share=share,
+            ahead=ahead,
+            overlap=overlap,
+            release=release,
+            prefetch=prefetch,
+        )
 
     @staticmethod
     def samples(trace: Trace) -> list[Place]:
@@ -100,6 +111,8 @@ class Place(Facts):
         if [row[0] for row in self.units] != known:
             raise InvalidInput("the units of `place` are not those of this trace", hint="plan again: holdall.plan(trace, ...)")
         _check(self.units)
+        if self.prefetch < 1:
+            raise InvalidInput(f"`prefetch` is {self.prefetch}", hint="use 1 or more, or `overlap=False` for none")
         for unit, _ in self.elsewhere:
             if unit not in known:
                 raise unknown_name("unit", unit, known)
@@ -127,6 +140,7 @@ class Place(Facts):
                 ahead=self.ahead,
                 overlap=self.overlap,
                 release=self.release.partition("#")[0],
+                prefetch=self.prefetch,
             )
         )
 

@@ -271,15 +271,15 @@ class _Rewrite(Updates):
         wait = Wait(tensors=unit.weights)
         blocks = self.trace.blocks
         streaming = sorted(p.block.id for p in self.units if p.streamed and not p.cast and p.block is not None)
-        at = streaming.index(block.id)
-        from_block = blocks[streaming[at - 1]] if at else blocks[0]
+        at, ahead = streaming.index(block.id), self.place.prefetch
+        from_block = blocks[streaming[at - ahead]] if at >= ahead else blocks[0]
         self.before(from_block.first if self.place.overlap else block.first, [fetch])
         self.before(block.first, [wait])
         self.schedule.hold_more(unit.weights, (block.last, 0))
         if block.backward is None:
             return
         later = [b for b in blocks[block.id + 1 :] if b.backward is not None]
-        after = blocks[streaming[at + 1]] if at + 1 < len(streaming) else (later[-1] if later else block)
+        after = blocks[streaming[at + ahead]] if at + ahead < len(streaming) else (later[-1] if later else block)
         begins = after.backward if after.backward is not None and self.place.overlap else block.backward
         if begins < block.backward:
             self.schedule.insert(begins, [fetch], first=True)  # before the replay there

@@ -92,7 +92,7 @@ class Engine:
         self._move_buffers()
         self._left: dict[str, int] = {u.name: u.expected for u in self.units}  # gradients still to arrive per unit
         early = calls if placing.overlap else ()  # without overlap, weights are fetched when they are needed
-        self.streaming = Streaming(model, self.units, early, store=store, device=device, tell=tell)
+        self.streaming = Streaming(model, self.units, early, store=store, device=device, tell=tell, prefetch=placing.prefetch)
         self._evaluating = Evaluating(self, self.streaming)
         self._pending = Pending(self.units, device, self.settle)
         is_beside = placing.ahead and self.when == SPILL  # host memory for out-of-place updates is planned

@@ -23,6 +23,7 @@ class Placing:
     ahead: bool = False
     overlap: bool = True
     release: str = ""
+    prefetch: int = 1
 
 
 def device_of(model: torch.nn.Module, plan: Plan) -> torch.device:

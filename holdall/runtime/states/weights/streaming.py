@@ -1,4 +1,4 @@
-"""Streams weights: on the device only while a module uses them, with the next module's prefetched."""
+"""Streams weights: on the device only while a module uses them, with those of the next modules prefetched."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Streaming:
         store: Keepers | None,
         device: torch.device,
         tell: Callable[[torch.UntypedStorage], None],
+        prefetch: int = 1,
     ) -> None:
         self._streamed = [u for u in units if u.is_streamed]
         self._store = store
@@ -32,8 +33,8 @@ class Streaming:
         self._copies: dict[str, Any] = {}  # unit -> event of the copy that fetches its weights
         self._returning: set[str] = set()  # units that backward will need again
         self._users = _find_users(model, units)
-        self.after = self._neighbours(calls)  # block call -> streamed units of the next call that has any
-        self._before = self._neighbours(calls[::-1])
+        self.after = self._neighbours(calls, prefetch)  # block call -> streamed units of the next calls that have any
+        self._before = self._neighbours(calls[::-1], prefetch)
 
     @property
     def is_needed(self) -> bool:
@@ -92,7 +93,7 @@ class Streaming:
         self._returning |= {unit.name for unit in self.used_by(call)}
 
     def backward_begins(self, call: str) -> None:
-        """The backward of this block call begins: wait for its weights and prefetch those of the previous call."""
+        """The backward of this block call begins: wait for its weights and prefetch those of the previous calls."""
         users = self.used_by(call)
         for unit in self._streamed:
             if unit not in users and unit.name not in self._copies:
@@ -113,12 +114,14 @@ class Streaming:
         if event is not None:
             let_wait(event, self._device)
 
-    def _neighbours(self, calls: Sequence[str]) -> dict[str, list[PlacedUnit]]:
+    def _neighbours(self, calls: Sequence[str], count: int) -> dict[str, list[PlacedUnit]]:
+        """Call -> the units of the next `count` calls that stream any, the nearest first."""
         found: dict[str, list[PlacedUnit]] = {}
-        following: list[PlacedUnit] = []
+        following: list[list[PlacedUnit]] = []
         for call in reversed(calls):
-            found[call] = following
-            following = [u for u in self.used_by(call) if u.is_streamed and not u.is_cast] or following
+            found[call] = [unit for units in following for unit in units]
+            streams = [u for u in self.used_by(call) if u.is_streamed and not u.is_cast]
+            following = [streams, *following][:count] if streams else following
         return found
 
 

@@ -1,0 +1,49 @@
+"""What planners of states that leave blocks to the user share: what is done about blocks, which units may move, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdall.actions.place import Place
+from holdall.actions.place.schedule import read_by_hand
+from holdall.actions.recompute import Recompute
+from holdall.planning.finish import over_budget
+from holdall.planning.segments import runs
+from holdall.types import Action, Outcome, Problem, Trace, Unit
+
+NOTHING = "everything fits: nothing needs to be done"
+
+
+def treatments(problem: Problem, recompute: bool | None) -> list[list[Action]]:
+    """What may be done about blocks: nothing, every block run again, or first the one and then the other."""
+    trace = problem.trace
+    again: list[Action] = [Recompute.of(trace, [b]) for row in runs(trace) for b in row if _holds(trace, b.saves)]
+    if recompute is not None:
+        return [again if recompute else []]
+    return [[], again] if again and problem.permits(Recompute) else [[]]
+
+
+def _holds(trace: Trace, saves: Sequence[int]) -> int:
+    return sum(trace.tensors[trace.saves[n].tensor].nbytes for n in saves)
+
+
+def places_states(problem: Problem) -> bool:
+    return problem.permits(Place) and problem.hardware.far is not None and bool(movable(problem.trace))
+
+
+def movable(trace: Trace) -> list[Unit]:
+    """Units that may be updated on the host: trained ones, and frozen ones of which the host would hold a wider copy."""
+    by_hand = read_by_hand(trace)
+    is_narrow = trace.about.precision is not None
+    return [u for u in trace.units if u.name not in by_hand and (u.numel or is_narrow)]
+
+
+def missing_bytes(problem: Problem, outcome: Outcome) -> int:
+    return sum(over_budget(problem, outcome).values())
+
+
+def update_moment(problem: Problem) -> str:
+    """When the host updates, where a paper lets it begin as gradients come: as early as the loop permits."""
+    if not problem.clips and problem.accumulate == 1:
+        return "backward"
+    return "spill" if problem.hardware.overlap else "step"
