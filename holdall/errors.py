@@ -47,6 +47,10 @@ class OverBudget(HoldallError, MemoryError):
     """The run went over its budget, and was stopped at the op that did it."""
 
 
+class DiskError(HoldallError, OSError):
+    """A disk that bytes were to leave for is full, cannot be read or written, or returned other bytes than were written."""
+
+
 class MissingExtra(HoldallError, ImportError):
     """An optional dependency is not installed."""
 

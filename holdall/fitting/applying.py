@@ -41,9 +41,16 @@ def stores_for(plan: Plan, model: torch.nn.Module) -> list[Store]:
     names = dict.fromkeys(tier or near for action in plan.actions for tier in sorted(action.tiers))
     device = torch.device(plan.about.device or next(model.parameters()).device.type)
     stores: list[Store] = []
-    for name in filter(None, names):
-        if name not in member_names("tiers") or name not in plan.budget:
-            raise Unsupported(f"there is no tier `{name}`", hint="plan again with this version")
-        taken = plan.about.process if name == near else 0
-        stores.append(member_class("tiers", name)(capacity=plan.budget[name] - taken, device=device))
+    try:
+        for name in filter(None, names):
+            if name not in member_names("tiers") or name not in plan.budget:
+                raise Unsupported(f"there is no tier `{name}`", hint="plan again with this version")
+            taken = plan.about.process if name == near else 0
+            stores.append(member_class("tiers", name)(capacity=plan.budget[name] - taken, device=device))
+            if hasattr(stores[-1], "prepare"):  # what the plan needs is reserved, or refused, before the first step
+                stores[-1].prepare(plan.predicted.peak.get(name, 0))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
     return stores

@@ -6,14 +6,21 @@ process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
 
 from holdall.errors import Unsupported, unknown_name
-from holdall.machine.probe import measure_tier
+from holdall.machine.probe import ProbeClock, measure_store, resolve_device
 from holdall.registry import member_class, member_names
-from holdall.types import Hardware, Link
+from holdall.types import Hardware, Link, Tier
+
+_LONGEST = 0.7  # seconds after which no other queue depth is tried
 
 
 def tier_names(device: str) -> tuple[str, ...]:
@@ -39,14 +46,70 @@ def _with(hardware: Hardware, name: str) -> Hardware:
             f"the tier `{name}` serves {served}, and this machine computes on {hardware.device}",
             hint=f"tiers for it: {', '.join(tier_names(hardware.device))}",
         )
-    tier, duplex = _measured(name, hardware.device)
-    behind = getattr(cls, "behind", "") or hardware.home.name
-    latency = tier.latency if behind == hardware.home.name else max(0.0, tier.latency - hardware.tier(behind).latency)
+    behind = _behind(cls, hardware)
+    is_behind = behind != hardware.home.name
+    from_host = is_behind and "cpu" in cls.serves  # then what was measured is the last hop alone
+    tier, duplex, depths = _measured(name, "cpu" if from_host else hardware.device, _where(cls))
+    before = hardware.tier(behind).latency if is_behind else 0.0
+    latency = tier.latency if from_host else max(0.0, tier.latency - before)
     links = (
         Link(source=behind, destination=name, rate=tier.write, latency=latency, duplex=duplex),
         Link(source=name, destination=behind, rate=tier.read, latency=latency, duplex=duplex),
     )
-    return replace(hardware, tiers=(*hardware.tiers, tier), links=(*hardware.links, *links))
+    if from_host:
+        tier = _through(tier, hardware.tier(behind))
+    about = {**hardware.about, f"{name} by queue depth": depths} if depths else hardware.about
+    return replace(hardware, tiers=(*hardware.tiers, tier), links=(*hardware.links, *links), about=about)
 
 
-_measured = lru_cache(maxsize=16)(measure_tier)
+def _behind(cls: type[Any], hardware: Hardware) -> str:
+    """The tier that the bytes of another one pass through: the one that it names, if the machine has it."""
+    named = getattr(cls, "behind", "")
+    return named if named in {tier.name for tier in hardware.tiers} else hardware.home.name
+
+
+def _where(cls: type[Any]) -> str:
+    """What the rates depend on besides the machine, such as a folder."""
+    return str(cls.where()) if hasattr(cls, "where") else ""
+
+
+def _through(tier: Tier, nearer: Tier) -> Tier:
+    """The tier as the accelerator sees it, through a nearer one."""
+    read, write = min(tier.read, nearer.read), min(tier.write, nearer.write)
+    return replace(tier, read=read, write=write, latency=tier.latency + nearer.latency)
+
+
+@lru_cache(maxsize=16)
+def _measured(name: str, device: str, _: str) -> MeasuredTier:
+    return measure_tier(name, device)
+
+
+class MeasuredTier(NamedTuple):
+    tier: Tier
+    duplex: float  # what is left of its rates when both ways are busy
+    depths: dict[str, dict[str, float]]  # rates by the number of requests in flight, where it has a queue
+
+
+def measure_tier(name: str, device: str) -> MeasuredTier:
+    """A tier as the copies of its own store show it."""
+    clock = ProbeClock(torch.device(resolve_device(device)), 0.04)
+    cls = member_class("tiers", name)
+    with torch.no_grad():
+        with closing(cls(device=clock.device)) as store:
+            tier, duplex = measure_store(store, clock)
+        depths = _by_depth(cls, clock)
+    tier = replace(tier, capacity=cls.room()) if hasattr(cls, "room") else tier
+    return MeasuredTier(tier, duplex, depths)
+
+
+def _by_depth(cls: Any, clock: ProbeClock) -> dict[str, dict[str, float]]:
+    """Rates by queue depth, for at most a second or so: those of a slow disk are known after the first."""
+    found: dict[str, dict[str, float]] = {}
+    begun = time.perf_counter()
+    for depth in getattr(cls, "depths", ()):
+        if found and time.perf_counter() - begun > _LONGEST:
+            break
+        with closing(cls(device=clock.device, depth=depth)) as store:
+            tier, duplex = measure_store(store, clock)
+        found[str(depth)] = {"read": tier.read, "write": tier.write, "duplex": duplex}
+    return found

@@ -13,10 +13,10 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -30,7 +30,7 @@ from holdall.machine.host_rates import host_rates
 from holdall.pace import pace_of
 from holdall.registry import member_class
 from holdall.runtime.budget.meter import device_context
-from holdall.tiers import Store
+from holdall.tiers import Keeper, Store
 from holdall.types import Hardware, Progress, Rate, Tier, _json
 from holdall.types.plan import silent
 from holdall.units import KiB, MiB
@@ -42,7 +42,7 @@ _MEMORY = {  # bytes of one operand
     "cuda": (256 * KiB, 4 * MiB, 64 * MiB, 256 * MiB),
 }
 _NEAREST = {"cpu": "far", "cuda": "cpu"}  # the tier that every machine has beside its own memory
-_COPY = {"cpu": 8 * MiB, "cuda": 256 * MiB}
+_COPY = {"cpu": 8 * MiB, "queue": 32 * MiB, "cuda": 256 * MiB}  # "queue": where threads make the copies
 Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, a call that performs them)
 _UPDATE_BYTES = 28  # bytes that Adam reads and writes per parameter
 _FRESH = 7 * 86400  # seconds for which a measurement is valid
@@ -51,12 +51,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def probe(device: str = "auto", *, quick: bool = False, progress: Progress = silent) -> Hardware:
     """This machine as a `Hardware`, measured once per process. `quick`: shorter, noisier timings."""
-    return _measure(_Request(_resolve(device), quick, torch.get_num_threads(), progress))
+    return _measure(_Request(resolve_device(device), quick, torch.get_num_threads(), progress))
 
 
 def probed(device: str = "auto", *, progress: Progress = silent) -> Hardware:
     """This machine as measured in the last week by any process; otherwise measured now, quickly."""
-    kept = open_cache().get("probe", _place(_resolve(device)))
+    kept = open_cache().get("probe", _place(resolve_device(device)))
     try:
         if kept is not None and 0 <= time.time() - kept["when"] < _FRESH:
             found: Hardware = _json.unpack(Hardware, kept["hardware"], "the cache")
@@ -93,7 +93,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Clock:
+class ProbeClock:
     """Times calls on one device."""
 
     device: torch.device
@@ -124,7 +124,7 @@ class _Clock:
 
 @cache
 def _measure(request: _Request) -> Hardware:
-    clock = _Clock(torch.device(request.device), 0.04 if request.quick else 0.14)
+    clock = ProbeClock(torch.device(request.device), 0.04 if request.quick else 0.14)
     kind = clock.device.type
     workloads = _workloads(clock.device)
     total = len(workloads) + 2
@@ -138,7 +138,7 @@ def _measure(request: _Request) -> Hardware:
         request.progress("measuring copies", total - 1, total, "")
         store: Store = member_class("tiers", _NEAREST[kind])(device=clock.device)
         try:
-            far, duplex = _measure_store(store, clock)
+            far, duplex = measure_store(store, clock)
         finally:
             store.close()
     resident = context = 0
@@ -195,7 +195,7 @@ def _resident(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) - before
 
 
-def _resolve(device: str) -> str:
+def resolve_device(device: str) -> str:
     kind = device.split(":", maxsplit=1)[0]
     if device == "auto":
         kind = device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -260,7 +260,7 @@ def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tens
     return torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
-def _climb(family: str, dtype: str, tries: Iterator[Workload], clock: _Clock, overhead: float) -> Iterator[Rate]:
+def _climb(family: str, dtype: str, tries: Iterator[Workload], clock: ProbeClock, overhead: float) -> Iterator[Rate]:
     """Points of growing work, until the next would take too long."""
     for work, call in tries:
         seconds = clock.seconds(call)
@@ -283,7 +283,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _overhead(clock: _Clock) -> float:
+def _overhead(clock: ProbeClock) -> float:
     """Seconds to launch one op: a training step on almost no data, over its number of ops; includes autograd and views."""
     x, w = (torch.full((8, 8), 0.1, device=clock.device, dtype=torch.float32) for _ in range(2))
     w.requires_grad_()
@@ -303,38 +303,30 @@ def _overhead(clock: _Clock) -> float:
 # the farther memory
 
 
-def measure_tier(name: str, device: str) -> tuple[Tier, float]:
-    """A tier as the copies of its own store show it, and what is left of its rates when both ways are busy."""
-    clock = _Clock(torch.device(_resolve(device)), 0.04)
-    cls = member_class("tiers", name)
-    store: Store = cls(device=clock.device)
-    try:
-        with torch.no_grad():
-            tier, duplex = _measure_store(store, clock)
-    finally:
-        store.close()
-    return replace(tier, capacity=cls.room()) if hasattr(cls, "room") else tier, duplex
-
-
-def _measure_store(store: Store, clock: _Clock) -> tuple[Tier, float]:
+def measure_store(store: Store, clock: ProbeClock) -> tuple[Tier, float]:
     """The store's rates each way, and the share left of them when both ways are busy."""
-    nbytes = min(_COPY[clock.device.type], _room(clock.device))
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=clock.device).untyped_storage()
+    by_threads = getattr(store, "by_threads", False)
+    nbytes = min(_COPY["queue" if by_threads else clock.device.type], _room(clock.device))
+    source = _noise(nbytes, clock.device).untyped_storage()
     little = torch.zeros(1 * KiB, dtype=torch.uint8, device=clock.device).untyped_storage()
     kept = store.put(source)
+    target = _noise(nbytes, clock.device) if by_threads else None  # else fresh pages are waited for, not the tier
 
     def put(what: torch.UntypedStorage = source) -> None:
         ticket = store.put(what)
         store.wait(ticket)
         store.free(ticket)
 
+    def fetch() -> None:
+        _ = store.get(kept, clock.device) if target is None else cast("Keeper", store).pull(kept, target)
+
     def get() -> None:
-        store.get(kept, clock.device)
+        fetch()
         store.wait_in(kept)
 
     def both() -> None:
         ticket = store.put(source)
-        store.get(kept, clock.device)
+        fetch()
         store.wait(ticket)
         store.wait_in(kept)
         store.free(ticket)
@@ -343,9 +335,15 @@ def _measure_store(store: Store, clock: _Clock) -> tuple[Tier, float]:
     write = nbytes / (clock.seconds(put) - latency)
     read = nbytes / (clock.seconds(get) - latency)
     tier = Tier(name=store.name, capacity=host_memory(), read=read, write=write, latency=latency)
-    if clock.device.type != "cuda":
+    if clock.device.type != "cuda" and not by_threads:
         return tier, 1.0  # one processor copies both ways in turn
     return tier, min(1.0, nbytes / clock.seconds(both) / min(read, write))
+
+
+def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes that a disk cannot compress."""
+    tile = (_random(device, torch.float32, MiB) * 256).to(torch.uint8)
+    return tile.repeat(-(-nbytes // MiB))[:nbytes].clone()
 
 
 # the machine

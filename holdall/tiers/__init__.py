@@ -2,6 +2,9 @@
 
 A new tier is one file with one class: the calls below, `name` (the file's), `serves` (kinds of device), and a constructor that
 takes `capacity` and `device`. It joins a machine where a budget names it, and its rates are then measured by its own copies.
+Where it has them, these are asked too: `room()` (bytes that it could hold), `where()` (what its rates depend on, such as a
+folder), `behind` (the tier that its bytes pass through), `depths` (numbers of requests in flight to measure it with), and
+`prepare(nbytes)` (take room for what a plan needs, or refuse, before the first step).
 
     put      starts copying a storage's bytes out of the accelerator's memory
     wait     from here on the current stream may reuse the source's memory; the ticket lets go of the source
@@ -33,7 +36,6 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 
 from holdall.errors import Unsupported
-from holdall.tiers._chaos import Arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +54,10 @@ class Ticket:
 
 def let_wait(event: Any, device: torch.device) -> None:
     """What is done next on this device, by the current stream, is done after this event."""
-    if isinstance(event, Arrival):
-        event.wait()
-    else:
+    if isinstance(event, torch.cuda.Event):
         torch.cuda.current_stream(device).wait_event(event)
+    else:
+        event.wait()  # the host's: for copies by threads, or those that chaos put off
 
 
 class Store(Protocol):

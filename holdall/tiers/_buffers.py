@@ -11,7 +11,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -138,10 +138,30 @@ class Buffers:
         )
 
 
-class Counted:
-    """The counts of a store that keeps its bytes in buffers."""
+class Rooms(Protocol):
+    """Who gives a store the room that its bytes lie in, and counts it: buffers in memory, extents of a file."""
 
-    _buffers: Buffers
+    used: int
+    peak: int
+    sent: int
+    fetched: int
+
+    @property
+    def held(self) -> int: ...
+
+    def take_all(self, sizes: Sequence[int]) -> list[Any]: ...
+
+    def give(self, room: Any, /) -> None: ...
+
+    def begin_anew(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class Counted:
+    """The counts of a store, which are those of its rooms."""
+
+    _buffers: Rooms
 
     @property
     def used(self) -> int:

@@ -139,6 +139,11 @@ def _asked(value: str) -> Chaos | None:
     return None
 
 
+def asks_for(word: str) -> bool:
+    """Whether `HOLDALL_DEBUG` has this word."""
+    return word in (given.strip() for given in os.environ.get("HOLDALL_DEBUG", "").split(","))
+
+
 _current: Chaos | None = _asked(os.environ.get("HOLDALL_DEBUG", ""))
 
 

@@ -16,10 +16,8 @@ streams; the host goes on, except in `close` and where a kept buffer must make r
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
@@ -27,17 +25,18 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffer, Buffers, Counted, be_idle, bytes_of
+from holdall.tiers._buffers import Buffers, Counted, be_idle, bytes_of
 from holdall.tiers._chaos import current
-from holdall.units import MiB, format_bytes
+from holdall.tiers._pinning import pin, unpin
+from holdall.units import MiB
 
-logger = logging.getLogger("holdall")
 _PIECE = 64 * MiB
 
 
 class Cpu(Counted):
     name: ClassVar[str] = "cpu"
     serves: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    _buffers: Buffers
 
     def __init__(self, *, capacity: int | None = None, device: torch.device | str = "cuda") -> None:
         if not torch.cuda.is_available():
@@ -50,7 +49,7 @@ class Cpu(Counted):
         self._out = torch.cuda.Stream(self.device)
         self._in = torch.cuda.Stream(self.device)
         self._awaited: tuple[torch.cuda.Event, torch.cuda.Stream] | None = None  # what was waited for last, and by whom
-        self._buffers = Buffers(self.name, capacity, prepare=partial(_pin, self.notes), dispose=_unpin)
+        self._buffers = Buffers(self.name, capacity, prepare=partial(pin, self.notes), dispose=unpin)
         # Pinned memory must be unpinned before it is unmapped, also when nobody calls `close`; at exit the system does both.
         shut = weakref.finalize(self, _shut, self.device, self._buffers)
         shut.atexit = False
@@ -209,28 +208,6 @@ def _in_pieces(target: torch.Tensor, source: torch.Tensor, *, poison: bool) -> N
 
 def _nothing() -> None:
     """A lane has nothing to shut."""
-
-
-def _pin(notes: list[str], buffer: Buffer) -> None:
-    """Register a buffer with CUDA; where that fails it stays pageable, which is right but slow, and a note says so."""
-    error = int(torch.cuda.cudart().cudaHostRegister(buffer.storage.data_ptr(), buffer.nbytes, 0))
-    buffer.is_pinned = error == 0
-    if buffer.is_pinned:
-        return
-    note = f"{format_bytes(buffer.nbytes)} of host memory could not be pinned (CUDA error {error}); copies to it are slow"
-    if not notes:
-        logger.warning(note)
-    notes.append(note)
-    with suppress(RuntimeError), torch._C._DisableTorchDispatch():
-        torch.zeros(1, device="cuda")  # the next launch reports the error as its own; let it be this one
-
-
-def _unpin(buffer: Buffer) -> None:
-    if buffer.busy is not None:
-        buffer.busy.synchronize()
-    if buffer.is_pinned:
-        torch.cuda.cudart().cudaHostUnregister(buffer.storage.data_ptr())
-        buffer.is_pinned = False
 
 
 def _shut(device: torch.device, buffers: Buffers) -> None:

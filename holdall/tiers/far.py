@@ -19,6 +19,7 @@ from holdall.tiers._chaos import Line, current
 class Far(Counted):
     name: ClassVar[str] = "far"
     serves: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    _buffers: Buffers
 
     def __init__(self, *, capacity: int | None = None, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

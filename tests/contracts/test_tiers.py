@@ -1,9 +1,16 @@
 """Every tier in the folder keeps the contract, on the device it is for."""
 
+import pytest
 import torch
 
 from holdall.registry import member_class, member_names
 from holdall.testing.contracts import TierContract
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDALL_NVME", str(tmp_path))
+
 
 _DEVICES = {"cpu": "cuda"}  # the host's memory serves a GPU; the others are tried on the CPU
 for _name in member_names("tiers"):

@@ -9,7 +9,7 @@ import torch
 from holdall.errors import InvalidInput, Unsupported
 from holdall.machine.host_memory import host_memory
 from holdall.machine.host_rates import HostRates, host_rates
-from holdall.machine.probe import _Clock, probe
+from holdall.machine.probe import ProbeClock, probe
 from holdall.testing.stand_ins import forget_machine
 from holdall.types import Hardware
 from holdall.units import GiB, MiB
@@ -85,7 +85,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_to_do():
 
 
 def test_the_clock_finds_the_time_of_a_call():
-    clock = _Clock(torch.device("cpu"), 0.05)
+    clock = ProbeClock(torch.device("cpu"), 0.05)
     assert 0.0039 < clock.seconds(lambda: time.sleep(0.004)) < 0.02  # others may use the machine
     assert clock.seconds(lambda: None) < 1e-4
     assert 0.099 < clock.seconds(lambda: time.sleep(0.1)) < 0.3  # longer than its budget

@@ -1,0 +1,197 @@
+"""Room in files, given out by the page and counted by the byte.
+
+An extent's bytes lie in all files by turns, a stripe in each, so that one copy keeps every disk busy. What is given back is a
+hole that later extents fill. A training step takes the same sizes every time, so files grow in the first one alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdall.errors import DiskError, OverBudget
+from holdall.tiers._disk_files import PAGE, DiskFile
+from holdall.types.layout import round_up
+from holdall.units import format_bytes
+
+
+class FileRoom:
+    """One file: the holes between what is taken of it."""
+
+    def __init__(self, file: DiskFile) -> None:
+        self.file = file
+        self._holes = [(0, file.length)]  # (begin, end), in order, none next to another
+
+    def prepare(self, nbytes: int) -> None:
+        """Reserve so much in all."""
+        before = self.file.length
+        self.file.grow(round_up(nbytes, PAGE))
+        if self.file.length > before:
+            self.give(before, self.file.length - before)
+
+    def take(self, nbytes: int) -> int:
+        """The offset of so many bytes, in whole pages: in the first hole that is large enough, else at the end."""
+        size = round_up(nbytes, PAGE)
+        for n, (begin, end) in enumerate(self._holes):
+            if end - begin >= size:
+                self._holes[n : n + 1] = [(begin + size, end)] if end - begin > size else []
+                return begin
+        begin = end = self.file.length
+        if self._holes and self._holes[-1][1] == end:
+            begin = self._holes[-1][0]
+        self.file.grow(begin + size)
+        if begin < end:
+            self._holes.pop()
+        return begin
+
+    def give(self, begin: int, nbytes: int) -> None:
+        end = begin + round_up(nbytes, PAGE)
+        touching = [hole for hole in self._holes if begin <= hole[1] and hole[0] <= end]
+        apart = [hole for hole in self._holes if hole not in touching]
+        begin, end = min([begin, *(hole[0] for hole in touching)]), max([end, *(hole[1] for hole in touching)])
+        self._holes = sorted([*apart, (begin, end)])
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """Bytes in files. `sums`: checksums of pieces by where they begin."""
+
+    nbytes: int
+    stripe: int
+    parts: tuple[tuple[FileRoom, int, int], ...]  # offset and size in each file, where its stripes lie next to each other
+    sums: dict[int, tuple[int, int]] = field(default_factory=dict)
+    mapped: torch.Tensor | None = None
+    is_written: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether any of its files is read and written past the page cache."""
+        return self.mapped is None and any(space.file.is_direct for space, _, _ in self.parts)
+
+    def at(self, begin: int) -> tuple[DiskFile, int]:
+        """The file and the offset of a byte."""
+        stripe, inside = divmod(begin, self.stripe)
+        space, offset, _ = self.parts[stripe % len(self.parts)]
+        return space.file, offset + stripe // len(self.parts) * self.stripe + inside
+
+    def memory(self) -> torch.Tensor:
+        """The bytes as memory: the system reads pages when they are touched, and writes them back when it sees fit."""
+        if self.mapped is None:
+            place = mmap.mmap(-1, round_up(self.nbytes, PAGE))  # which the files take the place of
+            self.mapped = torch.frombuffer(place, dtype=torch.uint8, count=self.nbytes)
+            for begin, size in self._stretches():
+                file, offset = self.at(begin)
+                file.map(self.mapped.data_ptr() + begin, round_up(size, PAGE), offset)
+        return self.mapped
+
+    def _stretches(self) -> Iterator[tuple[int, int]]:
+        """(begin, size) of what lies together in a file."""
+        size = self.nbytes if len(self.parts) == 1 else self.stripe
+        for begin in range(0, self.nbytes, size):
+            yield begin, min(size, self.nbytes - begin)
+
+
+class Extents:
+    """Gives extents and takes them back; never has more than `capacity` bytes out (None: no end)."""
+
+    def __init__(self, tier: str, capacity: int | None, files: Sequence[DiskFile], stripe: int) -> None:
+        self.tier = tier
+        self.capacity = capacity
+        self.used = self.peak = 0
+        self.sent = self.fetched = 0  # bytes copied into files, and out of them
+        self._spaces = [FileRoom(file) for file in files]
+        self._stripe = stripe
+        self._out: set[Extent] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> int:
+        """Bytes of the files."""
+        return sum(space.file.length for space in self._spaces)
+
+    def prepare(self, nbytes: int) -> None:
+        """Reserve room for so many bytes; what rounding to pages adds is reserved as it is taken."""
+        with self._lock:
+            for space in self._spaces:
+                space.prepare(nbytes // len(self._spaces))
+
+    def take_all(self, sizes: Sequence[int]) -> list[Extent]:
+        """All of them; where there is no room for all, none."""
+        taken: list[Extent] = []
+        try:
+            for nbytes in sizes:
+                taken.append(self._take(nbytes))
+        except (OverBudget, DiskError):
+            for extent in taken:
+                self.give(extent)
+            raise
+        return taken
+
+    def _take(self, nbytes: int) -> Extent:
+        with self._lock:
+            if self.capacity is not None and self.used + nbytes > self.capacity:
+                raise OverBudget(
+                    f"the memory `{self.tier}` holds {format_bytes(self.used)} and cannot take {format_bytes(nbytes)} more: "
+                    f"its capacity is {format_bytes(self.capacity)}",
+                    hint=f"give `{self.tier}` a larger budget, or let less leave for it",
+                )
+            extent = Extent(nbytes, self._stripe, self._parts(nbytes))
+            self._out.add(extent)
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+            return extent
+
+    def _parts(self, nbytes: int) -> tuple[tuple[FileRoom, int, int], ...]:
+        parts: list[tuple[FileRoom, int, int]] = []
+        try:
+            for space, size in self._shares(nbytes):
+                parts.append((space, space.take(size), size))
+        except DiskError:
+            _let_go(parts)
+            raise
+        return tuple(parts)
+
+    def _shares(self, nbytes: int) -> Iterator[tuple[FileRoom, int]]:
+        """How many bytes of an extent lie in each file; one that is shorter than a stripe lies in the file with the least."""
+        if nbytes <= self._stripe:
+            yield min(self._spaces, key=lambda space: space.file.length), nbytes
+            return
+        turn = self._stripe * len(self._spaces)
+        for n, space in enumerate(self._spaces):
+            rest = nbytes % turn - n * self._stripe
+            size = nbytes // turn * self._stripe + min(max(rest, 0), self._stripe)
+            if size:
+                yield space, size
+
+    def give(self, extent: Extent) -> None:
+        with self._lock:
+            if extent not in self._out:
+                return  # void since `clear`
+            self._out.remove(extent)
+            self.used -= extent.nbytes
+            _let_go(extent.parts)
+
+    def begin_anew(self) -> None:
+        """What is out becomes void; the files stay as long as they are. The peak is counted from here on."""
+        with self._lock:
+            for extent in self._out:
+                _let_go(extent.parts)
+            self._out.clear()
+            self.used = self.peak = 0
+
+    def clear(self) -> None:
+        """Remove the files."""
+        with self._lock:
+            self._out.clear()
+            self.used = 0
+            for space in self._spaces:
+                space.file.close()
+
+
+def _let_go(parts: Sequence[tuple[FileRoom, int, int]]) -> None:
+    for space, offset, size in parts:
+        space.give(offset, size)
