@@ -387,7 +387,7 @@ def test_language_models_are_solved_as_one_graph_and_beat_the_heuristics(name):
 
 def test_a_model_that_is_too_large_is_solved_by_blocks_and_the_plan_says_so():
     plan = planned("gpt2", 60, "checkmate", nodes=20, time_limit=7.0)
-    assert "not solved as one graph but by blocks: its graph has" in plan.why[0]
+    assert "solved block by block, not as one graph: its graph has" in plan.why[0]
     assert "kinds of blocks solved" in plan.why[1]
     assert "one graph" not in planned("gpt2", 60, "checkmate", scope="blocks", time_limit=7.0).why[0]
 
