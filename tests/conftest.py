@@ -32,6 +32,8 @@ SAMPLED = (
     "unit/test_recompute_family.py::test_the_same_bits",
     "unit/test_auto_against_simple.py::",
     "papers/test_chen.py::",
+    "papers/test_exact_planners.py::test_exact_planners_are_never_slower",
+    "unit/test_nvme.py::test_units_that_live_in_the_tier",
 )
 RARE = (  # one in six of these
     "contracts/test_compatibility.py::test_a_pair",
@@ -47,6 +49,7 @@ LONG = (
     "papers/test_adam8bit.py::test_a_small_language_model",
     "papers/test_megtaichi.py::test_on_an_arena",
     "contracts/test_planners.py::TestRockmate::test_the_same_problem",
+    "contracts/test_planners.py::TestRockmate::test_plans_are_legal",
     "contracts/test_planners.py::TestCheckmate::test_the_same_problem",
     *(
         f"unit/test_runtime.py::test_no_random_budget_is_ever_exceeded[{case}]"
