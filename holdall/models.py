@@ -99,7 +99,8 @@ def override(source: ModelSource, changes: Mapping[str, Any]) -> ModelSource:
         return replace(source, config=_without_cache(type(source.config).from_dict(values)))
     except Exception as error:  # each family of configs checks its values with errors of its own
         raise InvalidInput(
-            f"{source.name} cannot take {dict(changes)}: {_first_line(error)}", hint="change fewer fields"
+            f"{source.name} cannot take {dict(changes)}: {_first_line(error)}",
+            hint="change one field at a time",
         ) from error
 
 

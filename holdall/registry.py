@@ -97,7 +97,7 @@ def _load_file(path: Path) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         fact = f"`{path}` cannot be imported ({type(error).__name__}: {error})"
-        raise InvalidInput(fact, hint=f"mend it, or take its folder out of {_VARIABLE}") from error
+        raise InvalidInput(fact, hint=f"correct the file, or take its folder out of {_VARIABLE}") from error
     return module
 
 
@@ -136,7 +136,9 @@ def build_member(folder: str, name: str, options: dict[str, Any], where: str) ->
     try:
         return cls(**read)
     except TypeError as error:
-        raise InvalidInput(f"`{where}`: {name} needs other values ({error})", hint="write the file again") from None
+        raise InvalidInput(
+            f"`{where}`: {name} needs other values ({error})", hint="save the file again with this version of holdall"
+        ) from None
 
 
 def action_from_json(entry: Any, where: str) -> Any:

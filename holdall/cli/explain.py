@@ -71,7 +71,7 @@ def explain(
             with progress_bar() as progress:
                 problem = _problem_of_files(made, trace, gpu, hardware, progress)
     elif trace is not None:
-        raise InvalidInput("--trace was given beside a model", hint="give it with a plan file, or leave it out")
+        raise InvalidInput("--trace was given together with a model", hint="give it with a plan file, or leave it out")
     else:
         request = Request(
             model=what,

@@ -181,7 +181,7 @@ def _check_together(asked: list[str], options: dict[str, Any]) -> None:
     for option, value in options.items():
         if value is not None and question not in _GOES_WITH[option]:
             fits = " or ".join(f"--{q}" if q else "a plain plan" for q in _GOES_WITH[option])
-            raise InvalidInput(f"--{option} says nothing here", hint=f"it goes with {fits}")
+            raise InvalidInput(f"--{option} has no effect here", hint=f"it goes with {fits}")
 
 
 def _largest(request: Request, kind: str, step: int | None, out: Path | None, *, json: bool) -> None:
@@ -189,7 +189,7 @@ def _largest(request: Request, kind: str, step: int | None, out: Path | None, *,
 
     check_kind(kind)
     if kind == "model" and step is not None:
-        raise InvalidInput("--step says nothing about models", hint="leave it out")
+        raise InvalidInput("--step has no effect on models", hint="leave it out")
     with progress_bar() as progress:
         found, value, names = ask_largest(request, kind, step=step, progress=progress)
     show_largest(found, kind, value, names, json=json)

@@ -123,7 +123,7 @@ def find_machine(
         return gpu(name)
     if path is not None:
         if not path.exists() and str(path) in gpu_names():
-            raise InvalidInput(f"`{path}` is a GPU and no file", hint=f"write `--gpu {path}`")
+            raise InvalidInput(f"`{path}` is the name of a GPU, not a file", hint=f"write `--gpu {path}`")
         return Hardware.load(path)
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(

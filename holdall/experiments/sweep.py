@@ -249,7 +249,9 @@ def _read_target(label: str, plain: Outcome) -> int:
     if share > 1 and not label.endswith("%"):
         return parse_bytes(label, what="budgets")  # a whole number of bytes
     if not 0 < share <= 1:
-        raise InvalidInput(f"`budgets` has {label}, which is no share", hint="write 1% to 100%, or a size such as 3GiB")
+        raise InvalidInput(
+            f"`budgets` has {label}, which is not a share of the memory", hint="write 1% to 100%, or a size such as 3GiB"
+        )
     return budget_leaving(plain, share)
 
 

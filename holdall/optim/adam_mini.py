@@ -110,7 +110,7 @@ def _stretches(shape: torch.Size, block: Block) -> tuple[tuple[int, int], ...]:
     if not isinstance(block, (tuple, list)) or any(n < 1 or rows % n for rows, n in block):
         raise InvalidInput(f"`block` is {block!r}, which does not divide a parameter of shape {tuple(shape)}", hint=_HINT)
     if not shape or sum(rows for rows, _ in block) != shape[0]:
-        raise InvalidInput(f"`block` {block!r} is not for all rows of a parameter of shape {tuple(shape)}", hint=_HINT)
+        raise InvalidInput(f"`block` {block!r} does not cover all rows of a parameter of shape {tuple(shape)}", hint=_HINT)
     return tuple((rows, n) for rows, n in block)
 
 
@@ -195,7 +195,7 @@ def _block_of(name: str, p: nn.Parameter, module: nn.Module, parent: nn.Module |
         return (head if own in ("q_proj_weight", "k_proj_weight") else "row"), True
     if called.lower() in _FUSED:
         hint = f'declare={{"{name}": "column"}} gives each output its own' if kind == "conv1d" else _HINT
-        raise InvalidInput(f"`{name}` seems to hold query, key and value in one, in an order that is not known", hint=hint)
+        raise InvalidInput(f"`{name}` seems to hold query, key and value in one tensor, in an unknown order", hint=hint)
     if called.lower() in _QUERIES_AND_KEYS:
         return _head_size(name, parent), True
     if p.dim() == 3 and "conv" not in kind:

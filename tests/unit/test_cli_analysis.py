@@ -150,8 +150,8 @@ def test_the_smallest_budget_and_the_curve(tmp_path, small, tiny):
 
 def test_options_that_would_say_nothing_are_refused(tiny):
     assert "both --largest and --pareto" in refused("plan", *tiny, *NOP, "--largest", "batch", "--pareto")
-    assert "--html says nothing" in refused("plan", *tiny, *NOP, "--html", "x.html")
-    assert "--keep-speed says nothing" in refused("plan", *tiny, *NOP, "--keep-speed", "0.9")
+    assert "--html has no effect" in refused("plan", *tiny, *NOP, "--html", "x.html")
+    assert "--keep-speed has no effect" in refused("plan", *tiny, *NOP, "--keep-speed", "0.9")
     assert "unknown thing to make larger `layers`" in refused("plan", *tiny, *NOP, "--largest", "layers")
     assert "share of speed" in refused("plan", *tiny, *NOP, "--smallest-budget", "--keep-speed", "2")
     assert "have no length" in refused("plan", "tiny-vit", *NOP, "--largest", "seq")

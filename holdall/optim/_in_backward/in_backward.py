@@ -27,11 +27,14 @@ class BackwardUpdates:
     ) -> None:
         if not is_separable(optimizer):
             raise Unsupported(
-                f"{type(optimizer).__name__} looks at all parameters at once",
-                hint="use one that treats each parameter by itself",
+                f"{type(optimizer).__name__} updates all parameters together, so it cannot update in backward",
+                hint="use an optimizer that updates each parameter alone, such as torch.optim.AdamW",
             )
         if getattr(optimizer, "consumes_gradients", False):
-            raise InvalidInput(f"{type(optimizer).__name__} updates in backward by itself", hint="use it as it is")
+            raise InvalidInput(
+                f"{type(optimizer).__name__} updates in backward by itself",
+                hint="call its `step()` as usual, without `in_backward`",
+            )
         if max_norm is not None and not max_norm > 0:
             raise InvalidInput(f"`max_norm` is {max_norm}, not above 0", hint="leave it out to not clip")
         self.optimizer = optimizer

@@ -64,7 +64,7 @@ def check_matrices(name: str, group: Group) -> None:
         if p.dim() != 2:
             raise InvalidInput(
                 f"{name} cannot project a parameter of shape {tuple(p.shape)} to rank {group['rank']}",
-                hint="put what is no matrix into a group without a rank; `groups(model, rank=...)` sorts a model's parameters",
+                hint="only matrices can have a rank: use the parameter groups of `groups(model, rank=...)`",
             )
         if group["rank"] > min(p.shape):
             raise InvalidInput(

@@ -56,7 +56,10 @@ class ChainLoss:
         """The loss with this parameter as it is now, all before it being as at the last whole run."""
         k = self._place.get(id(param))
         if k is None or not self._inputs:
-            raise InvalidInput("this parameter is not in the chain, or the chain was not run yet", hint="call it once, whole")
+            raise InvalidInput(
+                "this parameter is not in the chain, or the chain was not run yet",
+                hint="call the chain once on a whole batch first",
+            )
         kept = [(b, b.clone()) for module in self._modules[k:] if module.training for b in module.buffers()]
         x = self._inputs[k]
         for module in self._modules[k:]:
@@ -74,7 +77,7 @@ class ChainLoss:
     def _refuse_chance(self) -> None:
         dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
         if any(isinstance(m, dropouts) and m.training and m.p > 0 for part in self._modules for m in part.modules()):
-            raise Unsupported("a chain with dropout cannot be taken up in the middle", hint="call `eval()` on its dropouts")
+            raise Unsupported("a chain with dropout cannot be restarted in the middle", hint="call `eval()` on its dropouts")
 
 
 def coordinate_slopes(param: Tensor, indices: Sequence[int], closure: Closure, base: float, mu: float) -> list[float]:
