@@ -166,7 +166,7 @@ def test_explain_prices_the_alternatives(tiny):
     for word in ("ms/GiB", "if not hidden", "GPT2Block", "recompute", "lm_head"):
         assert word in said
     result = holdall_says("explain", *tiny, *NOP, "--trace", "t.json")
-    assert result.exit_code == 2 and "beside a model" in result.stderr
+    assert result.exit_code == 2 and "together with a model" in result.stderr
 
 
 def test_estimate_can_be_nothing_but_a_number(tiny):
