@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdall
 from holdall.actions.offload import Offload
@@ -368,3 +369,52 @@ def smallest(trace):
     with pytest.raises(holdall.Infeasible) as refusal:
         holdall.plan(trace, budget=1, hardware=machine())
     return holdall.plan(trace, budget=refusal.value.smallest, hardware=machine())
+
+
+class Positions(torch.nn.Module):
+    """A convolution over time that returns a transposed view, as wav2vec2's."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(8, 8, 4, padding=2, groups=2)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.conv(x.transpose(1, 2))[:, :, :-1]).transpose(1, 2)
+
+
+class Listening(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.positions, self.last = torch.nn.Linear(8, 8), Positions(), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.positions(self.first(x))).square().mean()
+
+
+class Strides(TorchDispatchMode):
+    """The strides of the gradients that reach `gelu_backward`: kernels may round otherwise for others."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "gelu_backward" in str(func):
+            self.seen.append(args[0].stride())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_keeps_its_strides_where_a_block_returns_a_view():
+    torch.manual_seed(0)
+    model, x = Listening().train(), torch.randn(2, 15, 8)
+    trace = holdall.trace(model, x, loss=lambda m, b: m(b))
+    block = next(b for b in trace.blocks if b.name == "positions")
+    ops, count = region(trace, block)
+    plan = finish(Nop(), problem_for(trace), [Reschedule.of(trace, block, [count - 1, *range(count, len(ops))])])
+    plain = copy.deepcopy(model)
+    with Strides() as expected:
+        plain(x).backward()
+    with holdall.apply(plan, model, enforce=False) as harness, Strides() as found:
+        model(x).backward()
+    assert harness.notes == [] and found.seen == expected.seen == [(120, 1, 8)]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))

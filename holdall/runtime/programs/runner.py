@@ -7,6 +7,7 @@ hooks, streamed weights and updates in backward work as usual.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,11 @@ from holdall.runtime.activations.recompute import unpack as keep_promise
 from holdall.runtime.programs.capture import Graph, Instruction, Ref, Slot, capture, refs_of, without_autocast
 from holdall.runtime.programs.compiled import Compiler, in_layout
 from holdall.runtime.programs.fx_function import plain_halves
+from holdall.runtime.programs.signature import ModuleTensors, signature_of
 from holdall.types.program import Effect, fault
 from holdall.types.trace import digest_of
 
 Values = dict[Slot, torch.Tensor]
-_SETTINGS = (bool, int, float, str)
 _MOST = 16  # captured signatures per block; more come from a value that changes with every call
 
 
@@ -143,7 +144,7 @@ class Runner:
         self._note = note
         self._compiler = compiler
         self._programs: dict[Any, Program | None] = {}
-        self._parts: _Parts | None = None
+        self._parts: ModuleTensors | None = None
 
     def __call__(
         self,
@@ -155,10 +156,10 @@ class Runner:
         hooks: Hooks | None = None,  # of the segment that the call is in
     ) -> Any:
         if self._parts is None or not self._parts.are_of(module):
-            self._parts = _Parts(module)
+            self._parts = ModuleTensors(module)
         parameters, buffers = self._parts.tensors()
         leaves = tree_leaves((args, kwargs))
-        key = _signature(leaves, parameters, self._parts.settings())
+        key = signature_of(leaves, parameters, self._parts.settings())
         if key not in self._programs and len(self._programs) < _MOST:
             self._programs[key] = self._prepare(module, forward, args, kwargs)
         program = self._programs.get(key)
@@ -190,40 +191,6 @@ class Runner:
             return None
 
 
-class _Parts:
-    """A module and its submodules, found once. Parameters and buffers may be replaced at every call; they are listed in the
-    order of `tensors_of`.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._all = [(m, [*m._modules.values()]) for m in module.modules()]
-
-    def are_of(self, module: torch.nn.Module) -> bool:
-        """Are they still the submodules of this module?"""
-        return self._all[0][0] is module and all([*m._modules.values()] == children for m, children in self._all)
-
-    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Parameters and buffers, each once."""
-        parameters = {id(p): p for m, _ in self._all for p in m._parameters.values() if p is not None}
-        buffers = {id(b): b for m, _ in self._all for b in m._buffers.values() if b is not None}
-        return [*parameters.values()], [*buffers.values()]
-
-    def settings(self) -> tuple[Any, ...]:
-        """Plain attributes of modules, such as `training`, which a captured graph has fixed."""
-        return tuple([v for m, _ in self._all for v in m.__dict__.values() if type(v) in _SETTINGS])
-
-
-def _signature(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], settings: tuple[Any, ...]) -> Any:
-    """Everything that a captured graph depends on."""
-    given = [
-        (t.dtype, t.device, t.shape, t.stride(), t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)[:80]
-        for t in leaves
-    ]
-    kinds = [(p.dtype, p.stride(), p.requires_grad) for p in parameters]
-    casts = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")]
-    return tuple(given), tuple(kinds), settings, tuple(casts)
-
-
 class _Call:
     """One call of a block, from its forward to its backward."""
 
@@ -235,6 +202,7 @@ class _Call:
         self.versions: dict[Slot, int] = {}
         self.states: dict[int, Any] = {}  # op -> generator state before its first run
         self.shifts: dict[Slot, int] = {}
+        self.odd: set[Slot] = set()  # storages in another layout than captured: views of them are made by the model's own ops
         graph = program.graph
         for slot, t, start in zip(graph.inputs, inputs, graph.starts, strict=True):
             if t.storage_offset() != start:
@@ -278,7 +246,7 @@ class _Call:
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = self._as_captured(slot, t)
         with without_autocast():
-            if program.halves is None or not program.halves.backward.run(values, self._look):
+            if self.odd or program.halves is None or not program.halves.backward.run(values, self._look):
                 for turn in program.backward:
                     self._run(turn, values)
         found: list[torch.Tensor | None] = []
@@ -288,14 +256,29 @@ class _Call:
         return found
 
     def _as_captured(self, slot: Slot, tangent: torch.Tensor) -> torch.Tensor:
-        """A gradient in the captured layout: one that is a slice or an expanded view must be copied, or strides would read
-        other elements.
+        """A gradient as the program can read it. A kernel may round otherwise for other strides, so it keeps its own; strides
+        of the capture would then read other elements, and views of it are made by the model's own ops.
         """
         layout = self.program.graph.layouts[slot]
-        if not layout.fits(tangent) and (slot in self.program.viewed or self.program.is_compiled):
-            return in_layout(tangent, layout)
+        if not layout.fits(tangent):
+            if self.program.is_compiled:
+                return in_layout(tangent, layout)
+            if slot in self.program.viewed:
+                self.odd.add(slot)
         self.shifts[slot] = int(tangent.storage_offset())
         return tangent
+
+    def _view_of(self, ref: Ref, values: Values) -> torch.Tensor:
+        """A view of a storage in another layout than captured; if the model's op cannot make it, of a copy in that layout."""
+        view = self.program.graph.views.get(ref)
+        if view is not None:
+            with contextlib.suppress(RuntimeError):
+                made = view.func(*self._fill(view.args, values), **self._fill(view.kwargs, values))
+                return made if view.leaf is None else tree_leaves(made)[view.leaf]  # type: ignore[no-any-return]
+        self.odd.discard(ref.slot)
+        self.shifts.pop(ref.slot, None)
+        values[ref.slot] = in_layout(values[ref.slot], self.program.graph.layouts[ref.slot])
+        return self._look(ref, values)
 
     def _run(self, turn: _Turn, values: Values) -> None:
         op = self.program.graph.ops[turn.op]
@@ -319,6 +302,8 @@ class _Call:
             leaves = tree_leaves(out)
             for leaf, slot in op.makes:
                 values[slot] = leaves[leaf]
+                if self.odd and not self.program.graph.layouts[slot].fits(leaves[leaf]):
+                    self.odd.add(slot)
         del out
         for slot in turn.frees:
             values.pop(slot, None)
@@ -339,6 +324,8 @@ class _Call:
         tensor = values[ref.slot]
         if ref.size is None:
             return tensor
+        if ref.slot in self.odd:
+            return self._view_of(ref, values)
         return tensor.as_strided(ref.size, ref.stride, ref.offset + self.shifts.get(ref.slot, 0))
 
 
