@@ -1,7 +1,7 @@
 """Mid-size shapes of many families through `holdall.fit` with default options, beside plain training and checkpointing.
 
 python benchmarks/families_on_gpu.py [--only llama-3.2-3b,t5-large] [--recipes bf16,autocast]
-                                     [--budgets half,checkpointed,tight] [--out DIR] [--minutes 9] [--smoke]
+                                     [--budgets half,checkpointed,tight] [--out DIR] [--minutes 9] [--smoke] [--untimed]
 
 Recipes: `bf16`, the model on the CPU and `fit(..., precision="bf16")`, against bf16 working copies and fp32 masters on the GPU
 without a budget; `autocast`, the fp32 model on the GPU with `torch.autocast` around the forward, against the same without
@@ -13,6 +13,8 @@ may differ from plain's by 5 % of the loss plus 1 % of the first one.
 Every row is a process of its own with a time limit, and goes to DIR/families_on_gpu.csv at once; rows that are there are not
 run again, so a second call goes on. Peaks are what the driver saw, polled by the parent, less what was in use before.
 `--smoke`: tiny twins on the CPU, the same code; `peak` is then what `holdall` measured.
+`--untimed`: for several calls side by side on one GPU, each with its own shapes and DIR. Losses and peaks count, seconds do
+not and are left out; peaks are then what the allocator of the process reserved (plus, for ours, what `holdall` counts outside).
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class Cell:
     def __init__(self, asked: dict[str, Any], tell: Callable[[str], None]) -> None:
         self.shape: Shape = SHAPES[asked["shape"]]
         self.recipe, self.smoke, self.tell = asked["recipe"], bool(asked["smoke"]), tell
+        self.untimed = bool(asked.get("untimed"))
         self.device = "cpu" if self.smoke else "cuda"
 
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -203,7 +206,7 @@ def ours(cell: Cell, budget: int) -> dict[str, Any]:
     predicted, measured = harness.plan.predicted, harness.measured()
     home = next(iter(predicted.peak))
     row |= {"predicted_gib": predicted.peak[home] / GIB, "actions": actions_of(harness.plan)}
-    if cell.smoke:
+    if cell.smoke or cell.untimed:
         row["peak_gib"] = measured.peak[home] / GIB if measured else None
     row["notes"] = " | ".join(one_line(n) for n in harness.notes)[:600]
     harness.close()
@@ -268,7 +271,7 @@ def child(asked: dict[str, Any], tell: Callable[[str], None]) -> list[dict[str, 
     with torch.device("meta"):
         parameters = sum(p.numel() for p in cell.shape.build(cell.smoke).parameters())
     rows = []
-    for method, steps in (("plain", STEPS), ("checkpointing", 6)):
+    for method, steps in (("plain", STEPS), ("checkpointing", 2 if cell.untimed else 6)):
         made = guarded(lambda m=method, n=steps: reference(cell, checkpointing=m == "checkpointing", steps=n))  # type: ignore[misc]
         rows.append({**head, "method": method, "parameters": parameters, **made})
         cell.tell("over")
@@ -372,10 +375,19 @@ def run_child(asked: dict[str, Any], *, driver: Driver, log: Path, limit: float,
         ]
     for row in rows:
         seen = peaks.get("ours" if asked["what"] != "reference" else row["method"])
-        if seen:
-            row["peak_gib"] = seen / GIB
         row["row_s"] = time.monotonic() - began
+        if asked["untimed"]:
+            row.setdefault("peak_gib", row.get("reserved_gib"))
+        elif seen:
+            row["peak_gib"] = seen / GIB
     return rows
+
+
+SECONDS = ("predicted_s", "predicted_at_fit_s", "step_s", "longest_after_third", "fit_s", "first_step_s", "row_s", "steps")
+
+
+def without_seconds(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if k not in SECONDS}
 
 
 def in_child(asked: dict[str, Any], writing: int, log: Path) -> None:
@@ -448,11 +460,13 @@ def compare(row: dict[str, Any], plain: dict[str, Any] | None, checkpointed: dic
     if row["result"] != "ran":
         return
     if plain and plain.get("result") == "ran":
-        row["of_plain"] = plain["step_s"] / row["step_s"]
         row["losses_differ_by"] = differ(row["losses"], plain["losses"])
+        if row.get("step_s") and plain.get("step_s"):
+            row["of_plain"] = plain["step_s"] / row["step_s"]
     if checkpointed and checkpointed.get("result") == "ran":
-        row["of_checkpointing"] = checkpointed["step_s"] / row["step_s"]
         row["checkpointing_gib"] = checkpointed.get("peak_gib")
+        if row.get("step_s") and checkpointed.get("step_s"):
+            row["of_checkpointing"] = checkpointed["step_s"] / row["step_s"]
     if row.get("predicted_s"):
         row["step_error"] = row["predicted_s"] / row["step_s"] - 1
     if row.get("losses_differ_by", 0) > 1:
@@ -479,6 +493,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="no row is begun after so many")
     parser.add_argument("--row-seconds", type=float, default=100.0)
     parser.add_argument("--smoke", action="store_true", help="tiny twins on the CPU")
+    parser.add_argument("--untimed", action="store_true", help="other processes use the GPU meanwhile: seconds are left out")
     parser.add_argument("--spawn", action="store_true", help="start processes anew instead of forking")
     options = parser.parse_args()
     began = time.monotonic()
@@ -488,7 +503,8 @@ def main() -> None:
         raise SystemExit(f"unknown shape `{unknown[0]}`\nhint: known: {', '.join(SHAPES)}")
     folder = Path(options.out)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    table = Table(folder / ("families_smoke.csv" if options.smoke else "families_on_gpu.csv"), options.smoke)
+    file = "families_smoke.csv" if options.smoke else "families_untimed.csv" if options.untimed else "families_on_gpu.csv"
+    table = Table(folder / file, options.smoke)
     warm_imports(names)
     forks = not options.spawn and can_fork(options.smoke)
     print(f"{'forked' if forks else 'new'} processes; imports took {time.monotonic() - began:.0f} s", flush=True)
@@ -500,6 +516,7 @@ def main() -> None:
         if table.has(name, recipe, "plain" if what == "reference" else what):
             continue
         asked: dict[str, Any] = {"shape": name, "recipe": recipe, "what": what, "smoke": options.smoke}
+        asked["untimed"] = options.untimed
         plain, checkpointed = table.get(name, recipe, "plain"), table.get(name, recipe, "checkpointing")
         if what != "reference":
             known = [r for r in (plain, checkpointed) if r and r.get("peak_gib")]
@@ -509,7 +526,8 @@ def main() -> None:
             asked["budget"] = budget_for(what, name, known, plain, smoke=options.smoke)
         log = folder / "logs" / f"{name}-{recipe}-{what}.log"
         limit = min(options.row_seconds, left)
-        for row in run_child(asked, driver=table.driver, log=log, limit=limit, forks=forks):
+        for made in run_child(asked, driver=table.driver, log=log, limit=limit, forks=forks):
+            row = without_seconds(made) if options.untimed else made
             if what != "reference":
                 row.setdefault("budget_gib", asked["budget"] / GIB)
                 row["parameters"] = (plain or {}).get("parameters")
@@ -527,12 +545,10 @@ class Table:
     def __init__(self, path: Path, smoke: bool) -> None:
         import transformers
 
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         self.driver = Driver(smoke)
         self.about = {"hardware": self.driver.name(), "torch": torch.__version__, "transformers": transformers.__version__}
-        self.about["commit"] = commit or os.environ.get("HOLDALL_COMMIT", "")
+        self.about["commit"] = os.environ.get("HOLDALL_COMMIT") or git.stdout.strip()  # a copy of the tree may have no history
         self.path, self.rows = path, []  # type: ignore[var-annotated]
         if path.exists():
             with path.open(newline="") as file:
