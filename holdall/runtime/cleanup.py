@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from holdall.errors import Unsupported
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.meter import Meter
+from holdall.runtime.states.gradients.clipping import unwatch_clipping
 from holdall.runtime.states.guard import unwatch_calls
 from holdall.runtime.switching.backward_hook import unwatch_backward
 
@@ -29,6 +30,7 @@ def leave_with(owner: object, meter: Meter, stop_recording: Callable[[], None]) 
 def _leave(stop: Callable[[], None], stop_recording: Callable[[], None]) -> None:
     unwatch_backward()
     unwatch_calls()
+    unwatch_clipping()
     stop_recording()
     stop()
 

@@ -6,11 +6,13 @@ import os
 import pickle
 import threading
 import time
+from collections import Counter
 from functools import cache
 
 import numpy
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import holdall
 from holdall.actions.place import Place, streamable
@@ -479,11 +481,19 @@ def unscale(model):
     torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(0.5))
 
 
+def norm_in_two_calls(model):
+    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total)
+
+
 CHANGES = {
     "norm 2": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5),
     "norm inf": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=float("inf")),
     "norm 1": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=1),
     "norm foreach": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True),
+    "norm or an error": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5, error_if_nonfinite=True),
+    "norm of one": lambda m: torch.nn.utils.clip_grad_norm_(m.head.weight, 0.01),
+    "norm in two calls": norm_in_two_calls,
     "norm of some": lambda m: torch.nn.utils.clip_grad_norm_(m.layers[1].parameters(), 0.05),
     "value": lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.01),
     "clip twice": clip_twice,
@@ -516,6 +526,34 @@ def test_changed_gradients_are_what_the_update_uses(change, place):
         return seen
 
     assert_the_same(net, place, loop)
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls of torch by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.made[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_takes_all_gradients_in_one_call():
+    """One by one they cost 45 us each on a GPU's host, during which the GPU waits."""
+    from torch.nn.utils import clip_grad
+
+    halves = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    model, optimizer = fresh(net, adamw)
+    with applied(net, "mixed spill", model, optimizer):
+        backward(model, 0)
+        with Calls() as calls:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert calls.made["__get__"] >= len(list(model.parameters())), "`.grad` of each is looked at"
+        assert not {"mul_", "linalg_vector_norm", "to"} & set(calls.made), calls.made
+        optimizer.step()
+    assert (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_) == halves
 
 
 @every_place

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from holdall.errors import Unsupported
 from holdall.runtime.patching import put_method
 from holdall.runtime.states.evaluation import Evaluating
+from holdall.runtime.states.gradients.clipping import watch_clipping
 from holdall.runtime.states.gradients.collector import Collector
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.guard import watch_calls
@@ -118,7 +119,7 @@ class Engine:
             )
         if is_beside and beside is not None:
             beside.reserve(self.units, progress)
-        self._undo.append(watch_calls(self))
+        self._undo += [watch_calls(self), watch_clipping(self._pending)]
         self._works = {id(m.home): m.work for u in self.units for m in u.members if m.is_swapped}
         self._standing_for = self.homes()
         self._install(calls)

@@ -26,7 +26,7 @@ class GradEntry:
         self.flat: torch.Tensor | None = None  # on the device, while it is copied out
         self.attempt: SpeculativeUpdate | None = None  # its speculative update, if one was begun
         self.host_norms: torch.Tensor | None = None  # the norms on the host, valid after `norms_event`
-        self._each: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())  # the norms, and a view of each
+        self._each: dict[str, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}  # by device: the norms, and a view of each
         self.norms_event: Any = None
 
     @property
@@ -55,12 +55,15 @@ class GradEntry:
         found: torch.Tensor = torch.linalg.vector_norm(self.on_host()[self.which.index(index)])
         return found
 
-    def known_norm(self, index: int) -> torch.Tensor | None:
+    def known_norm(self, index: int, device: torch.device | None = None) -> torch.Tensor | None:
         if self.sum is not None or self.norms is None:
             return None
-        if self._each[0] is not self.norms:
-            self._each = self.norms, self._norms_on(self.unit.trained[index].home.device).unbind()
-        return self._each[1][self.which.index(index)]
+        where = self.unit.trained[index].home.device if device is None else device
+        norms, views = self._each.get(where.type, (None, ()))
+        if norms is not self.norms:
+            views = self._norms_on(where).unbind()
+            self._each[where.type] = self.norms, views
+        return views[self.which.index(index)]
 
     def _norms_on(self, device: torch.device) -> torch.Tensor:
         assert self.norms is not None

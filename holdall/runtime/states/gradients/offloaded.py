@@ -32,8 +32,8 @@ class Source(Protocol):
         """The 2-norm of a gradient, on the device of its parameter; None: unknown."""
         ...
 
-    def known_norm(self, index: int) -> torch.Tensor | None:
-        """The norm, if it needs no computation; None: it does."""
+    def known_norm(self, index: int, device: torch.device | None = None) -> torch.Tensor | None:
+        """The norm, if it needs no computation; None: it does. `device`: where it is wanted, if it is there too."""
         ...
 
     def bring(self, index: int) -> torch.Tensor:
@@ -64,6 +64,10 @@ class Gradient(torch.Tensor):
     def renew(self) -> None:
         """A new gradient has arrived."""
         self.factor, self.here, self.spent, self.is_cleared = None, None, "", False
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.factor is None and self.here is None and not self.spent
 
     def value(self) -> torch.Tensor:
         """The gradient as a plain tensor."""
@@ -144,7 +148,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _is_untouched(g: Any) -> bool:
-    return isinstance(g, Gradient) and g.factor is None and g.here is None and not g.spent
+    return isinstance(g, Gradient) and g.is_untouched
 
 
 def _are_finite(grads: Any) -> bool:
