@@ -189,14 +189,12 @@ def reference(
     name: str, tied: bool, rule: str, narrow: bool, rows: int, clipped: str, accumulate: int, device: str, nudge: int = 0
 ) -> Any:
     """Plain training. `nudge`: a seed; weights begin a ten-millionth off, as rounding in another order may leave them."""
-    model, batch = start(name, tied, device)
+    model, batch = _nudged(name, tied, device, nudge)
     d = replace(draw(0, 0), clipped=clipped, accumulate=accumulate)
-    if nudge:
-        _nudge(model, nudge)
     model, batch = model.to(device), _to(batch, device)
     work = None
     if narrow:
-        work = copy.deepcopy(model)
+        work = _nudged(name, tied, device, nudge)[0].to(device)
         for w in work.parameters():
             w.data = w.data.bfloat16()
     found = head_of(model if work is None else work) if rows else None
@@ -210,10 +208,12 @@ def reference(
 
 
 @torch.no_grad()
-def _nudge(model: torch.nn.Module, seed: int) -> None:
+def _nudged(name: str, tied: bool, device: str, seed: int) -> tuple[torch.nn.Module, Any]:
+    model, batch = start(name, tied, device)
     draws = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
+    for p in model.parameters() if seed else ():
         p.mul_(1 + 1e-7 * torch.randn(p.shape, generator=draws))
+    return model, batch
 
 
 def spread(d: Draw, device: str) -> list[float]:
