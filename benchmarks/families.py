@@ -2,8 +2,8 @@
 
 python benchmarks/families.py [--only llama,unet] [--shares 70,45] [--jobs 2] [--out FILE.csv] [--page docs/families.md]
 
-Prints a line per cell, writes the CSV, and writes the page of the docs from that CSV and from `families_on_gpu.csv` beside it,
-if there. `--page-only`: from the files as they are.
+Prints a line per cell, writes the CSV (with `--only`, rows of other families stay as they are), and writes the page of the
+docs from that CSV and from `families_on_gpu.csv` beside it, if there. `--page-only`: from the files as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from families_page import write_page
+from families_page import read, write_page
 
 from holdall.api import environment
 from holdall.problem import resolve_hardware
@@ -62,9 +62,11 @@ def run(path: Path, names: list[str], shares: list[int], jobs: int) -> None:
     about = {**environment(), "transformers": transformers.__version__, "commit": commit}
     path.parent.mkdir(parents=True, exist_ok=True)
     cells: list[Cell] = []
+    others = [row for row in read(path) if row["family"] not in names] if path.exists() else []
     with path.open("w", newline="") as file, get_context("fork").Pool(jobs) as pool:
         writer = csv.DictWriter(file, [*[f.name for f in fields(Cell)], "right", *about])
         writer.writeheader()
+        writer.writerows(others)
         for found in pool.imap(partial(cells_of, shares=shares), names):
             cells += found
             for cell in found:

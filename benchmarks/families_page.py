@@ -6,6 +6,8 @@ import csv
 import textwrap
 from pathlib import Path
 
+from holdall.testing.families import FAMILIES
+
 HEAD = """# Families
 
 What `fit` does with models of many kinds, with default options. This page is written by `python benchmarks/families.py`
@@ -29,6 +31,8 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def small_part(rows: list[dict[str, str]]) -> str:
     shares = list(dict.fromkeys(row["share"] for row in rows))
+    order = {name: n for n, name in enumerate(FAMILIES)}
+    rows = sorted(rows, key=lambda row: order.get(row["family"], len(order)))
     by_name: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
         by_name.setdefault(row["family"], {})[row["share"]] = row
@@ -44,7 +48,7 @@ def small_part(rows: list[dict[str, str]]) -> str:
             "within the budget. *refused*: no",
             "plan fits; no plan that recomputes block by block (`chen`, `rotor`, `zero_offload`) fits either, unless the table",
             f"names one. {', '.join(f'{n} {r}' for r, n in counts.items() if n)} of {len(rows)} cells. torch {about['torch']},",
-            f"transformers {about['transformers']}, commit {about['commit']}. `fit` is called with default options and",
+            f"transformers {about['transformers']}, {commits_of(rows)}. `fit` is called with default options and",
             "traces the step itself.",
         ),
         "",
@@ -60,6 +64,11 @@ def small_part(rows: list[dict[str, str]]) -> str:
         lines += ["", "What was said where a cell is not *equal*:", "", "| family | share | what was said |", "|---|---|---|"]
         lines += [f"| {row['family']} | {row['share']} % | {plain_text(row['message'])} |" for row in refused]
     return "\n".join(lines) + "\n"
+
+
+def commits_of(rows: list[dict[str, str]]) -> str:
+    found = list(dict.fromkeys(row["commit"] for row in rows))
+    return f"{'commit' if len(found) == 1 else 'commits'} {', '.join(found)}"
 
 
 def wrapped(*sentences: str) -> list[str]:
@@ -87,7 +96,7 @@ def mid_size_part(rows: list[dict[str, str]]) -> str:
         "",
         *wrapped(
             f"`python benchmarks/families_on_gpu.py` on one {about['hardware']}, torch {about['torch']}, transformers",
-            f"{about['transformers']}, commits {', '.join(dict.fromkeys(row['commit'] for row in rows))}.",
+            f"{about['transformers']}, {commits_of(rows)}.",
             '*bf16*: the model on the CPU and `precision="bf16"`, against bf16 working copies with fp32 masters; *autocast*:',
             "the fp32 model on the GPU, `torch.autocast` around the forward. One batch, 12 steps, gradients clipped. Losses",
             "may differ from plain's by 5 % of the loss plus 1 % of the first loss; the column says which share of that",
