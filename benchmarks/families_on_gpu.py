@@ -165,10 +165,9 @@ def _checkpointed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def ours(cell: Cell, budget: int) -> dict[str, Any]:
-    """`fit` with default options, and the user's own loop."""
+def ours(cell: Cell, budget: int, *, steps: int = STEPS, **kwargs: Any) -> dict[str, Any]:
+    """`fit` with default options (`kwargs`: or with others), and the user's own loop."""
     model, batch = cell.build()
-    kwargs: dict[str, Any] = {}
     if cell.recipe == "bf16":
         kwargs["precision"] = "bf16"
         model.cpu()
@@ -201,7 +200,7 @@ def ours(cell: Cell, budget: int) -> dict[str, Any]:
         return loss.detach(), norm
 
     cell.tell("ours")
-    row |= timed(cell, step, STEPS)
+    row |= timed(cell, step, steps)
     cell.tell("over")
     predicted, measured = harness.plan.predicted, harness.measured()
     home = next(iter(predicted.peak))
@@ -264,7 +263,8 @@ def child(asked: dict[str, Any], tell: Callable[[str], None]) -> list[dict[str, 
     cell = Cell(asked, tell)
     head = {"shape": cell.shape.name, "recipe": cell.recipe, "max_norm": cell.shape.norm}
     if asked["what"] != "reference":
-        return [{**head, "method": asked["what"], **guarded(lambda: ours(cell, asked["budget"]))}]
+        options = {"steps": asked.get("steps", STEPS), **asked.get("fit", {})}
+        return [{**head, "method": asked["what"], **guarded(lambda: ours(cell, asked["budget"], **options))}]
     if not cell.smoke:
         with contextlib.suppress(Exception):
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")

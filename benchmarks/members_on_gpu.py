@@ -1,0 +1,70 @@
+"""The planners of model states beside `auto` on one model and one budget, through `holdall.fit`.
+
+python benchmarks/members_on_gpu.py [--shape llama-3.2-3b] [--budget 24] [--planners auto,gemini,ratel:tier=host]
+                                    [--steps 6] [--out DIR] [--minutes 9] [--smoke]
+
+A planner's options follow its name, `name:option=value`. Every row is a process of its own, and the first one is plain
+training, whose losses the others must have (within the tolerance of `families_on_gpu.py`). `--smoke`: a tiny twin on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from families_on_gpu import GIB, Table, budget_for, can_fork, compare, run_child, warm_imports
+from families_shapes import SHAPES
+
+PLANNERS = "auto,zero_offload,stronghold,zero_infinity:tier=host,patrickstar,gemini,elixir,ratel:tier=host"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.2-3b", choices=list(SHAPES))
+    parser.add_argument("--recipe", default="bf16", choices=["bf16", "autocast"])
+    parser.add_argument("--budget", type=float, default=24.0, help="GiB")
+    parser.add_argument("--planners", default=PLANNERS)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no row is begun after so many")
+    parser.add_argument("--row-seconds", type=float, default=120.0)
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    began = time.monotonic()
+    folder = Path(options.out)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    table = Table(folder / ("members_smoke.csv" if options.smoke else "members_on_gpu.csv"), options.smoke)
+    warm_imports([options.shape])
+    forks = can_fork(options.smoke)
+    asked: dict[str, Any] = {"shape": options.shape, "recipe": options.recipe, "smoke": options.smoke, "untimed": False}
+    asked |= {"budget": int(options.budget * GIB), "steps": options.steps}
+    for planner in ("reference", *options.planners.split(",")):
+        left = options.minutes * 60 - (time.monotonic() - began)
+        if left < 5:
+            print("no time is left; a second call goes on from here")
+            break
+        if table.has(options.shape, options.recipe, "plain" if planner == "reference" else planner):
+            continue
+        plain = table.get(options.shape, options.recipe, "plain")
+        if options.smoke and plain:
+            asked["budget"] = budget_for("half", options.shape, [plain], plain, smoke=True)
+        row_of = {**asked, "what": planner, "fit": {} if planner == "reference" else fit_options(planner)}
+        log = folder / "logs" / f"{options.shape}-{planner.replace(':', '-')}.log"
+        for row in run_child(row_of, driver=table.driver, log=log, limit=min(options.row_seconds, left), forks=forks):
+            if planner != "reference":
+                row.setdefault("budget_gib", asked["budget"] / GIB)
+                compare(row, plain, table.get(options.shape, options.recipe, "checkpointing"))
+            table.add(row)
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def fit_options(planner: str) -> dict[str, Any]:
+    """Arguments of `fit` for `name:option=value:option=value`."""
+    name, *given = planner.split(":")
+    return {"planner": name, **dict(one.split("=", 1) for one in given)}
+
+
+if __name__ == "__main__":
+    main()
