@@ -315,6 +315,21 @@ def test_a_real_model_runs_within_its_budget_to_the_same_bits(name, share):
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
 
 
+@pytest.mark.parametrize("planner", ["dtr", "coop"])
+def test_attention_in_batched_products_is_evicted_as_rehearsed(planner):
+    """The view that folds a batch of heads (`_unsafe_view`) is no op: it costs nothing and brings nothing back."""
+    model, batch, trace = world("llama")
+    plan = holdall.plan(trace, planner=planner, budget=budget_at(trace, 0.5), hardware=machine())
+    with holdall.apply(plan, model) as harness:
+        step(model, batch)
+        model.zero_grad()
+        step(model, batch)
+    ran = harness.contexts[0].past[-1]
+    rehearsed = plan.actions[0].rehearse(holdall.types.Schedule(trace=trace, home="cpu")).counts
+    assert ran.evictions > 0
+    assert (ran.evictions, ran.reruns, ran.again) == (rehearsed.evictions, rehearsed.reruns, rehearsed.again)
+
+
 def test_where_the_devices_allocator_finds_no_place_more_is_evicted(monkeypatch):
     """Bytes are free but scattered: the op is tried again after each storage that goes."""
     plain, calls = Evictor._run, iter(range(10**6))

@@ -37,7 +37,7 @@ def nature_of(func: Any) -> Nature:
     changed = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     returned = [r for r in schema.returns if "Tensor" in str(r.type)]
     aliases = [r.alias_info is not None and not r.alias_info.is_write for r in returned]
-    is_view = bool(returned) and all(aliases) and not changed
+    is_view = func is torch.ops.aten._unsafe_view.default or (bool(returned) and all(aliases) and not changed)
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     is_batch_norm = "batch_norm" in schema.name and "backward" not in schema.name
     return Nature(is_view, not returned, is_random, is_batch_norm, changed)
