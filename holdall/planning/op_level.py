@@ -2,9 +2,10 @@
 
 Each kind of block is solved once for a falling share of the bytes that it would hold, all blocks alike, until the step fits.
 Where the whole model is small enough and nothing stands in its way, it is one graph too, and the solver sees everything at
-once. It begins with the plans of quick planners and of the blocks, as programs of that graph (`warm_start.py`), so what it
-returns is never worse than any of them, although a large graph is seldom solved to the end. The simulator has the last word:
-what it finds too large is solved again in less memory.
+once. It begins with the plans of quick planners and of the blocks, as programs of that graph (`warm_start.py`), and with what
+single steps make of them, so what it returns is never worse than any of them, although a large graph is seldom solved to the
+end. The simulator has the last word: what it finds too large is solved again in less memory. Single steps take little time, so
+they are the first to find how much memory fits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holdall.actions.reschedule.op_graph import OpGraph, op_graph
 from holdall.errors import HoldallError, unknown_name
 from holdall.planning.finish import finish, outcome_of, outcome_or_never, over_budget
 from holdall.planning.menus import kind_of
-from holdall.planning.stages import Limits, everything, in_stages, squeeze
+from holdall.planning.stages import Limits, everything, greedy, in_stages, squeeze
 from holdall.planning.warm_start import program_of
 from holdall.simulator.curve import memory_curve
 from holdall.types import Action, Outcome, Plan, Planner, Problem
@@ -31,8 +32,9 @@ from holdall.units import format_bytes, format_seconds
 Attempt = tuple[list[Action], list[str]]  # with what to say about them
 Quick = Callable[[Problem, float], Iterable[Planner]]
 
-_STARTS = 0.4  # at most, of the time, for quick planners where the whole model is solved after them
-_BLOCKS = 0.2  # the same for its blocks
+_STARTS = 0.3  # at most, of the time, for quick planners where the whole model is solved after them
+_BLOCKS = 0.15  # the same for its blocks
+_STEPS = 0.15  # and for single steps from their plans
 _AGAIN = 6  # times the solver is asked again in less memory
 _FIRST = 0.7  # of the time that is left, for one answer: the next may have to fit less memory
 _SHARES = (0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)  # of the bytes that a block holds, one after the other
@@ -72,7 +74,9 @@ def plan_by_ops(
         programs = dict.fromkeys(program_of(problem, graph, plan) for plan in plans)
         said_of_start = "what the solver began with; it found nothing faster in its time"
         starts = [p for p in programs if tried.first_fit([_as_one(graph, p, said_of_start)])]
-        tried.first_fit(_model(problem, graph, solver, starts, began + time_limit - time.perf_counter()))
+        target, stepped = _by_steps(problem, graph, starts, _STEPS * time_limit)
+        starts += [p for p in stepped if tried.first_fit([_as_one(graph, p, said_of_start)])]
+        tried.first_fit(_model(problem, graph, solver, starts, target, began + time_limit - time.perf_counter()))
     best = tried.best()
     return finish(planner, problem, best.actions, why=[*said, *best.why], began=began)
 
@@ -133,15 +137,38 @@ def _whole(problem: Problem, scope: str, nodes: int) -> tuple[OpGraph | None, li
     return None, [f"solved block by block, not as one graph: {large}"]
 
 
-def _model(problem: Problem, graph: OpGraph, solver: Solver, starts: Sequence[Program], time_limit: float) -> Iterator[Attempt]:
-    """The whole model as one graph, in the memory that nothing else needs. `starts`: programs that fit by the simulator."""
+def _by_steps(problem: Problem, graph: OpGraph, starts: Sequence[Program], time_limit: float) -> tuple[int, list[Program]]:
+    """(bytes of the graph that fit by the simulator, programs that single steps from `starts` make for them)."""
     dag = graph.dag
     target = max(_room(problem, graph), *(replay(dag, start).peak for start in starts), 0)  # as these fit, so much does
+    until = time.perf_counter() + time_limit
+    less, found = target, []
+    for n in range(_AGAIN):
+        staged = greedy(dag, Limits(budget=less), starts=starts, until=until)
+        if staged is None or not _can_be_run(graph, staged.program):
+            break
+        found.append(staged.program)
+        excess = _excess(problem, [graph.action(staged.program)])
+        if not excess:
+            return less, found
+        if time.perf_counter() > until:
+            break
+        less -= excess + n * less // 200  # in growing steps, or it takes too many
+    return target, found
+
+
+def _model(
+    problem: Problem, graph: OpGraph, solver: Solver, starts: Sequence[Program], target: int, time_limit: float
+) -> Iterator[Attempt]:
+    """The whole model as one graph in so many bytes. `starts`: programs that fit by the simulator."""
+    dag = graph.dag
     until = time.perf_counter() + time_limit
     for n in range(_AGAIN):
         problem.progress("solving", n, _AGAIN, f"{len(dag)} nodes")
         left = max(until - time.perf_counter(), 0.1)
         found = solver(dag, target, loss=graph.middle, saved_budget=None, seconds=left * _FIRST, starts=starts)
+        if found.program is None and starts:
+            return
         if found.program is None:  # how little memory would do is worth knowing
             small = squeeze(everything(dag), Limits(budget=dag.floor)).program
             why = "no program fits" if found.status == "infeasible" else "the time limit was reached without a program for"

@@ -2,7 +2,7 @@
 
 The form that Checkmate and Moccasin search. The outputs carried into each stage determine the rest: the fewest runs, and the
 outputs carried in vain. `squeeze` and `fill` reach a good program by single steps; the exact solvers start from it, and it
-repairs a rounded solution.
+repairs a rounded solution. `improve` goes on from there for as long as there is time, where a solver proves nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from random import Random
 
 from holdall.actions.reschedule.dag import Dag, Program, Replay, replay
 from holdall.errors import InvalidInput
 
 _PROMISING = 12  # outputs that `squeeze` tries to drop at one place
+_WINDOWS = (40, 15, 6)  # parts of all stages that a round of `improve` looks at, to either side
+_SHARES = (0.3, 0.6, 1.0)  # of the recomputation in it that the round undoes
+_NOISE = 0.6  # by which its prices are wrong, so that it does not end where it began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +111,10 @@ def everything(dag: Dag) -> Staged:
     return complete(dag, [(1 << t) - 1 for t in range(len(dag) + 1)])
 
 
-def squeeze(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
+def squeeze(staged: Staged, limits: Limits, *, until: float = inf, rng: Random | None = None) -> Staged:
     """Carry less until it fits or no step is left; each step drops the output that costs least per excess byte.
 
-    `until`: when to stop (`time.perf_counter`), fitting or not.
+    `until`: when to stop (`time.perf_counter`), fitting or not. `rng`: draws errors of the prices.
     """
     while time.perf_counter() < until and (broken := list(limits.broken(staged))):
         over = sum(excess for _, _, excess in broken)
@@ -122,6 +126,8 @@ def squeeze(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
             saved = over - sum(excess for _, _, excess in limits.broken(dropped))
             # a step that makes other places worse by as much is the last resort; this ends, since nothing is carried again
             price = (False, (dropped.seen.seconds - staged.seen.seconds) / saved) if saved > 0 else (True, float(rank))
+            if rng is not None:
+                price = price[0], price[1] * rng.uniform(1 - _NOISE, 1 + _NOISE)
             if price < best:
                 best, choice = price, dropped
         if choice is None:
@@ -142,16 +148,38 @@ def fill(staged: Staged, limits: Limits, *, until: float = inf) -> Staged:
             if time.perf_counter() >= until:
                 return staged
             tried.add((t, i))
-            before = max(s for s in range(t) if (staged.runs[s] | staged.carried[s]) >> i & 1)
-            carried = list(staged.carried)
-            for s in range(before + 1, t + 1):
-                carried[s] |= 1 << i
-            longer = complete(dag, carried)
+            longer = _carrying(staged, [(t, i)])
             if longer.seen.seconds < staged.seen.seconds and limits.allow(longer):
                 staged = longer
                 break
         else:
             return staged
+
+
+def improve(staged: Staged, limits: Limits, *, until: float, rounds: int = 1000, seed: int = 0) -> Staged:
+    """Undo some of the recomputation near one place, make room again at other prices, and keep what is no worse.
+
+    What passes the limits comes closer to them first. `rounds`: how many in a row may bring nothing.
+    """
+    rng = Random(seed)
+    best, rank = staged, _rank(staged, limits)
+    without = 0
+    while without < rounds and time.perf_counter() < until:
+        again = [(t, i) for t, runs in enumerate(best.runs) for i in bits(runs & ~(1 << t))]
+        if not again:
+            break
+        broken = [_stage_of(best, place)[0] for place, _, _ in limits.broken(best)]
+        middle = rng.choice(broken or [t for t, _ in again])
+        width, share = len(staged.dag) // rng.choice(_WINDOWS) + 1, rng.choice(_SHARES)
+        undone = [(t, i) for t, i in again if abs(t - middle) <= width and rng.random() < share]
+        tried = squeeze(_carrying(best, undone), limits, until=until, rng=rng)
+        if limits.allow(tried):
+            tried = fill(tried, limits, until=until)
+        found = _rank(tried, limits)
+        without = 0 if found < rank else without + 1
+        if found <= rank:
+            best, rank = tried, found
+    return best
 
 
 def greedy(dag: Dag, limits: Limits, *, starts: Sequence[Program] = (), until: float = inf) -> Staged | None:
@@ -169,7 +197,23 @@ def nearest(dag: Dag, limits: Limits, *, starts: Sequence[Program] = (), until: 
     for begin in (*(in_stages(dag, program) for program in starts), everything(dag)):
         squeezed = squeeze(begin, limits, until=until)
         found.append(fill(squeezed, limits, until=until) if limits.allow(squeezed) else squeezed)
-    return min(found, key=lambda s: (not limits.allow(s), sum(b[2] for b in limits.broken(s)), s.seen.seconds))
+    return min(found, key=lambda s: _rank(s, limits))
+
+
+def _rank(staged: Staged, limits: Limits) -> tuple[bool, int, float]:
+    """Smaller is better: runs allowed, excess bytes, seconds."""
+    too_often = max(staged.seen.executed) > limits.copies
+    return too_often, sum(excess for _, _, excess in limits.broken(staged)), staged.seen.seconds
+
+
+def _carrying(staged: Staged, again: Sequence[tuple[int, int]]) -> Staged:
+    """The program that carries these outputs into these stages, (stage, output), where it would run them again."""
+    carried = list(staged.carried)
+    for t, i in again:
+        before = max(s for s in range(t) if (staged.runs[s] | staged.carried[s]) >> i & 1)
+        for s in range(before + 1, t + 1):
+            carried[s] |= 1 << i
+    return complete(staged.dag, carried)
 
 
 def closure(dag: Dag, wanted: int, have: int) -> int:

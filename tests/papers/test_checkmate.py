@@ -310,10 +310,10 @@ def test_sizes_in_bytes_and_seconds_in_microseconds_change_nothing():
 def test_at_the_time_limit_the_best_so_far_comes_with_its_gap():
     dag = training(30)
     budget = int(replay(dag, dag.once).peak * 0.4)
-    found = solve(dag, budget, time_limit=0.6)
+    found = solve(dag, budget, time_limit=3.0)  # less, and a busy machine finds none
     assert found.status in ("feasible", "optimal")  # a fast machine may prove it
     assert 0 < found.gap < 0.5 or found.status == "optimal"
-    assert found.seconds < 10
+    assert found.seconds < 30
     assert replay(dag, found.program).peak <= budget
 
 

@@ -1,9 +1,12 @@
 """Exact planners of recomputation (checkmate, moccasin) against the heuristics on a tiny GPT-2 and a tiny Llama.
 
-They begin with the heuristics' plans as programs of the model's graph, so by the simulator they are never slower, whatever time
-the solver has. The whole table, with measured peaks, is made by `benchmarks/exact_planners.py`.
+They begin with the heuristics' plans as programs of the model's graph, and with what single steps make of these, so by the
+simulator they are never slower, whatever time the solver has. The whole table, with measured peaks, is made by
+`benchmarks/exact_planners.py`.
 """
 
+import random
+import time
 from functools import cache
 
 import pytest
@@ -23,6 +26,7 @@ from holdall.planners.rockmate import Rockmate
 from holdall.planners.rotor import Rotor
 from holdall.planning.finish import outcome_of, over_budget
 from holdall.planning.op_level import plan_by_ops
+from holdall.planning.stages import Limits, improve, nearest
 from holdall.planning.warm_start import program_of
 from holdall.problem import make_problem
 from holdall.testing.worlds import machine
@@ -98,9 +102,12 @@ def helpless(dag, budget, **given):
 @pytest.mark.parametrize(("name", "share"), [("gpt2", 70), ("gpt2", 50), ("llama", 60), ("llama", 50)])
 def test_whatever_the_solver_finds_no_heuristic_is_faster(name, share):
     here = problem(name, share)
-    plan = plan_by_ops(Checkmate(), here, helpless, scope="auto", nodes=300, time_limit=1.0, quick=lambda *_: HEURISTICS)
+    plan = plan_by_ops(Checkmate(), here, helpless, scope="model", nodes=300, time_limit=9.0, quick=lambda *_: HEURISTICS)
     assert "one graph" in plan.why[0] and "began with" in plan.why[1]
-    assert plan.predicted.seconds <= min(p.predicted.seconds for p in by_heuristics(name, share)) * (1 + 1e-9)
+    fastest = min(p.predicted.seconds for p in by_heuristics(name, share))
+    assert plan.predicted.seconds <= fastest * (1 + 1e-9)
+    if (name, share) == ("gpt2", 50):  # where single steps gain what no heuristic has
+        assert plan.predicted.seconds < fastest * (1 - 1e-3)
 
 
 def test_every_heuristic_is_asked_and_one_that_fails_is_left_out():
@@ -163,3 +170,40 @@ def test_a_solver_without_time_returns_its_start(solver, monkeypatch):
     found = solve(dag, budget, time_limit=0.01, starts=[start.program])
     assert found.program is not None and found.cost <= start.cost
     assert replay(dag, found.program).peak <= budget
+
+
+def layered(seed, count=24, width=4):
+    """Layers of nodes that read some of the layer before, and now and then one of long ago."""
+    rng = random.Random(seed)
+    deps = []
+    for i in range(count):
+        before = range((i // width - 1) * width, i // width * width) if i >= width else ()
+        reads = set(rng.sample(before, rng.randint(1, 3))) if before else set()
+        if i // width > 2 and rng.random() < 0.15:
+            reads.add(rng.randrange((i // width - 1) * width))
+        deps.append(tuple(sorted(reads)))
+    cost, size = (tuple(rng.randint(1, 10) for _ in range(count)) for _ in range(2))
+    return Dag(cost=cost, size=size, deps=tuple(deps))
+
+
+@pytest.mark.parametrize(("seed", "fits"), [(0, False), (8, True)])
+def test_rounds_of_steps_fit_where_one_pass_does_not_and_are_cheaper_where_it_does(seed, fits):
+    dag = layered(seed)
+    limits = Limits(budget=replay(dag, dag.once).peak * 9 // 10)
+    near = nearest(dag, limits)
+    assert limits.allow(near) == fits
+    better = improve(near, limits, until=time.perf_counter() + 60, rounds=60)
+    assert limits.allow(better)
+    assert replay(dag, better.program).peak <= limits.budget
+    assert not fits or better.seen.seconds < 0.95 * near.seen.seconds
+    assert improve(near, limits, until=time.perf_counter() + 60, rounds=60).program == better.program
+
+
+def test_rounds_of_steps_end_with_their_time_and_keep_the_limits():
+    dag = layered(0)
+    limits = Limits(budget=replay(dag, dag.once).peak * 9 // 10, copies=2)
+    near = nearest(dag, limits)
+    assert improve(near, limits, until=time.perf_counter()) is near
+    better = improve(near, limits, until=time.perf_counter() + 1.0)
+    assert max(better.seen.executed) <= 2
+    assert sum(e for _, _, e in limits.broken(better)) <= sum(e for _, _, e in limits.broken(near))

@@ -133,27 +133,34 @@ def uniform(layers: int) -> Dag:
 
 def replay(dag: Dag, program: Program) -> Replay:
     """Simulate the program. `InvalidInput` names the node of an illegal one and the input it lacks."""
-    frees = _frees(dag, program)
-    live: set[int] = set()
-    held = 0
-    during, after = [], []
+    used: list[int | None] = [None] * len(dag)  # the last run so far that made or read each output
+    frees = [0] * len(program)
     executed = [0] * len(dag)
     for place, node in enumerate(program):
+        if not 0 <= node < len(dag):
+            raise InvalidInput(f"the program runs node {node}; the graph has nodes 0..{len(dag) - 1}")
         for d in dag.deps[node]:
-            if d not in live:
+            if used[d] is None:
                 raise InvalidInput(f"run {place} of the program, node {node}, needs node {d}, which was not run before")
-        live.add(node)  # it was not live: its last output was freed after its last use
+            used[d] = place
+        if (last := used[node]) is not None:  # the output of its run before was freed there
+            frees[last] += dag.size[node]
+        used[node] = place
         executed[node] += 1
+    for node, last in enumerate(used):
+        if last is None:
+            raise InvalidInput(f"node {node} is never run")
+        if executed[node] > 1 and node in dag.fixed:
+            raise InvalidInput(f"node {node} is fixed to one run and is run {executed[node]} times")
+        if node not in dag.keep:
+            frees[last] += dag.size[node]
+    held = 0
+    during, after = [], []
+    for node, freed in zip(program, frees, strict=True):
         held += dag.size[node]
         during.append(held + dag.extra[node])
-        live -= frees[place]
-        held -= sum(dag.size[i] for i in frees[place])
+        held -= freed
         after.append(held)
-    for node, times in enumerate(executed):
-        if times == 0:
-            raise InvalidInput(f"node {node} is never run")
-        if times > 1 and node in dag.fixed:
-            raise InvalidInput(f"node {node} is fixed to one run and is run {times} times")
     seconds = float(sum(dag.cost[i] for i in program))
     peak = max(during, default=0)
     return Replay(peak=peak, seconds=seconds, during=tuple(during), after=tuple(after), executed=tuple(executed))
@@ -164,16 +171,3 @@ def fits(dag: Dag, program: Program, budget: int, *, loss: int | None = None, sa
     seen = replay(dag, program)
     saved = seen.after[program.index(loss)] if loss is not None and saved_budget is not None else 0
     return seen.peak <= budget and (saved_budget is None or saved <= saved_budget)
-
-
-def _frees(dag: Dag, program: Program) -> list[set[int]]:
-    """For each run, the outputs that it uses for the last time before they are made again."""
-    wanted = set(dag.keep)
-    frees: list[set[int]] = []
-    for node in reversed(program):
-        if not 0 <= node < len(dag):
-            raise InvalidInput(f"the program runs node {node}; the graph has nodes 0..{len(dag) - 1}")
-        frees.append({i for i in (*dag.deps[node], node) if i not in wanted})
-        wanted.discard(node)
-        wanted.update(dag.deps[node])
-    return frees[::-1]

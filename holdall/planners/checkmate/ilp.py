@@ -26,10 +26,11 @@ from holdall.actions.reschedule.dag import Answer, Dag, Program, Status, answer
 from holdall.errors import InvalidInput
 from holdall.planning import highs
 from holdall.planning.highs import Floats, Ints, Model
-from holdall.planning.stages import Limits, Staged, complete, everything, fill, greedy, ruled, squeeze
+from holdall.planning.stages import Limits, Staged, complete, everything, fill, greedy, improve, ruled, squeeze
 
 Goal = Literal["cost", "peak", "saved"]
 _COARSE = 10_000  # a budget of more units is scaled to as many: solvers work to absolute tolerances
+_PROGRAM = 0.6  # of the time that is left, for the integer program; single steps go on from what it does not prove
 _THRESHOLDS = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9)
 
 
@@ -80,15 +81,19 @@ def solve(
     if best and _met(best, bound, gap):
         return done(best, bound, "optimal")
     mip = Mip(dag, limits)
-    found = highs.solve(mip.model, time_limit=left(), gap=gap, start=mip.start(best) if best else None)
-    if found.x is None:
-        return done(best, bound, "feasible" if best else "infeasible" if found.status == "infeasible" else "unknown")
-    bound = max(bound, found.bound * mip.cost_unit)
-    staged = squeeze(
-        complete(dag, mip.carried(found.x)), limits, until=until + 1.0
-    )  # rounded to whole numbers, it may be some bytes too large
-    best = min((b for b in (best, staged) if b and limits.allow(b)), key=lambda b: b.seen.seconds, default=None)
-    return done(best, bound, "unknown" if best is None else "optimal" if _met(best, bound, gap) else "feasible")
+    found = highs.solve(mip.model, time_limit=_PROGRAM * left(), gap=gap, start=mip.start(best) if best else None)
+    if found.x is None and found.status == "infeasible" and best is None:
+        return done(None, bound, "infeasible")
+    if found.x is not None:
+        bound = max(bound, found.bound * mip.cost_unit)
+        whole = complete(dag, mip.carried(found.x))
+        staged = squeeze(whole, limits, until=until + 1.0)  # rounded to whole numbers, it may be some bytes too large
+        best = min((b for b in (best, staged) if b and limits.allow(b)), key=lambda b: b.seen.seconds, default=None)
+    if best is None:
+        return done(None, bound, "unknown")
+    if not _met(best, bound, gap):
+        best = improve(best, limits, until=until)
+    return done(best, bound, "optimal" if _met(best, bound, gap) else "feasible")
 
 
 def least(

@@ -6,8 +6,8 @@ at its own. An output is held from the event at which it is made to its last rea
 all the freedom there is, so variables grow with the nodes and not with their square. A budget that needs more runs
 of a node than `copies` is infeasible here.
 
-Two phases: a point within the budget first, by least peak where single steps (`_stages.squeeze`) do not reach one; then the
-cheapest, with that point as a hint.
+Two phases: a point within the budget first, by least peak where single steps (`planning/stages.py`) do not reach one; then the
+cheapest, with that point as a hint. Where the time ends before the proof, single steps go on from the best point.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any
 
 from holdall.actions.reschedule.dag import Answer, Dag, Program, Status, answer, fits
 from holdall.errors import InvalidInput, Unsupported
-from holdall.planning.stages import Limits, fill, in_stages, nearest, ruled
+from holdall.planning.stages import Limits, fill, improve, in_stages, nearest, ruled
 
 _FINE = 1_000_000  # steps in which costs that are no whole numbers are counted, over the dearest node
 _FIRST = 0.8  # of the time that is left, at most, for the first phase: without its point there is nothing to improve
 _GREEDY = 0.25  # of the time, at most, for the steps before it
+_SECOND = 0.7  # of the time that is left, for the second phase; the rest is for single steps
+_IN_VAIN = 60  # rounds of steps that come no closer to the budget before the first phase begins
 
 
 def solve(
@@ -58,6 +60,8 @@ def solve(
     until = began + time_limit
     limits = replace(limits, copies=copies)
     near = nearest(dag, limits, starts=starts, until=began + _GREEDY * time_limit)
+    if not limits.allow(near):
+        near = improve(near, limits, until=began + _GREEDY * time_limit, rounds=_IN_VAIN, seed=seed)
     first = near.program if limits.allow(near) else None
     if first == dag.once:
         return done(first, float(sum(dag.cost)), "optimal")
@@ -67,9 +71,11 @@ def solve(
         if found.program is None or not fits(dag, found.program, budget, loss=loss, saved_budget=saved_budget):
             return done(None, inf if found.solved else float(sum(dag.cost)), "infeasible" if found.solved else "unknown")
         first = fill(in_stages(dag, found.program), limits, until=until).program
-    found = search.run(until - time.perf_counter(), hint=first)
-    best = first if found.program is None else found.program
-    return done(best, found.bound, "optimal" if found.solved else "feasible")
+    found = search.run(_SECOND * (until - time.perf_counter()), hint=first)
+    best = in_stages(dag, first if found.program is None else found.program)
+    if found.solved:
+        return done(best.program, found.bound, "optimal")
+    return done(improve(best, limits, until=until, seed=seed).program, found.bound, "feasible")
 
 
 @dataclass(frozen=True, kw_only=True)
