@@ -17,13 +17,13 @@ from holdall.runtime.states.gradients.offloaded import Gradient
 from holdall.updates.interception import Interception
 
 
-class Watcher(Protocol):
+class HasMasters(Protocol):
     def home_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The master of a working copy; any other tensor is returned as it is."""
         ...
 
 
-def _total_norm(original: Callable[..., Any], _: list[Watcher], tensors: Any, norm_type: float = 2.0, *rest: Any) -> Any:
+def _total_norm(original: Callable[..., Any], _: list[HasMasters], tensors: Any, norm_type: float = 2.0, *rest: Any) -> Any:
     """torch's `_get_total_norm`: the same norms in the same order, without asking for each."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not any(type(g) is Gradient for g in grads) or float(norm_type) != 2 or (rest and rest[0]):
@@ -45,7 +45,7 @@ def _norm(grad: torch.Tensor, device: torch.device) -> torch.Tensor | None:
 
 def _scale(
     original: Callable[..., None],
-    watching: list[Watcher],
+    watching: list[HasMasters],
     parameters: Any,
     max_norm: float,
     total_norm: torch.Tensor,
@@ -66,18 +66,18 @@ def _scale(
             grad.times(unit.grad)  # type: ignore[union-attr]
 
 
-def _homes(parameters: Iterable[torch.Tensor], watching: Sequence[Watcher]) -> list[torch.Tensor]:
+def _homes(parameters: Iterable[torch.Tensor], watching: Sequence[HasMasters]) -> list[torch.Tensor]:
     found = list(parameters)
     for watcher in watching:
         found = [watcher.home_of(p) for p in found]
     return found
 
 
-_norms: Interception[Watcher] = Interception(clip_grad, "_get_total_norm", _total_norm)
-_scales: Interception[Watcher] = Interception(clip_grad, "_clip_grads_with_norm_", _scale)
+_norms: Interception[HasMasters] = Interception(clip_grad, "_get_total_norm", _total_norm)
+_scales: Interception[HasMasters] = Interception(clip_grad, "_clip_grads_with_norm_", _scale)
 
 
-def watch_clipping(watcher: Watcher) -> Callable[[], None]:
+def watch_clipping(watcher: HasMasters) -> Callable[[], None]:
     """Clip in one call from now on; returns the undo function."""
     if not hasattr(clip_grad, "_get_total_norm") or not hasattr(clip_grad, "_clip_grads_with_norm_"):
         return lambda: None  # another version of torch: each gradient answers for itself
