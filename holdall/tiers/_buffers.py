@@ -11,13 +11,16 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from holdall.errors import OverBudget
 from holdall.tiers._chaos import current
 from holdall.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    from holdall.tiers import Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +52,7 @@ class Buffers:
         self.peak = 0
         self.held = 0
         self.sent = self.fetched = 0  # bytes copied into buffers, and out of them
+        self.saved = self.loaded = 0  # the same, from and to the host's memory
         self._prepare = prepare  # after a buffer is made
         self._dispose = dispose  # before its memory goes
         self._kept: dict[int, deque[Buffer]] = {}  # by size; oldest first, for its copies are the most likely to be over
@@ -145,6 +149,8 @@ class Rooms(Protocol):
     peak: int
     sent: int
     fetched: int
+    saved: int
+    loaded: int
 
     @property
     def held(self) -> int: ...
@@ -183,8 +189,40 @@ class Counted:
     def fetched(self) -> int:
         return self._buffers.fetched
 
+    @property
+    def saved(self) -> int:
+        return self._buffers.saved
+
+    @property
+    def loaded(self) -> int:
+        return self._buffers.loaded
+
     def begin_anew(self) -> None:
         self._buffers.begin_anew()
+
+
+class InHostMemory(Counted):
+    """A store whose bytes lie in memory that the host's processors reach."""
+
+    _buffers: Buffers
+
+    def memory(self, ticket: Ticket) -> torch.Tensor:
+        return bytes_of(ticket.buffer.storage)
+
+    def arrived(self, ticket: Ticket) -> None:
+        raise NotImplementedError
+
+    def load(self, ticket: Ticket, begin: int, target: torch.Tensor, *, after: Sequence[Any] = ()) -> Any:
+        for copy in after:
+            copy.wait()
+        self.arrived(ticket)
+        self._buffers.loaded += target.nbytes
+        copy_tensor(target, self.memory(ticket)[begin : begin + target.nbytes])
+
+    def save(self, ticket: Ticket, begin: int, source: torch.Tensor) -> Any:
+        self.arrived(ticket)
+        self._buffers.saved += source.nbytes
+        copy_tensor(self.memory(ticket)[begin : begin + source.nbytes], source)
 
 
 def _map(nbytes: int) -> mmap.mmap:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from holdall.errors import DiskError, OverBudget
-from holdall.tiers._disk_files import PAGE, DiskFile
-from holdall.types.layout import round_up
+from holdall.tiers._disk_files import DiskFile
+from holdall.types.layout import PAGE, round_up
 from holdall.units import format_bytes
 
 
@@ -69,8 +69,9 @@ class Extent:
 
     @property
     def is_direct(self) -> bool:
-        """Whether any of its files is read and written past the page cache."""
-        return self.mapped is None and any(space.file.is_direct for space, _, _ in self.parts)
+        """Whether any of its files is read and written past the page cache; what is mapped, only where a mapping sees that."""
+        files = [space.file for space, _, _ in self.parts]
+        return any(file.is_direct for file in files) and (self.mapped is None or all(file.is_coherent for file in files))
 
     def at(self, begin: int) -> tuple[DiskFile, int]:
         """The file and the offset of a byte."""
@@ -103,6 +104,7 @@ class Extents:
         self.capacity = capacity
         self.used = self.peak = 0
         self.sent = self.fetched = 0  # bytes copied into files, and out of them
+        self.saved = self.loaded = 0  # the same, from and to the host's memory
         self._spaces = [FileRoom(file) for file in files]
         self._stripe = stripe
         self._out: set[Extent] = set()

@@ -25,7 +25,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffers, Counted, be_idle, bytes_of
+from holdall.tiers._buffers import Buffers, InHostMemory, be_idle, bytes_of
 from holdall.tiers._chaos import current
 from holdall.tiers._pinning import pin, unpin
 from holdall.units import MiB
@@ -33,7 +33,7 @@ from holdall.units import MiB
 _PIECE = 64 * MiB
 
 
-class Cpu(Counted):
+class Cpu(InHostMemory):
     name: ClassVar[str] = "cpu"
     serves: ClassVar[frozenset[str]] = frozenset({"cuda"})
     _buffers: Buffers
@@ -147,9 +147,6 @@ class Cpu(Counted):
             ticket.buffer = self._buffers.take(nbytes, prepare=pinned)
             be_idle(ticket.buffer)  # the host may write into it at once
         return ticket
-
-    def memory(self, ticket: Ticket) -> torch.Tensor:
-        return bytes_of(ticket.buffer.storage)
 
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: torch.cuda.Event | None = None) -> None:
         self.wait(ticket)  # of an earlier push

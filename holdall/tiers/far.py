@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffers, Counted, bytes_of, copy_bytes, copy_tensor
+from holdall.tiers._buffers import Buffers, InHostMemory, bytes_of, copy_bytes, copy_tensor
 from holdall.tiers._chaos import Line, current
 
 
-class Far(Counted):
+class Far(InHostMemory):
     name: ClassVar[str] = "far"
     serves: ClassVar[frozenset[str]] = frozenset({"cpu"})
     _buffers: Buffers
@@ -88,9 +88,6 @@ class Far(Counted):
         if nbytes:
             ticket.buffer = self._buffers.take(nbytes)
         return ticket
-
-    def memory(self, ticket: Ticket) -> torch.Tensor:
-        return bytes_of(ticket.buffer.storage)
 
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
         chaos = current()

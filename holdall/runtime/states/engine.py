@@ -13,10 +13,10 @@ Code that touches a master whose update is still running waits for it.
 
 The engine creates the units, receives the hooks, and calls its parts in order:
 
-    weight_streaming.py  streamed weights                 evaluation.py            forwards without gradients, cached weights
-    grad_store.py        gradients until their update     update_speculative.py    updates begun before the loop can clip
-    optimizer_step.py    updates when they are due        update_weights_first.py  updates whose weights are computed first
-    pending.py           updates that are running
+    weights/streaming.py        streamed weights                evaluation.py                forwards without gradients
+    gradients/collector.py      gradients until their update    updating/speculative.py      begun before the loop can clip
+    updating/optimizer_step.py  updates when they are due       updating/weights_first.py    whose weights are computed first
+    updating/pending.py         updates that are running        updating/in_stretches.py     of states on a disk
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.guard import watch_calls
 from holdall.runtime.states.placement import Placing
 from holdall.runtime.states.unit import HOST, Member, PlacedUnit, find_members
+from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.optimizer_step import BACKWARD, SPILL, STEP, Stepping
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.updating.pending import Pending
@@ -81,6 +82,9 @@ class Engine:
         self.away: set[int] = set()  # storages on the host, which the device's byte count leaves out
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         self._passing = UpdateViaDevice(self.updater) if self.updater is not None else None
+        self._stretched = (
+            InStretches(self.updater, stretch=placing.stretch, buffers=placing.buffers) if self.updater is not None else None
+        )
         _check(model, optimizer)
         self._reads = WeightReads(self._bring, self._catch_up)
         self._take_slots_off = put_slots(model, self._reads)
@@ -105,6 +109,7 @@ class Engine:
         )
         self._stepping: Stepping | None = None
         if self.updater is not None and self._passing is not None and beside is not None and ahead is not None:
+            assert self._stretched is not None
             self._stepping = Stepping(
                 self.units,
                 self.updater,
@@ -113,6 +118,7 @@ class Engine:
                 self._pending,
                 beside,
                 ahead,
+                self._stretched,
                 when=self.when,
                 slots=placing.slots,
                 weights_first=is_beside,
@@ -143,12 +149,18 @@ class Engine:
             asked = Counter[str]()
             for unit in self.units:
                 asked.update(unit.far_bytes(into_store=into_store, share=share))
+            if self._stretched is not None:
+                asked.update(self._stretched.far_bytes(self.units))
             for tier, nbytes in asked.items():
                 self.store.free(self.store.reserve(nbytes, pinned=False, tier=tier))
         try:
             for unit in self.units:
                 self._set_up_unit(unit, into_store=into_store, share=share)
+            if self._stretched is not None:
+                self._stretched.adopt(self.units)
         except BaseException:  # not enough memory: undo everything
+            if self._stretched is not None:
+                self._stretched.close()
             for unit in self.units:
                 unit.put_back(self.store, in_store=False)
             raise
@@ -183,14 +195,14 @@ class Engine:
         if self.optimizer is not None:
             add(self.optimizer.register_step_pre_hook(self._before_step).remove)
             add(self.optimizer.register_step_post_hook(self._after_step).remove)
-            add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
+            add(self.optimizer.register_state_dict_pre_hook(lambda _: self._settle_whole()).remove)
             add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
         add(put_method(self.model, "zero_grad", self._zero_grad))
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):  # it would move its weights out of the memory that is fetched into
                 add(put_method(module, "flatten_parameters", lambda: None))
         self._undo += self._evaluating.watch(self.model, calls)
-        add(self.model.register_state_dict_pre_hook(lambda *_: self.rest()).remove)
+        add(self.model.register_state_dict_pre_hook(lambda *_: self._rest_whole()).remove)
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
 
@@ -229,11 +241,13 @@ class Engine:
             unit.put_back(self.store, in_store=has_moved)
         if self._beside is not None:
             self._beside.free_spares()
+        if self._stretched is not None:
+            self._stretched.close()
         for home, grad in kept:
             home.grad = grad.to(home.device)
         self.units.clear()
         self._collector.close()
-        self._stepping = self._beside = self._passing = self.updater = None
+        self._stepping = self._beside = self._passing = self._stretched = self.updater = None
 
     # forward
 
@@ -428,6 +442,16 @@ class Engine:
         self.streaming.release_all()
         self._swap(False)
 
+    def _settle_whole(self) -> None:
+        """`settle`; raise if states cannot be saved, because an update of them was interrupted."""
+        self.settle()
+        for unit in self.units:
+            unit.check_whole()
+
+    def _rest_whole(self) -> None:
+        self._settle_whole()
+        self.rest()
+
     def refresh(self) -> None:
         """The masters were changed from outside: copy them to the working weights."""
         self._pending.finish_all()
@@ -445,7 +469,7 @@ class Engine:
         """The optimizer has loaded new states: copy those on the host into their buffers."""
         self.settle()
         if self._passing is not None:
-            self._passing.refill_chunks(self.units)
+            self._passing.refill_chunks(self.units, self._stretched)
 
     def work_of(self, tensor: Any) -> Any:
         """The working copy that currently replaces a parameter; any other tensor is returned as it is."""
@@ -518,7 +542,7 @@ class Engine:
     def outside(self) -> int:
         """Bytes of masters and states in ordinary (not the store's) host memory."""
         homes = (
-            sum(m.home.nbytes for u in self.units if u.update == HOST and u.homes is None for m in u.members)
+            sum(m.home.nbytes for u in self.units if u.update == HOST and u.homes is None for m in u.at_home)
             if self.device.type == "cuda"
             else 0
         )

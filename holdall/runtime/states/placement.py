@@ -24,6 +24,8 @@ class Placing:
     overlap: bool = True
     release: str = ""
     prefetch: int = 1
+    stretch: int = 1
+    buffers: int = 1
 
 
 def device_of(model: torch.nn.Module, plan: Plan) -> torch.device:
