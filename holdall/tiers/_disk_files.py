@@ -57,6 +57,11 @@ class DiskFile:
             _said.add(str(folder))
             logger.warning("`%s` does not take O_DIRECT: bytes pass through the system's page cache", folder)
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file as it is seen through the page cache."""
+        return self._plain
+
     def grow(self, length: int) -> None:
         """Reserve so much; a disk without the room refuses here, before anything is written there."""
         more = length - self.length

@@ -10,6 +10,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,24 @@ from holdall.errors import DiskError, OverBudget
 from holdall.tiers._disk_files import DiskFile
 from holdall.types.layout import PAGE, round_up
 from holdall.units import format_bytes
+
+_mapped: dict[int, Extent] = {}  # by address
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file that is open."""
+
+    descriptor: int
+    offset: int
+    nbytes: int
+
+
+def in_files(address: int, nbytes: int) -> list[FilePart]:
+    """The parts of files that this memory is a mapping of, in order; empty: it is not."""
+    for begin, extent in list(_mapped.items()):
+        if begin <= address and address + nbytes <= begin + extent.nbytes:
+            return list(extent.parts_of(address - begin, nbytes))
+    return []
 
 
 class FileRoom:
@@ -79,6 +98,15 @@ class Extent:
         space, offset, _ = self.parts[stripe % len(self.parts)]
         return space.file, offset + stripe // len(self.parts) * self.stripe + inside
 
+    def parts_of(self, begin: int, nbytes: int) -> Iterator[FilePart]:
+        """What lies together in a file, of these bytes."""
+        end = begin + nbytes
+        while begin < end:
+            stop = end if len(self.parts) == 1 else min(end, begin - begin % self.stripe + self.stripe)
+            file, offset = self.at(begin)
+            yield FilePart(file.descriptor, offset, stop - begin)
+            begin = stop
+
     def memory(self) -> torch.Tensor:
         """The bytes as memory: the system reads pages when they are touched, and writes them back when it sees fit."""
         if self.mapped is None:
@@ -87,6 +115,7 @@ class Extent:
             for begin, size in self._stretches():
                 file, offset = self.at(begin)
                 file.map(self.mapped.data_ptr() + begin, round_up(size, PAGE), offset)
+            _mapped[self.mapped.data_ptr()] = self
         return self.mapped
 
     def _stretches(self) -> Iterator[tuple[int, int]]:
@@ -176,22 +205,31 @@ class Extents:
             self._out.remove(extent)
             self.used -= extent.nbytes
             _let_go(extent.parts)
+            _forget(extent)
 
     def begin_anew(self) -> None:
         """What is out becomes void; the files stay as long as they are. The peak is counted from here on."""
         with self._lock:
             for extent in self._out:
                 _let_go(extent.parts)
+                _forget(extent)
             self._out.clear()
             self.used = self.peak = 0
 
     def clear(self) -> None:
         """Remove the files."""
         with self._lock:
+            for extent in self._out:
+                _forget(extent)
             self._out.clear()
             self.used = 0
             for space in self._spaces:
                 space.file.close()
+
+
+def _forget(extent: Extent) -> None:
+    if extent.mapped is not None:
+        _mapped.pop(extent.mapped.data_ptr(), None)
 
 
 def _let_go(parts: Sequence[tuple[FileRoom, int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""Masters and optimizer states on a disk, updated in stretches: the bits of plain training, every byte counted, clear errors."""
+"""Masters and optimizer states on a disk, updated in stretches: the bits of plain training, every byte counted."""
 
 import copy
 import errno
@@ -17,7 +17,7 @@ from torch import nn
 
 import holdall
 from holdall.actions.place import Place, streamable
-from holdall.errors import DiskError, OverBudget, Unsupported
+from holdall.errors import DiskError, HoldallError, OverBudget, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.simulator import simulate
@@ -217,7 +217,7 @@ def test_more_buffers_are_never_slower_and_hide_the_disk():
 
 
 def test_reads_updates_and_writes_overlap(monkeypatch):
-    """The disk stands still on both sides until an update runs beside them: were they one after the other, nobody would go on."""
+    """Whoever reads, updates or writes says so for a while, and is seen beside the others."""
     _, plan = planned()
     model, optimizer = fresh()
     harness = holdall.apply(plan, model, optimizer)
@@ -281,9 +281,8 @@ def test_every_budget_is_kept_and_a_full_disk_refused_before_anything_is_written
     for tier in ("far", "nvme"):
         tight = replace(plan, budget={**plan.budget, tier: plan.predicted.peak[tier] - 1})
         model, optimizer = fresh()
-        with pytest.raises(OverBudget, match=f"`{tier}`"):
-            with holdall.apply(tight, model, optimizer):
-                steps(model, optimizer)
+        with pytest.raises(OverBudget, match=f"`{tier}`"), holdall.apply(tight, model, optimizer):
+            steps(model, optimizer)
     before = fresh()
     plain, writes = os.posix_fallocate, []
 
@@ -324,8 +323,8 @@ def test_an_error_in_an_update_is_one_clear_line_and_what_is_torn_is_not_saved(c
         with pytest.raises(DiskError, match="Input/output error") as raised:
             steps(model, optimizer, 1)
             optimizer.state_dict()
-    assert "checkpoint" in raised.value.hint or "folder" in raised.value.hint
-    with pytest.raises(DiskError, match="some of its states are new, some are old"):
+    assert "holdall.load_checkpoint" in raised.value.hint
+    with pytest.raises(HoldallError, match="some states of the model are new, some are old; the one of step 1 is intact"):
         holdall.save_checkpoint(tmp_path / "run", model, optimizer, step=2)
     del raised
     gc.collect()
@@ -369,6 +368,45 @@ def test_a_checkpoint_of_states_on_disk_goes_on_under_any_plan(tmp_path, precisi
             losses.append(loss.item())
             del loss
         assert losses == expected
+
+
+def test_a_checkpoint_is_copied_from_file_to_file_and_whole_pages_lie_on_page_boundaries(tmp_path, monkeypatch):
+    """So a file system that can shares the blocks, and nothing need fit into memory."""
+    _, plan = planned(width=64)  # the weights fill whole pages
+    model, optimizer = fresh(width=64)
+    copied, plain = [], os.copy_file_range
+
+    def copying(source, target, count, offset, at):
+        copied.append((count, offset, at))
+        return plain(source, target, count, offset, at)
+
+    with holdall.apply(plan, model, optimizer):
+        steps(model, optimizer, 1, width=64)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "copy_file_range", copying)
+            holdall.save_checkpoint(tmp_path, model, optimizer, step=1)
+        expected = [p.detach().clone() for p in model.parameters()]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "copy_file_range", lambda *_: _raise(errno.EIO))
+            with pytest.raises(
+                HoldallError, match=r"save the checkpoint of step 2: .*Input/output error; the one of step 1 is intact"
+            ):
+                holdall.save_checkpoint(tmp_path, model, optimizer, step=2)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "copy_file_range", lambda *_: _raise(errno.EXDEV))  # between two file systems
+            holdall.save_checkpoint(tmp_path, model, optimizer, step=3)
+    size = 64 * 128 * 4
+    assert sum(count for count, _, _ in copied) >= 3 * sum(p.nbytes for p in expected)
+    assert sum(count == size for count, _, _ in copied) == 3 * 6
+    assert all(offset % PAGE == at % PAGE == 0 for count, offset, at in copied if count == size)
+    for step in (1, 3):
+        model, optimizer = fresh(width=64)
+        found = holdall.load_checkpoint(tmp_path / "checkpoints" / f"step-{step:06d}", model, optimizer)
+        assert found.step == step and all(map(torch.equal, model.parameters(), expected))
+
+
+def _raise(code):
+    raise OSError(code, os.strerror(code))
 
 
 KILLED = """

@@ -282,7 +282,7 @@ class PlacedUnit:
     def torn(self, error: Exception | None = None) -> HoldallError:
         why = f": {getattr(error, 'fact', error)}" if error is not None else " by an error of the disk"
         return DiskError(
-            f"the update of `{self.name}` was interrupted{why}; some of its states are new, some are old",
+            f"the update of `{self.name}` was interrupted{why}; some states of the model are new, some are old",
             hint="start again from the last checkpoint: `holdall.load_checkpoint`, or `holdall train --resume`",
         )
 

@@ -243,9 +243,9 @@ class InStretches:
                     self._save(stretch)
                 running.end(self)
             except BaseException as error:
-                unit.is_torn = is_begun
+                unit.is_torn = is_begun or isinstance(error, DiskError)  # else as with any error of the update
                 self._forget()
-                if isinstance(error, DiskError) and is_begun:
+                if isinstance(error, DiskError):
                     raise unit.torn(error) from error
                 raise
         return None if unit.is_streamed else self._updater.refresh(unit, order)
