@@ -23,6 +23,8 @@ from holdall.testing.chaos import chaos
 from holdall.testing.worlds import machine
 from holdall.tiers.nvme import PIECE, Nvme
 from holdall.types import Problem
+from holdall.types.layout import PAGE
+from holdall.units import MiB
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="about systems with `posix_fallocate`")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -150,21 +152,35 @@ def test_activations_on_disk_give_the_losses_of_plain_training(device, on, probe
     check_bytes(measured, plan)
 
 
+WHAT = {  # what lies on the disk
+    "weights and gradients": {"elsewhere": True},
+    "states": {"states": True},
+    "everything": {"elsewhere": True, "states": True},
+}
+PLACED = [  # device, precision, weights, when
+    *(("cpu", precision, weights, "spill") for precision in (None, "bf16") for weights in ("streamed", "resident")),
+    *(
+        ("cuda", precision, weights, when)
+        for precision in (None, "bf16")
+        for weights in ("streamed", "resident")
+        for when in ("step", "spill", "backward")
+        if torch.cuda.is_available()
+    ),
+]
+
+
 @pytest.mark.parametrize("on", [False, True], ids=["calm", "chaos"])
-@pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("when", ["step", "spill"])
-@pytest.mark.parametrize("weights", ["streamed", "resident"])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_weights_and_gradients_on_disk_train_as_those_in_host_memory(
-    device, precision, weights, when, clip, on, probed, monkeypatch
-):
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("device", "precision", "weights", "when"), PLACED)
+def test_states_on_disk_train_as_those_in_host_memory(device, precision, weights, when, what, on, probed, monkeypatch):
     trace, hardware = traced(device, probed, precision)
     can = streamable(trace)
     rows = {u.name: (weights if u.name in can else "resident", "host") for u in trace.units}
-    near = Place.of(trace, rows, when=when)
-    far = replace(near, elsewhere=tuple((u.name, "nvme") for u in trace.units))
+    there = tuple((u.name, "nvme") for u in trace.units)
+    near = Place.of(trace, rows, when=when, stretch=3 * PAGE if device == "cpu" else MiB)
+    far = replace(near, **dict.fromkeys(WHAT[what], there))
     before, plan = (planned(trace, hardware, [place]) for place in (near, far))
+    clip = None if when == "backward" else 0.05
     with chaos(7) if on else monkeypatch.context():
         losses, values, measured = trained(device, plan, clip=clip)
     others, expected, _ = trained(device, before, clip=clip)
@@ -173,3 +189,21 @@ def test_weights_and_gradients_on_disk_train_as_those_in_host_memory(
     if precision is None:  # the host's Adam rounds otherwise than a GPU's, by an ulp
         assert losses == plain if device == "cpu" else losses == pytest.approx(plain, rel=1e-3)
     check_bytes(measured, plan)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffers_for_stretches_are_pinned_and_in_the_budget_of_the_host(device, probed):
+    """What a plan predicts of the host's memory is what its store gives, besides what is outside of it."""
+    trace, hardware = traced(device, probed, "bf16")
+    rows = {u.name: ("resident", "host") for u in trace.units}
+    place = Place.of(trace, rows, stretch=MiB, buffers=2, states={u.name: "nvme" for u in trace.units})
+    plan = planned(trace, hardware, [place])
+    model, optimizer = fresh(device)
+    with holdall.apply(plan, model, optimizer, enforce=False) as harness:
+        rooms = harness.engine._stretched._rooms
+        assert len(rooms) == 2 and all(room.ticket.buffer.is_pinned == (device == "cuda") for room in rooms)
+        assert harness.stores.nearest.used >= sum(room.ticket.nbytes for room in rooms)
+    near = planned(trace, hardware, [replace(place, states=())])
+    shaped = sum(trace.tensors[x].nbytes for u in trace.units for x in u.states if trace.tensors[x].shape)
+    saved = near.predicted.peak[hardware.tiers[1].name] - plan.predicted.peak[hardware.tiers[1].name]
+    assert saved == shaped - sum(room.ticket.nbytes for room in rooms)

@@ -258,7 +258,7 @@ def test_what_cannot_be_on_disk_is_refused_with_what_to_do():
     problem = Problem(trace=trace, hardware=with_disk(), budget={})
     place = placed(trace)
     on_device = replace(place, units=tuple((u, "resident", "device") for u, _, _ in place.units))
-    with pytest.raises(Unsupported, match="cannot be in `nvme`: they are updated by the host"):
+    with pytest.raises(Unsupported, match="cannot be in `nvme`: they must be updated by the host"):
         simulate(problem, [on_device])
     with pytest.raises(holdall.errors.InvalidInput, match="unknown unit"):
         simulate(problem, [replace(place, states=(("roof", "nvme"),))])

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from holdall.actions.place.schedule import rewrite_placed, streamable
+from holdall.actions.place.schedule import rewrite_placed, states_stay, streamable
 from holdall.errors import InvalidInput, unknown_name
 from holdall.types import Facts, Problem, Schedule, Trace
 from holdall.units import MiB
@@ -27,7 +27,7 @@ from holdall.units import MiB
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
 
-__all__ = ["Place", "streamable"]
+__all__ = ["Place", "states_stay", "streamable"]
 
 Row = tuple[str, str, str]  # unit; "resident" or "streamed"; "device", "host" or "through"
 

@@ -86,6 +86,22 @@ def _read_by_hand(trace: Trace) -> set[str]:
     return {u.name for u in trace.units if read.intersection(u.weights)}
 
 
+def states_stay(trace: Trace, unit: Unit) -> str:
+    """Why a unit's masters and states cannot be updated in stretches; empty: they can."""
+    if trace.about.optimizer not in ELEMENTWISE_NAMES:
+        return f"{trace.about.optimizer} does not update each element separately"
+    if unit.grads and len(_shaped(trace, unit)) % len(unit.grads):
+        return "its parameters do not have the same states"
+    if not trace.about.precision and len(unit.grads) < len(unit.weights):
+        return "some of its weights are frozen, and the model computes with the masters themselves"
+    return ""
+
+
+def _shaped(trace: Trace, unit: Unit) -> list[TensorId]:
+    """States of a unit without scalar counters."""
+    return [x for x in unit.states if trace.tensors[x].shape]
+
+
 def _empty_steps(trace: Trace) -> dict[OpId, Run]:
     """The optimizer's ops as runs without work."""
     steps = (op for op in trace.ops if op.site.phase is Phase.STEP)
@@ -176,15 +192,8 @@ class _Rewrite(Updates):
         named = dict(self.place.states).get(unit.name, "")
         if not named or not unit.grads or self.problem.other(named) == self.far:
             return ""
-        why = ""
-        if update != "host" or self.place.ahead:
-            why = "they are updated by the host, and not speculatively"
-        elif self.trace.about.optimizer not in ELEMENTWISE_NAMES:
-            why = f"{self.trace.about.optimizer} does not update each element separately"
-        elif len(self._shaped(unit)) % len(unit.grads):
-            why = "its parameters do not have the same states"
-        elif not self.is_narrow and len(unit.grads) < len(unit.weights):
-            why = "some of its weights are frozen, and the model computes with the masters themselves"
+        is_by_host = update == "host" and not self.place.ahead
+        why = states_stay(self.trace, unit) if is_by_host else "they must be updated by the host, and not speculatively"
         if why:
             raise Unsupported(
                 f"the states of `{unit.name}` cannot be in `{named}`: {why}",
@@ -192,15 +201,11 @@ class _Rewrite(Updates):
             )
         return self.problem.other(named)
 
-    def _shaped(self, unit: Unit) -> list[TensorId]:
-        """States of a unit without scalar counters."""
-        return [x for x in unit.states if self.trace.tensors[x].shape]
-
     def _make_buffers(self) -> None:
         """Host memory that stretches of states pass through."""
         away = [p for p in self.units if p.states]
         for placed in away:
-            shaped = self._shaped(placed.unit)
+            shaped = _shaped(self.trace, placed.unit)
             each = len(shaped) // len(placed.unit.grads)
             size = sum(self.schedule.info(x).nbytes for x in (shaped if self.is_narrow else placed.unit.weights))
             masters = size // each if self.is_narrow else size
