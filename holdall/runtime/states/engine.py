@@ -159,10 +159,12 @@ class Engine:
             if self._stretched is not None:
                 self._stretched.adopt(self.units)
         except BaseException:  # not enough memory: undo everything
+            for unit in self.units:
+                if unit.is_away and self.updater is not None:
+                    self.updater.return_states(unit)
+                unit.put_back(self.store, in_store=False)
             if self._stretched is not None:
                 self._stretched.close()
-            for unit in self.units:
-                unit.put_back(self.store, in_store=False)
             raise
         self.away |= {m.home.untyped_storage()._cdata for u in self.units for m in u.members if not u.keeps(m)}
 

@@ -224,6 +224,7 @@ class InStretches:
         """Updates of these will be asked for next, in this order."""
         for unit in units:
             if unit.is_away:
+                self.refill(unit)  # the loop may have put others into the optimizer
                 self._queue.extend((unit, begin, end) for begin, end in stretches(unit.wide.nbytes, self._stretch))
 
     def saving(self, unit: PlacedUnit, update: Future[Any] | None) -> Saving:
@@ -256,7 +257,7 @@ class InStretches:
         following = self._coming[0].unit if self._coming else self._queue[0][0] if self._queue else None
         if following is not unit:  # asked for in another order
             self._forget()
-            self._queue.extend((unit, begin, end) for begin, end in own)
+            self.expect([unit])
         for begin, _ in own:
             self._read_on()
             stretch = self._coming.popleft()
