@@ -11,16 +11,13 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
 from holdall.errors import OverBudget
 from holdall.tiers._chaos import current
 from holdall.units import MiB, format_bytes
-
-if TYPE_CHECKING:
-    from holdall.tiers import Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -140,89 +137,6 @@ class Buffers:
             f"the memory `{self.tier}` holds {format_bytes(self.used)} and cannot take {format_bytes(nbytes)} more: {why}",
             hint=f"give `{self.tier}` a larger budget, or let less leave for it",
         )
-
-
-class Rooms(Protocol):
-    """Who gives a store the room that its bytes lie in, and counts it: buffers in memory, extents of a file."""
-
-    used: int
-    peak: int
-    sent: int
-    fetched: int
-    saved: int
-    loaded: int
-
-    @property
-    def held(self) -> int: ...
-
-    def take_all(self, sizes: Sequence[int]) -> list[Any]: ...
-
-    def give(self, room: Any, /) -> None: ...
-
-    def begin_anew(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-class Counted:
-    """The counts of a store, which are those of its rooms."""
-
-    _buffers: Rooms
-
-    @property
-    def used(self) -> int:
-        return self._buffers.used
-
-    @property
-    def peak(self) -> int:
-        return self._buffers.peak
-
-    @property
-    def held(self) -> int:
-        return self._buffers.held
-
-    @property
-    def sent(self) -> int:
-        return self._buffers.sent
-
-    @property
-    def fetched(self) -> int:
-        return self._buffers.fetched
-
-    @property
-    def saved(self) -> int:
-        return self._buffers.saved
-
-    @property
-    def loaded(self) -> int:
-        return self._buffers.loaded
-
-    def begin_anew(self) -> None:
-        self._buffers.begin_anew()
-
-
-class InHostMemory(Counted):
-    """A store whose bytes lie in memory that the host's processors reach."""
-
-    _buffers: Buffers
-
-    def memory(self, ticket: Ticket) -> torch.Tensor:
-        return bytes_of(ticket.buffer.storage)
-
-    def arrived(self, ticket: Ticket) -> None:
-        raise NotImplementedError
-
-    def load(self, ticket: Ticket, begin: int, target: torch.Tensor, *, after: Sequence[Any] = ()) -> Any:
-        for copy in after:
-            copy.wait()
-        self.arrived(ticket)
-        self._buffers.loaded += target.nbytes
-        copy_tensor(target, self.memory(ticket)[begin : begin + target.nbytes])
-
-    def save(self, ticket: Ticket, begin: int, source: torch.Tensor) -> Any:
-        self.arrived(ticket)
-        self._buffers.saved += source.nbytes
-        copy_tensor(self.memory(ticket)[begin : begin + source.nbytes], source)
 
 
 def _map(nbytes: int) -> mmap.mmap:

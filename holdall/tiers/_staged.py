@@ -30,7 +30,8 @@ import torch
 
 from holdall.errors import HoldallError
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of
+from holdall.tiers._base import Blocking
+from holdall.tiers._buffers import Buffer, Buffers, bytes_of
 from holdall.tiers._chaos import current
 from holdall.tiers._pinning import pin, unpin
 from holdall.units import MiB
@@ -107,7 +108,7 @@ class Staging:
             self._buffers.clear()
 
 
-class StagedStore(Counted):
+class StagedStore(Blocking):
     """The calls of a `Keeper`; a member says where the bytes lie (`_buffers`), and how a piece is written and read."""
 
     name: ClassVar[str]
@@ -152,9 +153,6 @@ class StagedStore(Counted):
 
     # activations
 
-    def put(self, source: torch.UntypedStorage) -> Ticket:
-        return self.put_all([source])[0]
-
     def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
         tickets = [Ticket(source.nbytes()) for source in sources]
         leaving = [(ticket, source) for ticket, source in zip(tickets, sources, strict=True) if ticket.nbytes]
@@ -164,16 +162,6 @@ class StagedStore(Counted):
             self.push(ticket, bytes_of(source))
         return tickets
 
-    def landed(self, ticket: Ticket) -> bool:
-        if ticket.out is not None and not ticket.out.query():
-            return False
-        ticket.source = None
-        return True
-
-    def wait(self, ticket: Ticket) -> None:
-        self.arrived(ticket)
-        ticket.source = None
-
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
         assert ticket.is_live, "this ticket was freed"
         target = torch.UntypedStorage(ticket.nbytes, device=device)
@@ -181,15 +169,6 @@ class StagedStore(Counted):
             ticket.target = target
             self.pull(ticket, bytes_of(target))
         return target
-
-    def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:
-        return [self.get(ticket, device) for ticket in tickets]
-
-    def wait_in(self, ticket: Ticket) -> None:
-        if ticket.back is not None:
-            ticket.back.wait()
-            ticket.back = None
-        ticket.target = None
 
     def free(self, ticket: Ticket) -> None:
         assert ticket.is_live, "this ticket was freed already"
@@ -203,12 +182,6 @@ class StagedStore(Counted):
             ticket.buffer = None
 
     # model states
-
-    def reserve(self, nbytes: int, *, pinned: bool = True) -> Ticket:  # noqa: ARG002 - staging buffers are
-        ticket = Ticket(nbytes)
-        if nbytes:
-            (ticket.buffer,) = self._buffers.take_all([nbytes])
-        return ticket
 
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:
         earlier = ticket.out, ticket.back  # what is there may be on its way, or be read

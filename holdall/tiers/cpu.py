@@ -25,7 +25,8 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffers, InHostMemory, be_idle, bytes_of
+from holdall.tiers._base import InHostMemory
+from holdall.tiers._buffers import Buffers, be_idle, bytes_of
 from holdall.tiers._chaos import current
 from holdall.tiers._pinning import pin, unpin
 from holdall.units import MiB
@@ -55,9 +56,6 @@ class Cpu(InHostMemory):
         shut.atexit = False
         self._shut: Callable[[], object] = shut
 
-    def put(self, source: torch.UntypedStorage) -> Ticket:
-        return self.put_all([source])[0]
-
     def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
         tickets = [Ticket(source.nbytes()) for source in sources]
         leaving = [(ticket, source) for ticket, source in zip(tickets, sources, strict=True) if ticket.nbytes]
@@ -80,12 +78,6 @@ class Cpu(InHostMemory):
             buffer.busy = None
             ticket.buffer, ticket.source, ticket.out = buffer, source, out
         return tickets
-
-    def landed(self, ticket: Ticket) -> bool:
-        if ticket.out is not None and not ticket.out.query():
-            return False
-        ticket.source = None
-        return True
 
     def wait(self, ticket: Ticket) -> None:
         if ticket.source is not None:
