@@ -122,7 +122,7 @@ def trained(plan, rule="fused", *, width=40, **loop):
     if harness is not None:
         harness.close()
     values = [p.detach().clone() for p in model.parameters()]
-    moments = [v for s in state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    moments = [v for n in sorted(state) for _, v in sorted(state[n].items()) if isinstance(v, torch.Tensor)]
     return losses, [*values, *moments], measured
 
 
