@@ -36,8 +36,9 @@ from holdall.runtime.states.gradients.clipping import watch_clipping
 from holdall.runtime.states.gradients.collector import Collector
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.guard import watch_calls
-from holdall.runtime.states.placement import Placing
-from holdall.runtime.states.unit import HOST, Member, PlacedUnit, find_members
+from holdall.runtime.states.placement import Placing, check_placeable
+from holdall.runtime.states.torn import check_whole
+from holdall.runtime.states.unit import HOST, Member, PlacedUnit, at_home, find_members
 from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.optimizer_step import BACKWARD, SPILL, STEP, Stepping
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
@@ -51,7 +52,7 @@ from holdall.runtime.states.weights.streaming import Streaming
 from holdall.tiers._keepers import Keepers
 from holdall.types import Progress
 from holdall.types.plan import silent
-from holdall.updates.parts import is_separable, snapshot
+from holdall.updates.parts import snapshot
 
 
 class Engine:
@@ -85,7 +86,7 @@ class Engine:
         self._stretched = (
             InStretches(self.updater, stretch=placing.stretch, buffers=placing.buffers) if self.updater is not None else None
         )
-        _check(model, optimizer)
+        check_placeable(model, optimizer)
         self._reads = WeightReads(self._bring, self._catch_up)
         self._take_slots_off = put_slots(model, self._reads)
         try:
@@ -159,12 +160,10 @@ class Engine:
             if self._stretched is not None:
                 self._stretched.adopt(self.units)
         except BaseException:  # not enough memory: undo everything
-            for unit in self.units:
-                if unit.is_away and self.updater is not None:
-                    self.updater.return_states(unit)
-                unit.put_back(self.store, in_store=False)
             if self._stretched is not None:
                 self._stretched.close()
+            for unit in self.units:
+                unit.put_back(self.store, in_store=False)
             raise
         self.away |= {m.home.untyped_storage()._cdata for u in self.units for m in u.members if not u.keeps(m)}
 
@@ -197,14 +196,16 @@ class Engine:
         if self.optimizer is not None:
             add(self.optimizer.register_step_pre_hook(self._before_step).remove)
             add(self.optimizer.register_step_post_hook(self._after_step).remove)
-            add(self.optimizer.register_state_dict_pre_hook(lambda _: self._settle_whole()).remove)
+            add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
+            add(self.optimizer.register_state_dict_pre_hook(lambda _: check_whole(*self.units)).remove)
             add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
         add(put_method(self.model, "zero_grad", self._zero_grad))
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):  # it would move its weights out of the memory that is fetched into
                 add(put_method(module, "flatten_parameters", lambda: None))
         self._undo += self._evaluating.watch(self.model, calls)
-        add(self.model.register_state_dict_pre_hook(lambda *_: self._rest_whole()).remove)
+        add(self.model.register_state_dict_pre_hook(lambda *_: self.rest()).remove)
+        add(self.model.register_state_dict_pre_hook(lambda *_: check_whole(*self.units)).remove)
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
 
@@ -444,16 +445,6 @@ class Engine:
         self.streaming.release_all()
         self._swap(False)
 
-    def _settle_whole(self) -> None:
-        """`settle`; raise if states cannot be saved, because an update of them was interrupted."""
-        self.settle()
-        for unit in self.units:
-            unit.check_whole()
-
-    def _rest_whole(self) -> None:
-        self._settle_whole()
-        self.rest()
-
     def refresh(self) -> None:
         """The masters were changed from outside: copy them to the working weights."""
         self._pending.finish_all()
@@ -543,24 +534,6 @@ class Engine:
     @property
     def outside(self) -> int:
         """Bytes of masters and states in ordinary (not the store's) host memory."""
-        homes = (
-            sum(m.home.nbytes for u in self.units if u.update == HOST and u.homes is None for m in u.at_home)
-            if self.device.type == "cuda"
-            else 0
-        )
+        there = [u for u in self.units if u.update == HOST and u.homes is None] if self.device.type == "cuda" else []
+        homes = sum(m.home.nbytes for u in there for m in at_home(u))
         return homes + (self.updater.outside if self.updater is not None else 0)
-
-
-def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse models and optimizers that the engine cannot handle."""
-    if optimizer is not None and not is_separable(optimizer):
-        raise Unsupported(
-            f"{type(optimizer).__name__} updates all parameters together, so its update cannot be split into units",
-            hint='use an elementwise optimizer, or keep its states on the device: fit(..., allow={"recompute", "offload"})',
-        )
-    for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise Unsupported(
-                f"`{name}` has gradient hooks, which would not receive its gradient under this plan",
-                hint='remove the hooks, or keep model states on the device: fit(..., allow={"recompute", "offload"})',
-            )

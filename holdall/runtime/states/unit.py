@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from holdall.errors import DiskError, HoldallError, Unsupported
+from holdall.errors import HoldallError, Unsupported
 from holdall.runtime.states.packing import Layout, like
+from holdall.runtime.states.torn import check_whole
 from holdall.runtime.states.weights.slots import Slots
 from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -155,7 +156,7 @@ class PlacedUnit:
     def far_bytes(self, *, into_store: bool, share: bool) -> dict[str, int]:
         """Bytes that it will ask of each tier's store when it is set up."""
         in_store = not self.stays and (into_store or not self.is_narrow)
-        homes = Layout.of(like(m.home) for m in self.at_home).nbytes if in_store else 0
+        homes = Layout.of(like(m.home) for m in at_home(self)).nbytes if in_store else 0
         buffer = self.grads.nbytes if self.update != DEVICE and self.trained else 0
         shared = share and buffer == self.layout.nbytes
         is_fetched = self.is_streamed and self.is_narrow and not self.is_cast
@@ -167,11 +168,6 @@ class PlacedUnit:
         return asked
 
     @property
-    def at_home(self) -> list[Member]:
-        """Members whose masters are not in a farther tier."""
-        return [m for m in self.members if not (self.is_away and m.trained)]
-
-    @property
     def _tier_of_homes(self) -> str:
         """Homes that are wider than the weights lie with the states, where the host updates them."""
         return "" if self.is_narrow else self.placement.tier
@@ -179,32 +175,22 @@ class PlacedUnit:
     def settle_homes(self, store: Keepers | None, *, into_store: bool) -> None:
         """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
         if self.is_away:
-            self._settle_masters(store)
+            _settle_masters(self, store)
         if self.stays or store is None or (self.is_narrow and not into_store):
-            for m in self.at_home:
+            for m in at_home(self):
                 to = self.device if self.keeps(m) else torch.device("cpu")
                 if m.home.device != to:
                     m.home.data = m.home.data.to(to)
             return
-        if not self.at_home:
+        if not at_home(self):
             return
-        layout = Layout.of(like(m.home) for m in self.at_home)
+        layout = Layout.of(like(m.home) for m in at_home(self))
         self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow, tier=self._tier_of_homes)
-        for m, view in zip(self.at_home, layout.views(store.memory(self.homes)), strict=True):
+        for m, view in zip(at_home(self), layout.views(store.memory(self.homes)), strict=True):
             copy_tensor(view, m.home.data)
             m.home.data = view
         if not self.is_narrow:
             self.source = self.homes
-
-    def _settle_masters(self, store: Keepers | None) -> None:
-        """Masters that are updated in stretches, to their tier; working weights of the same precision come from there."""
-        assert store is not None and (self.is_narrow or len(self.trained) == len(self.members))
-        self.masters = store.reserve(self.wide.nbytes, tier=self.placement.states)
-        for m, view in zip(self.trained, self.wide.views(store.memory(self.masters)), strict=True):
-            copy_tensor(view, m.home.data)
-            m.home.data = view
-        if not self.is_narrow:
-            self.source = self.masters
 
     def make_work(self) -> None:
         """Create the working parameters and fill them from the masters."""
@@ -230,7 +216,7 @@ class PlacedUnit:
         """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
         for m in self.members:
             grad, m.home.grad = m.home.grad, None
-            is_ours = in_store or (self.homes if m in self.at_home else self.masters) is not None
+            is_ours = in_store or (self.homes if m in at_home(self) else self.masters) is not None
             m.home.data = m.home.data.clone() if is_ours else m.home.data
             if m.home.device != m.came_from:
                 m.home.data = m.home.data.to(m.came_from)
@@ -260,7 +246,7 @@ class PlacedUnit:
 
     def check(self) -> None:
         """Raise if the weights are stale or not on the device."""
-        self.check_whole()
+        check_whole(self)
         of = self.fetched if self.is_streamed and not self.is_cast else self.made
         if of != self.due or self.made != self.due or (self.needs_work and not self.is_here):
             what = f"they are of update {of}, not of {self.due}" if self.is_here else "they are not on the device"
@@ -273,18 +259,6 @@ class PlacedUnit:
                 f"the memory of a weight of `{self.name}` was replaced during a forward (`p.data = ...`, `p.set_(...)`)",
                 hint='write into it instead (`p.copy_(...)`), or use fit(..., allow={"recompute", "offload"})',
             )
-
-    def check_whole(self) -> None:
-        """Raise if an error has interrupted an update of it."""
-        if self.is_torn:
-            raise self.torn()
-
-    def torn(self, error: Exception | None = None) -> HoldallError:
-        why = f": {getattr(error, 'fact', error)}" if error is not None else " by an error of the disk"
-        return DiskError(
-            f"the update of `{self.name}` was interrupted{why}; some states of the model are new, some are old",
-            hint="start again from the last checkpoint: `holdall.load_checkpoint`, or `holdall train --resume`",
-        )
 
     def _was_replaced(self, flat: torch.Tensor) -> bool:
         """Does a working weight no longer share the memory that is fetched into?"""
@@ -394,6 +368,22 @@ class PlacedUnit:
             return [v for v, m in zip(every, self.members, strict=True) if m.trained]
         assert self.buffer is not None
         return self.grads.views(store.memory(self.buffer))
+
+
+def at_home(unit: PlacedUnit) -> list[Member]:
+    """Members whose masters are not in a farther tier."""
+    return [m for m in unit.members if not (unit.is_away and m.trained)]
+
+
+def _settle_masters(unit: PlacedUnit, store: Keepers | None) -> None:
+    """Masters that are updated in stretches, to their tier; working weights of the same precision come from there."""
+    assert store is not None and (unit.is_narrow or len(unit.trained) == len(unit.members))
+    unit.masters = store.reserve(unit.wide.nbytes, tier=unit.placement.states)
+    for m, view in zip(unit.trained, unit.wide.views(store.memory(unit.masters)), strict=True):
+        copy_tensor(view, m.home.data)
+        m.home.data = view
+    if not unit.is_narrow:
+        unit.source = unit.masters
 
 
 def find_members(model: torch.nn.Module, names: Sequence[str], trained: set[int]) -> Iterator[Member]:

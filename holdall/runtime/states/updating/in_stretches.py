@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from holdall.errors import DiskError, Unsupported
+from holdall.runtime.states.torn import check_whole, torn
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.runtime.states.updating.stretch import MASTERS, Room, Sections, Stretch, StretchedUpdate
+from holdall.runtime.states.updating.stretch import MASTERS, ComingStretch, Sections, StretchedUpdate, StretchRoom
 from holdall.runtime.states.updating.updater import Order, Updater
 from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -53,7 +54,7 @@ class Saving:
                 self._lane.arrived(ticket)
         except DiskError as error:
             self._unit.is_torn = True
-            raise self._unit.torn(error) from error
+            raise torn(self._unit, error) from error
 
 
 class InStretches:
@@ -63,12 +64,13 @@ class InStretches:
         self._updater = updater
         self._stretch = stretch
         self._buffers = buffers
+        self._away: list[PlacedUnit] = []
         self._sections: dict[str, Sections] = {}
-        self._rooms: list[Room] = []
+        self._rooms: list[StretchRoom] = []
         self._size = 0  # of a section's part of a room
         self._turn = 0
         self._queue: deque[tuple[PlacedUnit, int, int]] = deque()  # to be read, in this order
-        self._coming: deque[Stretch] = deque()  # being read
+        self._coming: deque[ComingStretch] = deque()  # being read
         self._before: dict[str, list[Any]] = {}  # unit -> copies of its last update, which reads wait for
         self._lock = threading.Lock()
 
@@ -101,13 +103,14 @@ class InStretches:
             tickets = {MASTERS: unit.masters} | {k: self._lane.reserve(unit.wide.nbytes, tier=tier) for k in self._keys(unit)}
             views = {key: unit.wide.views(self._lane.memory(ticket)) for key, ticket in tickets.items()}
             self._sections[unit.name] = Sections(unit.wide, tickets, views)
+            self._away.append(unit)
             self.refill(unit)
         if away and not self._rooms:
             self._size = stretch_bytes((u.wide.nbytes for u in away), self._stretch)
             most = max(len(s.tickets) for s in self._sections.values())
             for _ in range(self._buffers):
                 ticket = self._lane.reserve(most * self._size)
-                self._rooms.append(Room(ticket, self._lane.memory(ticket)))
+                self._rooms.append(StretchRoom(ticket, self._lane.memory(ticket)))
 
     def _keys(self, unit: PlacedUnit) -> list[str]:
         """The states of its members that have the members' shape."""
@@ -160,13 +163,17 @@ class InStretches:
         return state.untyped_storage()._cdata in storages
 
     def close(self) -> None:
+        """Let go of all room; states that are still there become ordinary memory."""
         self._forget()
+        for unit in self._away:
+            for state in self._updater.states(unit.trained):
+                state.update({k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor) and self.holds(unit, v)})
         for sections in self._sections.values():
             for key in sections.states:
                 self._lane.free(sections.tickets[key])
         for room in self._rooms:
             self._lane.free(room.ticket)
-        self._sections, self._rooms = {}, []
+        self._sections, self._rooms, self._away = {}, [], []
 
     # updates
 
@@ -184,7 +191,7 @@ class InStretches:
     def update(self, unit: PlacedUnit, order: Order, grads: Sequence[torch.Tensor]) -> Any:
         """As `Updater.on_host`."""
         with self._lock, self._updater.quiet():
-            unit.check_whole()
+            check_whole(unit)
             is_begun = False
             try:
                 running = StretchedUpdate(unit, order, grads, self._sections[unit.name], self._updater)
@@ -198,11 +205,11 @@ class InStretches:
                 unit.is_torn = is_begun or isinstance(error, DiskError)  # else as with any error of the update
                 self._forget()
                 if isinstance(error, DiskError):
-                    raise unit.torn(error) from error
+                    raise torn(unit, error) from error
                 raise
         return None if unit.is_streamed else self._updater.refresh(unit, order)
 
-    def _each(self, unit: PlacedUnit) -> Iterator[Stretch]:
+    def _each(self, unit: PlacedUnit) -> Iterator[ComingStretch]:
         """The stretches of a unit, each when it has arrived; others are on their way meanwhile."""
         own = list(stretches(unit.wide.nbytes, self._stretch))
         following = self._coming[0].unit if self._coming else self._queue[0][0] if self._queue else None
@@ -230,15 +237,15 @@ class InStretches:
                 self._lane.load(ticket, begin, self._part(room, n, end - begin), after=after)
                 for n, ticket in enumerate(tickets)
             ]
-            self._coming.append(Stretch(unit, begin, end, room, [copy for copy in coming if copy is not None]))
+            self._coming.append(ComingStretch(unit, begin, end, room, [copy for copy in coming if copy is not None]))
 
-    def _save(self, stretch: Stretch) -> None:
+    def _save(self, stretch: ComingStretch) -> None:
         tickets = self._sections[stretch.unit.name].tickets.values()
         size = stretch.end - stretch.begin
         saved = [self._lane.save(ticket, stretch.begin, self._part(stretch.room, n, size)) for n, ticket in enumerate(tickets)]
         stretch.room.busy = [copy for copy in saved if copy is not None]
 
-    def _part(self, room: Room, section: int, nbytes: int) -> torch.Tensor:
+    def _part(self, room: StretchRoom, section: int, nbytes: int) -> torch.Tensor:
         return room.memory[section * self._size : section * self._size + nbytes]
 
     def _forget(self) -> None:

@@ -32,7 +32,7 @@ class Sections:
 
 
 @dataclass(slots=True)
-class Room:
+class StretchRoom:
     """Host memory for one stretch."""
 
     ticket: Ticket
@@ -41,13 +41,13 @@ class Room:
 
 
 @dataclass(slots=True)
-class Stretch:
+class ComingStretch:
     """On its way into its room."""
 
     unit: PlacedUnit
     begin: int
     end: int
-    room: Room
+    room: StretchRoom
     coming: list[Any]
 
 
@@ -84,7 +84,7 @@ class StretchedUpdate:
         members = [unit.trained[n] for n in order.which]
         self._is_fast = all(self._states.values()) and updater.is_plain_adam(order.groups, members)
 
-    def make(self, stretch: Stretch, size: int) -> None:
+    def make(self, stretch: ComingStretch, size: int) -> None:
         """Update what lies in this stretch."""
         found = [s for s in _slices(self._sections.layout, stretch.begin, stretch.end) if s.member in self._states]
         if not found:
