@@ -138,15 +138,13 @@ class Stepping:
             job = first or partial(self._on_host, held, order, is_right)
             is_first = not all(updater.states([unit.trained[n] for n in held.which]))
             # a first step creates the states, which the loop may read
-            if self._when == STEP or (is_first and self._when == SPILL):
-                self._pending.add(unit, job())
-                self._pending.finish(unit)
-                running = None
-            else:
-                running = updater.submit(job)
-                self._pending.add(unit, running)
+            is_now = self._when == STEP or (is_first and self._when == SPILL)
+            running = None if is_now else updater.submit(job)
+            self._pending.add(unit, job() if is_now else running)
             if unit.is_away:
                 self._pending.add_rest(unit, self._stretched.saving(unit, running))
+            if is_now:
+                self._pending.finish(unit)
 
     def _on_host(self, held: GradEntry, order: Order, is_right: bool) -> Any:
         if held.attempt is not None and is_right:
