@@ -72,7 +72,7 @@ def test_no_class_owns_everything():
     assert all(found[name] > METHODS for name in WIDE), "a class is small enough now: take it off the list"
 
 
-BESIDE_MEMBERS = {"_json", "_keepers", "_chaos", "_buffers", "_errors", "_math", "_in_backward", "_page"}
+BESIDE_MEMBERS = {"_json", "_keepers", "_chaos", "_buffers", "_extents", "_staged", "_errors", "_math", "_in_backward", "_page"}
 """Files with an underscore because all others of their folder are members, and the form in which types are saved."""
 
 

@@ -49,6 +49,8 @@ class Delay(Facts):
         end = next((op.id for op in trace.ops if op.site.phase is Phase.STEP), len(trace.ops)) - 1
         if far is None or not any(_is_update(s) for s in schedule.after.get(end, ())):
             return schedule
+        if any(isinstance(step, Copy) and step.nbytes for step in schedule.after[end]):
+            raise Unsupported("updates of states that lie on a disk cannot be delayed", hint="leave `states` of `place` empty")
         schedule = schedule.copy()
         units = {f"update of {u.name}": u for u in trace.units}
         late: dict[int, int] = {}  # gradient buffer -> the buffer of delayed gradients

@@ -3,15 +3,20 @@
 The usual writer first copies a whole file's tensors from the GPU to the host; here a host tensor is written as it is, and a
 device tensor in pieces. The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON
 header, the header (name -> dtype, shape, begin and end), the bytes.
+
+What a plan keeps on a disk goes from file to file inside the system (`copy_file_range`), so it need not fit into memory. File
+systems that can (XFS, Btrfs) share blocks instead of copying them: for this, tensors whose bytes fill whole pages lie on page
+boundaries.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +25,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from holdall.errors import InvalidInput, Unsupported
+from holdall.tiers._extents import FilePart, in_files
+from holdall.types.layout import PAGE
 
 PIECE = 16 * 2**20  # bytes of a device tensor that are on the host at a time
+_CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # between these two file systems
 _LONGEST_HEADER = 100 * 2**20  # the limit of other readers
 
 _NAMES = {
@@ -68,7 +76,9 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: M
     """Write the tensors one after the other."""
     for name, tensor in tensors.items():
         _check_is_plain(name, tensor)
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligns every tensor to its element size
+    on_disk = {name: found for name in tensors if (found := _in_files(tensors[name]))}
+    # every tensor lies on a multiple of its element size; of those on a disk, whole pages lie on page boundaries
+    order = sorted(tensors, key=lambda n: (-tensors[n].element_size(), bool(on_disk) and tensors[n].nbytes % PAGE != 0, n))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
@@ -76,12 +86,39 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: M
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % (PAGE if on_disk else 8))
     with open(path, "wb", buffering=0) as file:
         _write(file, memoryview(len(text).to_bytes(8, "little") + text))
         for name in order:
-            for piece in _pieces(tensors[name].detach()):
-                _write(file, piece)
+            if not _copy_inside(file, on_disk.get(name, ())):
+                for piece in _pieces(tensors[name].detach()):
+                    _write(file, piece)
+
+
+def _in_files(tensor: torch.Tensor) -> list[FilePart]:
+    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous() or not hasattr(os, "copy_file_range"):
+        return []
+    return in_files(tensor.data_ptr(), tensor.nbytes)
+
+
+def _copy_inside(file: io.FileIO, parts: Sequence[FilePart]) -> bool:
+    """Append parts of other files. False: there are none, or the system does not copy between these two files."""
+    begin = at = file.tell()
+    for part in parts:
+        done = 0
+        while done < part.nbytes:
+            try:
+                count = os.copy_file_range(part.descriptor, file.fileno(), part.nbytes - done, part.offset + done, at)
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise
+                count = 0
+            if not count:
+                file.seek(begin)
+                return False
+            done, at = done + count, at + count
+    file.seek(at)
+    return bool(parts)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -88,7 +88,7 @@ def replay(
                 lane = "recompute" if step.again else "compute"
                 _span(spans, at, step.seconds, lane, _where(step, schedule.trace.ops))
         elif isinstance(step, Copy):
-            total = sum(info[x].nbytes for x in step.tensors)
+            total = step.nbytes + sum(info[x].nbytes for x in step.tensors)
             if step.lands:
                 for x in step.tensors:
                     enter(x, step.dst)

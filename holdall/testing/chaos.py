@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other after so many")
     parser.add_argument("--longest", type=float, default=0.002, help="seconds of a delay")
     parser.add_argument("--families", default="", help="names with commas between; all if left out")
+    parser.add_argument("--disk", action="store_true", help="with masters and states on a disk, in the folder of HOLDALL_NVME")
     parser.add_argument("--only", default="", help="one draw, as SEED/NUMBER")
     asked = parser.parse_args(arguments)
     families = [f for f in asked.families.split(",") if f] or draws.FAMILIES
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed, number in chosen:
         if time.monotonic() - began > asked.seconds:
             break
-        d = draws.draw(seed, number, families)
+        d = draws.draw(seed, number, families, disk=asked.disk)
         made += 1
         try:
             found = run_draw(d, asked.device, longest=asked.longest)

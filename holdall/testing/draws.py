@@ -29,8 +29,10 @@ from holdall.testing.contracts import problem_for
 from holdall.testing.readers import READERS
 from holdall.testing.states import differences
 from holdall.testing.worlds import HUGGING_FACE, PLAIN, family
+from holdall.tiers.nvme import Nvme
 from holdall.tracing.step import default_loss
-from holdall.types import Plan, Problem, Trace
+from holdall.types import Plan, Problem, Tier, Trace
+from holdall.types.layout import PAGE
 
 STEPS = 6
 ROWS = 5  # of a head that is taken in rows
@@ -69,17 +71,25 @@ class Draw:
     overlap: bool
     share: bool
     activations: bool
+    disk: int = 0  # buffers for stretches of states that lie on a disk; 0: none do
+    all_on_disk: bool = False  # weights and gradients, too
 
     def __str__(self) -> str:
         kind = "mixed" if self.kind is None else " ".join(self.kind)
         words = [self.family, self.rule, "bf16" if self.narrow else "fp32", f"{kind} at {self.when}", f"clipped {self.clipped}"]
         words += [f"{self.accumulate} backwards"] * (self.accumulate > 1) + [f"head in rows of {self.rows}"] * bool(self.rows)
+        words += [f"states on disk by {self.disk} buffers"] * bool(self.disk) + ["weights on disk"] * self.all_on_disk
         words += [name for name in ("tied", "ahead", "overlap", "share", "activations") if getattr(self, name)]
         return f"{self.number}: {', '.join(words)}"
 
 
-def draw(seed: int, number: int, families: Iterable[str] = FAMILIES) -> Draw:
-    """The draw of this number: the same on every machine."""
+def draw(seed: int, number: int, families: Iterable[str] = FAMILIES, *, disk: bool = False) -> Draw:
+    """The draw of this number: the same on every machine. `disk`: with states on a disk, in the folder of the tier `nvme`."""
+    if disk:
+        rng = random.Random(f"{seed} {number} disk")
+        kind = rng.choice([None, ("resident", "host"), ("streamed", "host"), ("streamed", "host")])
+        found = replace(draw(seed, number, families), kind=kind, ahead=False)
+        return replace(found, disk=rng.choice([1, 2, 3, 3]), all_on_disk=rng.random() < 0.3)
     rng = random.Random(f"{seed} {number}")
     name = rng.choice(sorted(families))
     has_head = name in UNTIED
@@ -261,6 +271,7 @@ def plan_of(d: Draw, trace: Trace) -> Plan:
             update = "host"
         rows[unit.name] = weights, update
     place = Place.of(trace, rows, when=d.when, share=d.share, ahead=d.ahead, overlap=d.overlap)
+    place = _on_disk(d, trace, place) if d.disk else place
     actions: list[Any] = [place]
     for block in trace.blocks if d.activations else ():
         if not block.saves or block.backward is None:
@@ -271,7 +282,20 @@ def plan_of(d: Draw, trace: Trace) -> Plan:
         if choice in ("offload", "both"):
             actions.append(Offload.of(trace, block, overlap=rng.random() < 0.5))
     problem = problem_for(trace) if trace.about.device == "cpu" else _on_gpu(trace)
+    if d.disk:
+        tier = Tier(name="nvme", capacity=2**50, read=1e9, write=1e9)
+        hardware = replace(problem.hardware, tiers=(*problem.hardware.tiers, tier))
+        problem = replace(problem, hardware=hardware, budget={**problem.budget, tier.name: tier.capacity})
     return finish(Nop(), replace(problem, accumulate=d.accumulate), actions)
+
+
+def _on_disk(d: Draw, trace: Trace, place: Place) -> Place:
+    """The same with masters and states of all units on a disk that can be there, in the shortest stretches."""
+    by_host = [unit for unit, _, update in place.units if update == "host"]
+    whole = {u.name for u in trace.units if d.narrow or len(u.grads) == len(u.weights)}
+    states = tuple((unit, "nvme") for unit in by_host if unit in whole)
+    elsewhere = tuple((unit, "nvme") for unit in by_host) if d.all_on_disk else ()
+    return replace(place, states=states, elsewhere=elsewhere, stretch=PAGE, buffers=d.disk)
 
 
 def _on_gpu(trace: Trace) -> Problem:
@@ -304,7 +328,8 @@ def run(d: Draw, device: str = "cpu", *, tolerance: float = 0.0) -> list[str]:
     plan = plan_of(d, traced(d.family, d.tied, d.rule, d.narrow, d.rows, device))
     model, batch = start(d.family, d.tied, device)
     optimizer = make_optimizer(d.rule, model)
-    with Harness(plan, model, optimizer, stores=[make_store(device)], enforce=False):
+    stores = [make_store(device), *([Nvme(device=device)] if d.disk else [])]
+    with Harness(plan, model, optimizer, stores=stores, enforce=False):
         found = loop(model, optimizer, _to(batch, device), d)
     if tolerance:
         return _far_apart(found["seen"], expected["seen"], tolerance, d, device)

@@ -27,6 +27,7 @@ from holdall.optim._in_backward import consuming
 from holdall.optim._math import per_parameter
 from holdall.registry import member_class
 from holdall.runtime.states.updating.updater import Updater
+from holdall.tiers import _staged, nvme
 from holdall.types import Action, Hardware
 from holdall.updates import host_adam, host_library, host_step, parts, stretches
 from holdall.updates.host_step import Step, step_by_torch
@@ -85,6 +86,20 @@ def failing_updates(error: Exception) -> Iterator[None]:
         raise error
 
     with replaced((Updater, "on_host", fail)):
+        yield
+
+
+@contextmanager
+def watched_updates(watch: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
+    """Every pass of the host's Adam is called through this."""
+    with replaced((Updater, "one_pass", watch(Updater.one_pass))):
+        yield
+
+
+@contextmanager
+def disk_pieces_of(nbytes: int) -> Iterator[None]:
+    """Stores copy so many bytes at a time to and from a disk, so that a small tensor has several pieces, too."""
+    with replaced((_staged, "PIECE", nbytes), (nvme, "PIECE", nbytes)):
         yield
 
 

@@ -18,6 +18,8 @@ Model states live in a farther memory for good. For them:
     memory   that room as bytes that the host's processors can work on
     push     starts copying into it; `arrived` lets the host wait for that
     pull     starts copying from it into memory that is there already
+    load     starts copying a part of it into the host's memory
+    save     starts copying from there into a part of it
     lane     the same memory by copy streams of its own, so that its copies do not queue behind others
 
 Several storages may go together: `put_all` and `get_all` are as one call for each, and cost the caller far less.
@@ -161,7 +163,10 @@ class Stores(dict[str, Store]):
     def copied(self, home: str) -> dict[str, int]:
         """Bytes copied so far by link, such as "cuda->cpu"; `home`: the device's tier."""
         out = {f"{home}->{name}": store.sent for name, store in self.items()}
-        return out | {f"{name}->{home}": store.fetched for name, store in self.items()}
+        out |= {f"{name}->{home}": store.fetched for name, store in self.items()}
+        beyond = {name: store for name, store in self.items() if name != self.near}
+        out |= {f"{self.near}->{name}": getattr(store, "saved", 0) for name, store in beyond.items()}
+        return out | {f"{name}->{self.near}": getattr(store, "loaded", 0) for name, store in beyond.items()}
 
     def close(self) -> None:
         for store in self.values():
@@ -187,6 +192,17 @@ class Keeper(Store, Protocol):
 
     def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:
         """As many bytes as the target has, from the beginning. The event after which it may be read; None: now."""
+        ...
+
+    def load(self, ticket: Ticket, begin: int, target: torch.Tensor, *, after: Sequence[Any] = ()) -> Any:
+        """Bytes from `begin` on into host memory. To be waited for with `.wait()`; None: it is over.
+
+        It does not wait for a `save` into other bytes of the ticket; what has to be over first is named in `after`.
+        """
+        ...
+
+    def save(self, ticket: Ticket, begin: int, source: torch.Tensor) -> Any:
+        """The other way. `arrived` waits for all of them."""
         ...
 
     def lane(self) -> Keeper: ...

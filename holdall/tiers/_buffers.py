@@ -11,7 +11,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,6 +49,7 @@ class Buffers:
         self.peak = 0
         self.held = 0
         self.sent = self.fetched = 0  # bytes copied into buffers, and out of them
+        self.saved = self.loaded = 0  # the same, from and to the host's memory
         self._prepare = prepare  # after a buffer is made
         self._dispose = dispose  # before its memory goes
         self._kept: dict[int, deque[Buffer]] = {}  # by size; oldest first, for its copies are the most likely to be over
@@ -136,55 +137,6 @@ class Buffers:
             f"the memory `{self.tier}` holds {format_bytes(self.used)} and cannot take {format_bytes(nbytes)} more: {why}",
             hint=f"give `{self.tier}` a larger budget, or let less leave for it",
         )
-
-
-class Rooms(Protocol):
-    """Who gives a store the room that its bytes lie in, and counts it: buffers in memory, extents of a file."""
-
-    used: int
-    peak: int
-    sent: int
-    fetched: int
-
-    @property
-    def held(self) -> int: ...
-
-    def take_all(self, sizes: Sequence[int]) -> list[Any]: ...
-
-    def give(self, room: Any, /) -> None: ...
-
-    def begin_anew(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-class Counted:
-    """The counts of a store, which are those of its rooms."""
-
-    _buffers: Rooms
-
-    @property
-    def used(self) -> int:
-        return self._buffers.used
-
-    @property
-    def peak(self) -> int:
-        return self._buffers.peak
-
-    @property
-    def held(self) -> int:
-        return self._buffers.held
-
-    @property
-    def sent(self) -> int:
-        return self._buffers.sent
-
-    @property
-    def fetched(self) -> int:
-        return self._buffers.fetched
-
-    def begin_anew(self) -> None:
-        self._buffers.begin_anew()
 
 
 def _map(nbytes: int) -> mmap.mmap:

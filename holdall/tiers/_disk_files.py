@@ -20,10 +20,10 @@ from functools import cache
 from pathlib import Path
 
 from holdall.errors import DiskError, Unsupported
+from holdall.types.layout import PAGE
 from holdall.units import format_bytes
 
 logger = logging.getLogger("holdall")
-PAGE = 4096  # what O_DIRECT asks of addresses, offsets and lengths, on every disk that there is
 _NAME = "holdall-{process}-{token}.tier"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAP_FIXED = 0x10
@@ -52,9 +52,15 @@ class DiskFile:
             self.close()
             raise
         self.is_direct = self._direct >= 0
+        self.is_coherent = not self.is_direct or _sees_both(self._plain, self._direct)  # what is mapped may be copied directly
         if not self.is_direct and str(folder) not in _said:
             _said.add(str(folder))
             logger.warning("`%s` does not take O_DIRECT: bytes pass through the system's page cache", folder)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file as it is seen through the page cache."""
+        return self._plain
 
     def grow(self, length: int) -> None:
         """Reserve so much; a disk without the room refuses here, before anything is written there."""
@@ -187,6 +193,24 @@ def _open_directly(path: Path) -> int:
         os.close(descriptor)
         return -1
     return descriptor
+
+
+def _sees_both(plain: int, direct: int) -> bool:
+    """Does a mapping see what is written past the page cache, and the other way round? Some file systems do not promise it."""
+    try:
+        with mmap.mmap(-1, PAGE) as page, mmap.mmap(plain, PAGE) as mapped:
+            for value in (1, 2):
+                page[:] = bytes([value]) * PAGE
+                os.pwritev(direct, [page], 0)
+                if mapped[:] != page[:]:
+                    return False
+                mapped[:] = bytes([value + 2]) * PAGE
+                os.preadv(direct, [page], 0)
+                if page[:] != mapped[:]:
+                    return False
+    except OSError:
+        return False
+    return True
 
 
 def free_bytes(folders: list[Path]) -> int:

@@ -10,13 +10,32 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from holdall.errors import DiskError, OverBudget
-from holdall.tiers._disk_files import PAGE, DiskFile
-from holdall.types.layout import round_up
+from holdall.tiers._disk_files import DiskFile
+from holdall.types.layout import PAGE, round_up
 from holdall.units import format_bytes
+
+_mapped: dict[int, Extent] = {}  # by address
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file that is open."""
+
+    descriptor: int
+    offset: int
+    nbytes: int
+
+
+def in_files(address: int, nbytes: int) -> list[FilePart]:
+    """The parts of files that this memory is a mapping of, in order; empty: it is not."""
+    for begin, extent in list(_mapped.items()):
+        if begin <= address and address + nbytes <= begin + extent.nbytes:
+            return list(extent.parts_of(address - begin, nbytes))
+    return []
 
 
 class FileRoom:
@@ -69,14 +88,24 @@ class Extent:
 
     @property
     def is_direct(self) -> bool:
-        """Whether any of its files is read and written past the page cache."""
-        return self.mapped is None and any(space.file.is_direct for space, _, _ in self.parts)
+        """Whether any of its files is read and written past the page cache; what is mapped, only where a mapping sees that."""
+        files = [space.file for space, _, _ in self.parts]
+        return any(file.is_direct for file in files) and (self.mapped is None or all(file.is_coherent for file in files))
 
     def at(self, begin: int) -> tuple[DiskFile, int]:
         """The file and the offset of a byte."""
         stripe, inside = divmod(begin, self.stripe)
         space, offset, _ = self.parts[stripe % len(self.parts)]
         return space.file, offset + stripe // len(self.parts) * self.stripe + inside
+
+    def parts_of(self, begin: int, nbytes: int) -> Iterator[FilePart]:
+        """What lies together in a file, of these bytes."""
+        end = begin + nbytes
+        while begin < end:
+            stop = end if len(self.parts) == 1 else min(end, begin - begin % self.stripe + self.stripe)
+            file, offset = self.at(begin)
+            yield FilePart(file.descriptor, offset, stop - begin)
+            begin = stop
 
     def memory(self) -> torch.Tensor:
         """The bytes as memory: the system reads pages when they are touched, and writes them back when it sees fit."""
@@ -86,6 +115,7 @@ class Extent:
             for begin, size in self._stretches():
                 file, offset = self.at(begin)
                 file.map(self.mapped.data_ptr() + begin, round_up(size, PAGE), offset)
+            _mapped[self.mapped.data_ptr()] = self
         return self.mapped
 
     def _stretches(self) -> Iterator[tuple[int, int]]:
@@ -103,6 +133,7 @@ class Extents:
         self.capacity = capacity
         self.used = self.peak = 0
         self.sent = self.fetched = 0  # bytes copied into files, and out of them
+        self.saved = self.loaded = 0  # the same, from and to the host's memory
         self._spaces = [FileRoom(file) for file in files]
         self._stripe = stripe
         self._out: set[Extent] = set()
@@ -174,22 +205,31 @@ class Extents:
             self._out.remove(extent)
             self.used -= extent.nbytes
             _let_go(extent.parts)
+            _forget(extent)
 
     def begin_anew(self) -> None:
         """What is out becomes void; the files stay as long as they are. The peak is counted from here on."""
         with self._lock:
             for extent in self._out:
                 _let_go(extent.parts)
+                _forget(extent)
             self._out.clear()
             self.used = self.peak = 0
 
     def clear(self) -> None:
         """Remove the files."""
         with self._lock:
+            for extent in self._out:
+                _forget(extent)
             self._out.clear()
             self.used = 0
             for space in self._spaces:
                 space.file.close()
+
+
+def _forget(extent: Extent) -> None:
+    if extent.mapped is not None:
+        _mapped.pop(extent.mapped.data_ptr(), None)
 
 
 def _let_go(parts: Sequence[tuple[FileRoom, int, int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -41,6 +41,12 @@ class Keepers:
 
     def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:
         return self._at(ticket.tier).pull(ticket, target, after=after)
+
+    def load(self, ticket: Ticket, begin: int, target: torch.Tensor, *, after: Sequence[Any] = ()) -> Any:
+        return self._at(ticket.tier).load(ticket, begin, target, after=after)
+
+    def save(self, ticket: Ticket, begin: int, source: torch.Tensor) -> Any:
+        return self._at(ticket.tier).save(ticket, begin, source)
 
     def wait(self, ticket: Ticket) -> None:
         self._at(ticket.tier).wait(ticket)

@@ -30,7 +30,8 @@ import torch
 
 from holdall.errors import HoldallError
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffer, Buffers, Counted, bytes_of
+from holdall.tiers._base import Blocking
+from holdall.tiers._buffers import Buffer, Buffers, bytes_of
 from holdall.tiers._chaos import current
 from holdall.tiers._pinning import pin, unpin
 from holdall.units import MiB
@@ -68,6 +69,13 @@ class Transfer:
     def query(self) -> bool:
         return all(piece.done() for piece in self._pieces)
 
+    def joined(self, other: Transfer) -> Transfer:
+        """Both as one."""
+        going = [piece for piece in self._pieces if not piece.done() or _error_of(piece) is not None]
+        both = Transfer([*going, *other._pieces], [*(self._memory if going else ()), *other._memory])
+        both._error = self._error or other._error
+        return both
+
 
 def _error_of(piece: Future[None]) -> BaseException | None:
     return HoldallError("the store was closed before the copy was made") if piece.cancelled() else piece.exception()
@@ -100,7 +108,7 @@ class Staging:
             self._buffers.clear()
 
 
-class StagedStore(Counted):
+class StagedStore(Blocking):
     """The calls of a `Keeper`; a member says where the bytes lie (`_buffers`), and how a piece is written and read."""
 
     name: ClassVar[str]
@@ -118,6 +126,7 @@ class StagedStore(Counted):
         self._writers = ThreadPoolExecutor(depth, thread_name_prefix=f"holdall-{self.name}-write")
         self._readers = ThreadPoolExecutor(depth, thread_name_prefix=f"holdall-{self.name}-read")
         self._running: set[Future[None]] = set()
+        self._lock = threading.Lock()
         self._local = threading.local()  # a stream for each thread
 
     def _own(self, *held: Callable[[], object]) -> None:
@@ -144,9 +153,6 @@ class StagedStore(Counted):
 
     # activations
 
-    def put(self, source: torch.UntypedStorage) -> Ticket:
-        return self.put_all([source])[0]
-
     def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
         tickets = [Ticket(source.nbytes()) for source in sources]
         leaving = [(ticket, source) for ticket, source in zip(tickets, sources, strict=True) if ticket.nbytes]
@@ -156,16 +162,6 @@ class StagedStore(Counted):
             self.push(ticket, bytes_of(source))
         return tickets
 
-    def landed(self, ticket: Ticket) -> bool:
-        if ticket.out is not None and not ticket.out.query():
-            return False
-        ticket.source = None
-        return True
-
-    def wait(self, ticket: Ticket) -> None:
-        self.arrived(ticket)
-        ticket.source = None
-
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
         assert ticket.is_live, "this ticket was freed"
         target = torch.UntypedStorage(ticket.nbytes, device=device)
@@ -173,15 +169,6 @@ class StagedStore(Counted):
             ticket.target = target
             self.pull(ticket, bytes_of(target))
         return target
-
-    def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:
-        return [self.get(ticket, device) for ticket in tickets]
-
-    def wait_in(self, ticket: Ticket) -> None:
-        if ticket.back is not None:
-            ticket.back.wait()
-            ticket.back = None
-        ticket.target = None
 
     def free(self, ticket: Ticket) -> None:
         assert ticket.is_live, "this ticket was freed already"
@@ -196,23 +183,19 @@ class StagedStore(Counted):
 
     # model states
 
-    def reserve(self, nbytes: int, *, pinned: bool = True) -> Ticket:  # noqa: ARG002 - staging buffers are
-        ticket = Ticket(nbytes)
-        if nbytes:
-            (ticket.buffer,) = self._buffers.take_all([nbytes])
-        return ticket
-
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:
         earlier = ticket.out, ticket.back  # what is there may be on its way, or be read
         self._buffers.sent += min(ticket.nbytes, source.nbytes)
         ready = after if after is not None else _now(source)
         ticket.source = source.untyped_storage()
-        ticket.out = self._issue(self._writers, self._leave, ticket, source, earlier, ready)
+        ticket.out = self._issue(self._writers, self._leave, ticket, 0, source, earlier, ready)
 
     def arrived(self, ticket: Ticket) -> None:
-        if ticket.out is not None:
-            ticket.out.wait()
-            ticket.out = None
+        out = ticket.out
+        if out is not None:
+            out.wait()
+            with self._lock:
+                ticket.out = None if ticket.out is out else ticket.out
 
     def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:
         earlier = ticket.out, ticket.back  # so that who waits for the last fetch has waited for all
@@ -221,8 +204,19 @@ class StagedStore(Counted):
         if chaos is not None and after is None:
             chaos.poison(target[: ticket.nbytes])
         ready = after if after is not None else _now(target)
-        ticket.back = self._issue(self._readers, self._come, ticket, target, earlier, ready)
+        ticket.back = self._issue(self._readers, self._come, ticket, 0, target, earlier, ready)
         return ticket.back
+
+    def load(self, ticket: Ticket, begin: int, target: torch.Tensor, *, after: Sequence[Any] = ()) -> Any:
+        self._buffers.loaded += target.nbytes
+        return self._issue(self._readers, self._load, ticket, begin, target, after, None)
+
+    def save(self, ticket: Ticket, begin: int, source: torch.Tensor) -> Any:
+        self._buffers.saved += source.nbytes
+        with self._lock:  # against `arrived` in another thread
+            made = self._issue(self._writers, self._leave, ticket, begin, source, (ticket.back,), None)
+            ticket.out = made if ticket.out is None else ticket.out.joined(made)
+        return made
 
     def lane(self: T) -> T:
         """The same: it is the tier that serves one copy after the other, not a stream."""
@@ -241,24 +235,28 @@ class StagedStore(Counted):
     # copies
 
     def _issue(
-        self, pool: ThreadPoolExecutor, job: Callable[..., None], ticket: Ticket, memory: torch.Tensor, *given: Any
+        self, pool: ThreadPoolExecutor, job: Callable[..., None], ticket: Ticket, first: int, memory: torch.Tensor, *given: Any
     ) -> Transfer:
-        size = min(ticket.nbytes, memory.nbytes)
+        """Copy between memory and the ticket's bytes from `first` on, in pieces that end at multiples of their size."""
+        end = min(ticket.nbytes, first + memory.nbytes)
         chaos = current()
-        begins: Sequence[int] = range(0, size, PIECE)
+        begins: Sequence[int] = [first, *range(first - first % PIECE + PIECE, end, PIECE)] if first < end else []
         pieces, held = [], [memory]
         for begin in begins if chaos is None else chaos.shuffled(begins):
-            piece = pool.submit(job, ticket.buffer, held, begin, min(PIECE, size - begin), *given)
+            size = min(end, begin - begin % PIECE + PIECE) - begin
+            piece = pool.submit(job, ticket.buffer, held, begin, begin - first, size, *given)
             self._running.add(piece)
             piece.add_done_callback(self._running.discard)
             pieces.append(piece)
         return Transfer(pieces, held)
 
-    def _leave(self, room: Any, held: list[torch.Tensor], begin: int, nbytes: int, earlier: Sequence[Any], ready: Any) -> None:
-        """In a thread: one piece of the source goes to the tier."""
+    def _leave(
+        self, room: Any, held: list[torch.Tensor], begin: int, at: int, nbytes: int, earlier: Sequence[Any], ready: Any
+    ) -> None:
+        """In a thread: one piece of the source, from `at` on, goes to the tier."""
         _hold(earlier)
         (source,) = held
-        address = 0 if source.is_cuda else source.data_ptr() + begin
+        address = 0 if source.is_cuda else source.data_ptr() + at
         if address and self._fits(room, address, nbytes):
             self._write(room, begin, address, nbytes)
             return
@@ -266,14 +264,26 @@ class StagedStore(Counted):
             if address:
                 ctypes.memmove(stage.storage.data_ptr(), address, nbytes)
             else:
-                self._on_stream(bytes_of(stage.storage)[:nbytes], source[begin : begin + nbytes], ready)
+                self._on_stream(bytes_of(stage.storage)[:nbytes], source[at : at + nbytes], ready)
             self._write(room, begin, stage.storage.data_ptr(), nbytes)
 
-    def _come(self, room: Any, held: list[torch.Tensor], begin: int, nbytes: int, earlier: Sequence[Any], ready: Any) -> None:
-        """In a thread: one piece of the target comes from the tier."""
+    def _load(
+        self, room: Any, held: list[torch.Tensor], begin: int, at: int, nbytes: int, earlier: Sequence[Any], ready: Any
+    ) -> None:
+        """As `_come`, into memory that is written to the tier until then."""
+        _hold(earlier)
+        chaos = current()
+        if chaos is not None:
+            chaos.poison(held[0][at : at + nbytes])
+        self._come(room, held, begin, at, nbytes, (), ready)
+
+    def _come(
+        self, room: Any, held: list[torch.Tensor], begin: int, at: int, nbytes: int, earlier: Sequence[Any], ready: Any
+    ) -> None:
+        """In a thread: one piece of the target, from `at` on, comes from the tier."""
         _hold(earlier)
         (target,) = held
-        address = 0 if target.is_cuda else target.data_ptr() + begin
+        address = 0 if target.is_cuda else target.data_ptr() + at
         if address and self._fits(room, address, nbytes):
             self._read(room, begin, address, nbytes)
             return
@@ -282,7 +292,7 @@ class StagedStore(Counted):
             if address:
                 ctypes.memmove(address, stage.storage.data_ptr(), nbytes)
             else:
-                self._on_stream(target[begin : begin + nbytes], bytes_of(stage.storage)[:nbytes], ready)
+                self._on_stream(target[at : at + nbytes], bytes_of(stage.storage)[:nbytes], ready)
 
     def _on_stream(self, target: torch.Tensor, source: torch.Tensor, ready: Any) -> None:
         """Copy between a GPU and a staging buffer, by a stream of this thread; over when it returns."""

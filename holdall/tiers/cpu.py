@@ -25,7 +25,8 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffers, Counted, be_idle, bytes_of
+from holdall.tiers._base import InHostMemory
+from holdall.tiers._buffers import Buffers, be_idle, bytes_of
 from holdall.tiers._chaos import current
 from holdall.tiers._pinning import pin, unpin
 from holdall.units import MiB
@@ -33,7 +34,7 @@ from holdall.units import MiB
 _PIECE = 64 * MiB
 
 
-class Cpu(Counted):
+class Cpu(InHostMemory):
     name: ClassVar[str] = "cpu"
     serves: ClassVar[frozenset[str]] = frozenset({"cuda"})
     _buffers: Buffers
@@ -54,9 +55,6 @@ class Cpu(Counted):
         shut = weakref.finalize(self, _shut, self.device, self._buffers)
         shut.atexit = False
         self._shut: Callable[[], object] = shut
-
-    def put(self, source: torch.UntypedStorage) -> Ticket:
-        return self.put_all([source])[0]
 
     def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
         tickets = [Ticket(source.nbytes()) for source in sources]
@@ -80,12 +78,6 @@ class Cpu(Counted):
             buffer.busy = None
             ticket.buffer, ticket.source, ticket.out = buffer, source, out
         return tickets
-
-    def landed(self, ticket: Ticket) -> bool:
-        if ticket.out is not None and not ticket.out.query():
-            return False
-        ticket.source = None
-        return True
 
     def wait(self, ticket: Ticket) -> None:
         if ticket.source is not None:
@@ -147,9 +139,6 @@ class Cpu(Counted):
             ticket.buffer = self._buffers.take(nbytes, prepare=pinned)
             be_idle(ticket.buffer)  # the host may write into it at once
         return ticket
-
-    def memory(self, ticket: Ticket) -> torch.Tensor:
-        return bytes_of(ticket.buffer.storage)
 
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: torch.cuda.Event | None = None) -> None:
         self.wait(ticket)  # of an earlier push

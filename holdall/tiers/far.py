@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 import torch
 
 from holdall.tiers import Ticket
-from holdall.tiers._buffers import Buffers, Counted, bytes_of, copy_bytes, copy_tensor
+from holdall.tiers._base import Blocking, InHostMemory
+from holdall.tiers._buffers import Buffers, bytes_of, copy_bytes, copy_tensor
 from holdall.tiers._chaos import Line, current
 
 
-class Far(Counted):
+class Far(Blocking, InHostMemory):
     name: ClassVar[str] = "far"
     serves: ClassVar[frozenset[str]] = frozenset({"cpu"})
     _buffers: Buffers
@@ -26,9 +27,6 @@ class Far(Counted):
         self.notes: list[str] = []
         self._buffers = Buffers(self.name, capacity)
         self._out, self._in = Line(), Line()  # copies that chaos puts off
-
-    def put(self, source: torch.UntypedStorage) -> Ticket:
-        return self.put_all([source])[0]
 
     def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
         tickets = [Ticket(source.nbytes()) for source in sources]
@@ -45,13 +43,6 @@ class Far(Counted):
                 ticket.out = chaos.copy(bytes_of(buffer.storage), bytes_of(source), self._out)
         return tickets
 
-    def landed(self, ticket: Ticket) -> bool:
-        return ticket.out is None or bool(ticket.out.query())
-
-    def wait(self, ticket: Ticket) -> None:
-        self.arrived(ticket)
-        ticket.source = None
-
     def get(self, ticket: Ticket, device: torch.device | str) -> torch.UntypedStorage:
         assert ticket.is_live, "this ticket was freed"
         target = torch.UntypedStorage(ticket.nbytes, device=device)
@@ -65,15 +56,6 @@ class Far(Counted):
             self.pull(ticket, bytes_of(target))
         return target
 
-    def get_all(self, tickets: Sequence[Ticket], device: torch.device | str) -> list[torch.UntypedStorage]:
-        return [self.get(ticket, device) for ticket in tickets]
-
-    def wait_in(self, ticket: Ticket) -> None:
-        if ticket.back is not None:  # under chaos
-            ticket.back.wait()
-            ticket.back = None
-        ticket.target = None
-
     def free(self, ticket: Ticket) -> None:
         assert ticket.is_live, "this ticket was freed already"
         ticket.is_live = False
@@ -82,15 +64,6 @@ class Far(Counted):
         if ticket.buffer is not None:
             self._buffers.give(ticket.buffer)
             ticket.buffer = None
-
-    def reserve(self, nbytes: int, *, pinned: bool = True) -> Ticket:  # noqa: ARG002 - there is no device to pin it for
-        ticket = Ticket(nbytes)
-        if nbytes:
-            ticket.buffer = self._buffers.take(nbytes)
-        return ticket
-
-    def memory(self, ticket: Ticket) -> torch.Tensor:
-        return bytes_of(ticket.buffer.storage)
 
     def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
         chaos = current()
@@ -103,11 +76,6 @@ class Far(Counted):
         self.wait_in(ticket)  # whoever still reads what is there
         ticket.source = source.untyped_storage()
         ticket.out = chaos.copy(self.memory(ticket), source, self._out)
-
-    def arrived(self, ticket: Ticket) -> None:
-        if ticket.out is not None:  # under chaos; else it is over when it was begun
-            ticket.out.wait()
-            ticket.out = None
 
     def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:  # noqa: ARG002
         chaos = current()

@@ -4,9 +4,10 @@
     HOLDALL_NVME_DEPTH=16                   pieces of 4 MiB in flight in each direction (8)
     HOLDALL_DEBUG=checksums                 every piece is compared with what was written; always under chaos
 
-Offloaded activations pass the system's page cache by (O_DIRECT), where the file system allows. Model states are worked on by
-the host, which maps their part of the file as memory; what is mapped is copied through the page cache alone, so that both ways
-see the same bytes. Room is reserved before anything is written (`_disk_files.py`), and the file goes with its process.
+Bytes pass the system's page cache by (O_DIRECT), where the file system allows. Model states are also mapped as memory, for
+whoever reads them between two updates; where a file system does not show a mapping what was written directly, which is tried
+when the file is made, what is mapped is copied through the page cache alone. Room is reserved before anything is written
+(`_disk_files.py`), and the file goes with its process.
 
 From a GPU, bytes pass through pinned buffers of the host: a plan prices that as two hops, at the rate of the slower one, after
 the latencies of both.
@@ -25,10 +26,10 @@ import torch
 from holdall.errors import InvalidInput
 from holdall.tiers import Ticket
 from holdall.tiers._chaos import asks_for, current
-from holdall.tiers._disk_files import PAGE, DiskFile, free_bytes
+from holdall.tiers._disk_files import DiskFile, free_bytes
 from holdall.tiers._extents import Extent, Extents
 from holdall.tiers._staged import DEPTH, PIECE, StagedStore
-from holdall.types.layout import round_up
+from holdall.types.layout import PAGE, round_up
 
 _HINT = "free some space, name a folder on another disk in HOLDALL_NVME, or give `nvme` a smaller budget"
 
@@ -85,7 +86,8 @@ class Nvme(StagedStore):
         file, offset = room.at(begin)
         direct = room.is_direct and file.is_direct
         room.is_written = True
-        room.sums.pop(begin, None)
+        for other in [at for at, (size, _) in list(room.sums.items()) if at < begin + nbytes and begin < at + size]:
+            room.sums.pop(other, None)
         if room.mapped is None and (self._checks or current() is not None):
             room.sums[begin] = nbytes, zlib.crc32(_view(address, nbytes))
         file.write(offset, _view(address, round_up(nbytes, PAGE) if direct else nbytes), direct=direct)

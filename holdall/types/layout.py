@@ -2,15 +2,18 @@
 
 flat buffer    tensors one after the other, each at a boundary of ALIGN bytes (weights, gradients, states of a unit)
 update slot    device memory that a unit's states pass through: states + masters + gradients + new weights + work space
+stretch        a part of a unit's masters, and the same part of each of its states, that is read from a disk, updated and
+               written back while others are on their way; it takes one of a few buffers in host memory
 allocation     what CUDA's caching allocator hands out for a request: rounded up to BLOCK bytes; other devices hand out
                what was asked for
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 ALIGN = 256  # bytes; kernels read from such boundaries at full speed
+PAGE = 4096  # bytes; disks are read and written in multiples of it past the page cache
 BLOCK = 512  # bytes; the unit of CUDA's caching allocator
 PIECE = 1 << 26  # elements of a half-precision gradient that are converted to fp32 at a time: bounds the work space
 
@@ -46,3 +49,15 @@ def update_slot_bytes(*, states: int, masters: int, grads: int, staged: int, wor
     `workspace`: temporaries of the update, `widened_bytes` among them.
     """
     return states + masters + grads + staged + workspace
+
+
+def stretches(masters: int, stretch: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of every stretch of a flat buffer of so many bytes."""
+    size = round_up(stretch, PAGE)
+    for begin in range(0, masters, size):
+        yield begin, min(begin + size, masters)
+
+
+def stretch_bytes(masters: Iterable[int], stretch: int) -> int:
+    """Room for one stretch of the masters, or of one state, of any of these units."""
+    return min(round_up(stretch, PAGE), round_up(max(masters, default=0), PAGE))

@@ -44,6 +44,7 @@ class Copy:
     lane: str = ""  # copies of one lane go one after the other; lanes share the link
     uses: tuple[TensorId, ...] = ()  # room that it works in: whoever uses it too goes before or after
     aside: bool = False  # on the home side it is that room which is copied, wherever the tensors are
+    nbytes: Bytes = 0  # besides the tensors: a part of some that are not named, so that nobody waits for all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ ELEMENTWISE = frozenset(  # rules that treat each element separately
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
+ELEMENTWISE_NAMES = frozenset(rule.__name__ for rule in ELEMENTWISE)
 _WHOLE = frozenset({torch.optim.LBFGS})  # rules that combine all parameters
 
 
@@ -69,7 +70,7 @@ class Part:
         where = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._group = [where.get(id(p), -1) for p in params]
         self._clone = clone_optimizer(optimizer, {}, foreach=False)
-        self._elementwise = type(optimizer) in ELEMENTWISE
+        self.is_elementwise = type(optimizer) in ELEMENTWISE
         self.trained = [g >= 0 for g in self._group]
 
     def by_group(self, which: Sequence[int]) -> dict[int, list[int]]:
@@ -126,7 +127,9 @@ class Part:
         `scratch`: memory for the widened gradients; otherwise it is allocated and freed.
         """
         widened = any(g.dtype != v.dtype for g, v in zip(grads, values, strict=True))
-        for value, grad, state, members in _pieces(values, grads, states, which, sliced and self._elementwise, widened=widened):
+        for value, grad, state, members in _pieces(
+            values, grads, states, which, sliced and self.is_elementwise, widened=widened
+        ):
             wide = _widen(grad, value, scratch)
             if scale is not None:
                 torch._foreach_mul_(wide, scale.to(wide[0].device, non_blocking=True))

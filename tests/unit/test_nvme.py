@@ -563,7 +563,7 @@ def test_fit_uses_the_disk_where_the_host_is_full(what, disk):
             losses.append(loss.item())
         measured = harness.measured()
     assert losses == trained(None)[0]
-    assert dict(measured.traffic) == dict(plan.predicted.traffic) and measured.traffic["cpu->nvme"] > 0
+    assert dict(measured.traffic) == dict(plan.predicted.traffic) and any("nvme" in link for link in measured.traffic)
     assert dict(measured.peak) == dict(plan.predicted.peak)
     assert all(size <= plan.budget[tier] for tier, size in measured.peak.items())
 

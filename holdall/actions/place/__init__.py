@@ -5,7 +5,9 @@ with working copies. One action covers all units, because they share the slots f
 updates begin.
 
 A unit's tensors that are not on the device are in the nearest tier, the host's memory, or in the tier that `elsewhere` names:
-streamed weights, masters of the same precision, and gradients. States of host updates are always in host memory.
+streamed weights, masters of the same precision, and gradients. Masters and states of host updates are in host memory, or in the
+tier that `states` names, such as a disk. Then they are updated in stretches (ZeRO-Infinity, arXiv 2104.07857): while one is
+updated in host memory, the next is read and the one before is written.
 
 Exact: only the placement changes. Where a GPU computes and the host updates, the host's Adam rounds as a CPU does, one ulp from
 the GPU's.
@@ -13,18 +15,19 @@ the GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from holdall.actions.place.schedule import rewrite_placed, streamable
+from holdall.actions.place.schedule import rewrite_placed, states_stay, streamable
 from holdall.errors import InvalidInput, unknown_name
 from holdall.types import Facts, Problem, Schedule, Trace
+from holdall.units import MiB
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
 
-__all__ = ["Place", "streamable"]
+__all__ = ["Place", "states_stay", "streamable"]
 
 Row = tuple[str, str, str]  # unit; "resident" or "streamed"; "device", "host" or "through"
 
@@ -43,6 +46,9 @@ class Place(Facts):
     release: str = ""  # block at whose forward the slots of updates via the device are freed
     prefetch: int = 1  # streamed units that are fetched ahead of the one in use; none without `overlap`
     elsewhere: tuple[tuple[str, str], ...] = ()  # (unit, tier) of units that are not in the nearest tier
+    states: tuple[tuple[str, str], ...] = ()  # (unit, tier) of masters and states that are not in the nearest tier
+    stretch: int = 32 * MiB  # bytes of the masters, and of each state of theirs, that are updated at a time where `states` says
+    buffers: int = 3  # stretches in host memory at once: 1: no overlap; 2: reads overlap updates; 3: writes, too
 
     name: ClassVar[str] = "place"
     exact: ClassVar[bool] = True
@@ -54,7 +60,7 @@ class Place(Facts):
 
     @property
     def tiers(self) -> frozenset[str]:
-        return frozenset({"", *(tier for _, tier in self.elsewhere)})
+        return frozenset({"", *(tier for _, tier in (*self.elsewhere, *self.states))})
 
     @staticmethod
     def all(
@@ -80,6 +86,9 @@ class Place(Facts):
         ahead: bool = False,
         overlap: bool = True,
         prefetch: int = 1,
+        states: Mapping[str, str] | None = None,
+        stretch: int = 32 * MiB,
+        buffers: int = 3,
     ) -> Place:
         """Units that are not named are resident and updated on the device."""
         table = tuple((u.name, *rows.get(u.name, ("resident", "device"))) for u in trace.units)
@@ -93,6 +102,9 @@ class Place(Facts):
             overlap=overlap,
             release=release,
             prefetch=prefetch,
+            states=tuple((states or {}).items()),
+            stretch=stretch,
+            buffers=buffers,
         )
 
     @staticmethod
@@ -113,7 +125,11 @@ class Place(Facts):
         _check(self.units)
         if self.prefetch < 1:
             raise InvalidInput(f"`prefetch` is {self.prefetch}", hint="use 1 or more, or `overlap=False` for none")
-        for unit, _ in self.elsewhere:
+        if self.stretch < 1 or self.buffers < 1:
+            raise InvalidInput(
+                f"`stretch` is {self.stretch} bytes and `buffers` {self.buffers}", hint="use 1 or more, such as the defaults"
+            )
+        for unit, _ in (*self.elsewhere, *self.states):
             if unit not in known:
                 raise unknown_name("unit", unit, known)
         return rewrite_placed(schedule.copy(), problem, self)
@@ -127,11 +143,13 @@ class Place(Facts):
         about = harness.plan.about
         params = dict(about.units)
         precision = about.precision
-        tiers = dict(self.elsewhere)
+        near = next(iter(list(harness.plan.budget)[1:]), "")
+        tiers, states = dict(self.elsewhere), {unit: tier for unit, tier in self.states if tier != near}
         harness.place(
             Placing(
                 units=tuple(
-                    Placement(unit=u, params=params[u], weights=w, update=d, tier=tiers.get(u, "")) for u, w, d in self.units
+                    Placement(unit=u, params=params[u], weights=w, update=d, tier=tiers.get(u, ""), states=states.get(u, ""))
+                    for u, w, d in self.units
                 ),
                 when=self.when,
                 dtype=getattr(torch, precision) if precision else None,
@@ -141,6 +159,8 @@ class Place(Facts):
                 overlap=self.overlap,
                 release=self.release.partition("#")[0],
                 prefetch=self.prefetch,
+                stretch=self.stretch,
+                buffers=self.buffers,
             )
         )
 

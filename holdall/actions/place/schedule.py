@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from holdall.actions.place.updates import PlacedUpdate, Updates, waited
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
-from holdall.types.layout import ALIGN, allocated_bytes, flat_bytes, round_up
+from holdall.types.layout import ALIGN, allocated_bytes, flat_bytes, round_up, stretch_bytes
 from holdall.types.trace import OpId, TensorId, once_per_trace
+from holdall.updates.parts import ELEMENTWISE_NAMES
 
 if TYPE_CHECKING:
     from holdall.actions.place import Place
@@ -85,6 +86,22 @@ def _read_by_hand(trace: Trace) -> set[str]:
     return {u.name for u in trace.units if read.intersection(u.weights)}
 
 
+def states_stay(trace: Trace, unit: Unit) -> str:
+    """Why a unit's masters and states cannot be updated in stretches; empty: they can."""
+    if trace.about.optimizer not in ELEMENTWISE_NAMES:
+        return f"{trace.about.optimizer} does not update each element separately"
+    if unit.grads and len(_shaped(trace, unit)) % len(unit.grads):
+        return "its parameters do not have the same states"
+    if not trace.about.precision and len(unit.grads) < len(unit.weights):
+        return "some of its weights are frozen, and the model computes with the masters themselves"
+    return ""
+
+
+def _shaped(trace: Trace, unit: Unit) -> list[TensorId]:
+    """States of a unit without scalar counters."""
+    return [x for x in unit.states if trace.tensors[x].shape]
+
+
 def _empty_steps(trace: Trace) -> dict[OpId, Run]:
     """The optimizer's ops as runs without work."""
     steps = (op for op in trace.ops if op.site.phase is Phase.STEP)
@@ -102,6 +119,7 @@ class _Rewrite(Updates):
         for placed in self.units:
             self._settle(placed)
         self._move_into_chunks()
+        self._make_buffers()
         for placed in self.units:
             if placed.streamed:
                 self._stream(placed)
@@ -155,10 +173,8 @@ class _Rewrite(Updates):
             last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it ends
             first = blocks[0] if blocks else None
             at = self._first_read(unit)
-            tier = self._tier(unit, update)
-            self.units.append(
-                PlacedUpdate(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast, tier=tier)
-            )
+            placed = PlacedUpdate(unit, streamed, update, first, max(last, default=-1), first=at, cast=cast)
+            self.units.append(replace(placed, tier=self._tier(unit, update), states=self._tier_of_states(unit, update)))
 
     def _tier(self, unit: Unit, update: str) -> str:
         """The tier of a unit's tensors that are not on the device."""
@@ -170,6 +186,37 @@ class _Rewrite(Updates):
                 hint='leave it out of `elsewhere`, or use update="host" with when="step"',
             )
         return self.problem.other(named) if self.hardware.others else ""
+
+    def _tier_of_states(self, unit: Unit, update: str) -> str:
+        """The tier of a unit's masters and states if they are updated in stretches; empty: they are not."""
+        named = dict(self.place.states).get(unit.name, "")
+        if not named or not unit.grads or self.problem.other(named) == self.far:
+            return ""
+        is_by_host = update == "host" and not self.place.ahead
+        why = states_stay(self.trace, unit) if is_by_host else "they must be updated by the host, and not speculatively"
+        if why:
+            raise Unsupported(
+                f"the states of `{unit.name}` cannot be in `{named}`: {why}",
+                hint='use update="host" and an elementwise optimizer such as AdamW, or leave the unit out of `states`',
+            )
+        return self.problem.other(named)
+
+    def _make_buffers(self) -> None:
+        """Host memory that stretches of states pass through."""
+        away = [p for p in self.units if p.states]
+        for placed in away:
+            shaped = _shaped(self.trace, placed.unit)
+            each = len(shaped) // len(placed.unit.grads)
+            size = sum(self.schedule.info(x).nbytes for x in (shaped if self.is_narrow else placed.unit.weights))
+            masters = size // each if self.is_narrow else size
+            self.units[placed.unit.id] = replace(placed, masters=masters, sections=each + (0 if self.is_narrow else 1))
+        if away:
+            away = [p for p in self.units if p.states]
+            room = stretch_bytes((p.masters for p in away), self.place.stretch) * max(p.sections for p in away)
+            like = self.trace.tensors[away[0].unit.weights[0]]
+            for _ in range(self.place.buffers):
+                self.stretches.append(self.schedule.add(like, name="room for a stretch", kind=Kind.STATE, nbytes=room))
+                self._there(self.stretches[-1])
 
     def _first_read(self, unit: Unit) -> OpId:
         """The op before which its weights must be on the device; a block's are waited for where the block begins."""
@@ -198,11 +245,10 @@ class _Rewrite(Updates):
         if self.problem.accumulate > 1 and placed.update != "device":
             self._accumulated(unit, self.far)
         for x in unit.states:
-            schedule.start[x] = self.far
             info = schedule.info(x)
-            if (
-                placed.update == "through" and info.shape
-            ):  # in one chunk, tensors aligned in it; scalar counters stay where they are
+            schedule.start[x] = placed.states if info.shape and placed.states else self.far
+            if (placed.update == "through" or placed.states) and info.shape:
+                # flat buffers, tensors aligned in them; scalar counters stay where they are
                 schedule.added[x] = replace(info, nbytes=round_up(info.nbytes, ALIGN))
         like = self.trace.tensors[unit.weights[0]]
         grads = flat_bytes(self.trace.tensors[g].nbytes for g in unit.grads)
@@ -210,12 +256,12 @@ class _Rewrite(Updates):
         homes: tuple[TensorId, ...] = ()
         if placed.streamed:  # streamed weights have a permanent copy in the tier
             for x in unit.weights:
-                schedule.start[x] = placed.tier
+                schedule.start[x] = self.source(placed)
                 schedule.holds[x] = []
             homes = () if self.is_narrow else unit.weights
         elif not self.is_narrow:
             homes = (schedule.add(like, name=f"{unit.name}: homes", nbytes=weights),)
-            self._there(homes[0], placed.tier)
+            self._there(homes[0], self.source(placed))
         if grads and placed.update != "device":
             if placed.streamed and self.is_narrow and self.place.share and grads == weights:
                 buffer = unit.weights
@@ -267,7 +313,7 @@ class _Rewrite(Updates):
         if placed.cast:
             self._cast(placed, block)
             return
-        fetch = Copy(tensors=unit.weights, src=placed.tier, dst=self.home, name=unit.name)
+        fetch = Copy(tensors=unit.weights, src=self.source(placed), dst=self.home, name=unit.name)
         wait = Wait(tensors=unit.weights)
         blocks = self.trace.blocks
         streaming = sorted(p.block.id for p in self.units if p.streamed and not p.cast and p.block is not None)

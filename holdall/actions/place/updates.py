@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdall.cost.link import copy_seconds, link_rate
 from holdall.cost.updates import host_seconds
 from holdall.types import Block, Copy, Kind, Phase, Problem, Run, Schedule, Step, Unit, Wait
-from holdall.types.layout import flat_bytes, update_slot_bytes, widened_bytes
+from holdall.types.layout import flat_bytes, stretches, update_slot_bytes, widened_bytes
 from holdall.types.trace import OpId, TensorId
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class PlacedUpdate:
     first: OpId = -1  # where the step first waits for its weights: start of its block, or the op that reads them; -1: nowhere
     cast: bool = False  # its weights are streamed: cast from masters on the device
     tier: str = ""  # the tier of its tensors that are not on the device
+    states: str = ""  # the tier of its masters and states, if they are updated in stretches
+    masters: int = 0  # bytes of its masters there
+    sections: int = 0  # flat buffers of so many bytes: the masters and each kind of state
 
 
 class Updates:
@@ -49,6 +52,12 @@ class Updates:
         self.is_narrow = bool(self.trace.about.precision)
         self.beside = place.when == "spill" and self.hardware.overlap
         self.units: list[PlacedUpdate] = []
+        self.stretches: list[TensorId] = []  # host memory for updates in stretches, taken by turns
+        self._turn = 0
+
+    def source(self, placed: PlacedUpdate) -> str:
+        """The tier that working weights come from: that of the masters, if these have the same precision."""
+        return placed.states if placed.states and not self.is_narrow else placed.tier
 
     @property
     def far(self) -> str:
@@ -141,29 +150,40 @@ class Updates:
         is_ahead = self.is_ahead(placed) and not self.problem.clipped
         factor = _BESIDE_OLD if is_ahead else _WEIGHTS_FIRST if weights_first else 1.0
         touched = tuple(dict.fromkeys((*placed.buffer, *(unit.weights if placed.streamed else ()))))
-        steps: list[Step] = [
-            Run(
-                op=-1,
-                reads=(),
-                writes=(),
-                mutates=touched,
-                seconds=host_seconds(unit, self.trace, self.hardware) * factor + self._trip(placed),
-                name=f"update of {unit.name}",
-                stream="host",
-            )
-        ]
+        seconds = host_seconds(unit, self.trace, self.hardware) * factor + self._trip(placed)
+        steps = self._in_stretches(placed, touched, seconds) if placed.states else [_host_run(unit, touched, seconds)]
         if not placed.streamed:
-            steps.append(
-                Copy(tensors=placed.buffer, src=placed.tier, dst=self.home, lands=False, lane="weights", name=unit.name)
-            )
+            back = Copy(tensors=placed.buffer, src=placed.tier, dst=self.home, lands=False, lane="weights", name=unit.name)
+            if placed.states and not self.is_narrow:  # from the masters
+                back = replace(back, tensors=placed.homes, src=placed.states, uses=placed.buffer)
+            steps.append(back)
+        return steps
+
+    def _in_stretches(self, placed: PlacedUpdate, touched: tuple[TensorId, ...], seconds: float) -> list[Step]:
+        """Read, update and write each; who has the same buffer goes one after the other."""
+        steps: list[Step] = []
+        for begin, end in stretches(placed.masters, self.place.stretch):
+            room = self.stretches[self._turn % len(self.stretches)]
+            self._turn += 1
+            nbytes = placed.sections * (end - begin)
+            weights = touched if end == placed.masters else ()  # what is fetched next is written by then
+            name = placed.unit.name
+            steps += [
+                Copy(tensors=(), nbytes=nbytes, src=placed.states, dst=self.far, uses=(room,), lane="states", name=name),
+                _host_run(placed.unit, (room, *touched), seconds * (end - begin) / placed.masters),
+                Copy(
+                    tensors=(), nbytes=nbytes, src=self.far, dst=placed.states, uses=(room, *weights), lane="states", name=name
+                ),
+            ]
         return steps
 
     def _trip(self, placed: PlacedUpdate) -> float:
         """Seconds in which the host reads and writes tensors of a tier that is not its own."""
         if placed.tier == self.far:
             return 0.0
-        fetched = placed.unit.weights if placed.streamed else ()
-        there = sum(self.schedule.info(x).nbytes for x in dict.fromkeys((*placed.buffer, *placed.homes, *fetched)))
+        fetched = placed.unit.weights if placed.streamed and self.source(placed) == placed.tier else ()
+        homes = () if placed.states else placed.homes
+        there = sum(self.schedule.info(x).nbytes for x in dict.fromkeys((*placed.buffer, *homes, *fetched)))
         return copy_seconds(there, self.hardware, placed.tier, self.far) + copy_seconds(
             there, self.hardware, self.far, placed.tier
         )
@@ -276,7 +296,11 @@ class Updates:
         return seconds
 
 
+def _host_run(unit: Unit, mutates: tuple[TensorId, ...], seconds: float) -> Step:
+    return Run(op=-1, reads=(), writes=(), mutates=mutates, seconds=seconds, name=f"update of {unit.name}", stream="host")
+
+
 def waited(steps: Iterable[Step]) -> Wait:
     """A wait for every copy of these steps, and for the buffers that they copy to."""
-    copies = [x for s in steps if isinstance(s, Copy) for x in (*(() if s.aside else s.tensors), *s.uses)]
+    copies = [x for s in steps if isinstance(s, Copy) and not s.nbytes for x in (*(() if s.aside else s.tensors), *s.uses)]
     return Wait(tensors=tuple(dict.fromkeys(copies)))

@@ -13,10 +13,10 @@ Code that touches a master whose update is still running waits for it.
 
 The engine creates the units, receives the hooks, and calls its parts in order:
 
-    weight_streaming.py  streamed weights                 evaluation.py            forwards without gradients, cached weights
-    grad_store.py        gradients until their update     update_speculative.py    updates begun before the loop can clip
-    optimizer_step.py    updates when they are due        update_weights_first.py  updates whose weights are computed first
-    pending.py           updates that are running
+    weights/streaming.py        streamed weights                evaluation.py                forwards without gradients
+    gradients/collector.py      gradients until their update    updating/speculative.py      begun before the loop can clip
+    updating/optimizer_step.py  updates when they are due       updating/weights_first.py    whose weights are computed first
+    updating/pending.py         updates that are running        updating/in_stretches.py     of states on a disk
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from holdall.runtime.states.gradients.clipping import watch_clipping
 from holdall.runtime.states.gradients.collector import Collector
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.guard import watch_calls
-from holdall.runtime.states.placement import Placing
-from holdall.runtime.states.unit import HOST, Member, PlacedUnit, find_members
+from holdall.runtime.states.placement import Placing, check_placeable
+from holdall.runtime.states.torn import check_whole
+from holdall.runtime.states.unit import HOST, Member, PlacedUnit, at_home, find_members
+from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.optimizer_step import BACKWARD, SPILL, STEP, Stepping
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.updating.pending import Pending
@@ -50,7 +52,7 @@ from holdall.runtime.states.weights.streaming import Streaming
 from holdall.tiers._keepers import Keepers
 from holdall.types import Progress
 from holdall.types.plan import silent
-from holdall.updates.parts import is_separable, snapshot
+from holdall.updates.parts import snapshot
 
 
 class Engine:
@@ -81,7 +83,10 @@ class Engine:
         self.away: set[int] = set()  # storages on the host, which the device's byte count leaves out
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         self._passing = UpdateViaDevice(self.updater) if self.updater is not None else None
-        _check(model, optimizer)
+        self._stretched = (
+            InStretches(self.updater, stretch=placing.stretch, buffers=placing.buffers) if self.updater is not None else None
+        )
+        check_placeable(model, optimizer)
         self._reads = WeightReads(self._bring, self._catch_up)
         self._take_slots_off = put_slots(model, self._reads)
         try:
@@ -105,6 +110,7 @@ class Engine:
         )
         self._stepping: Stepping | None = None
         if self.updater is not None and self._passing is not None and beside is not None and ahead is not None:
+            assert self._stretched is not None
             self._stepping = Stepping(
                 self.units,
                 self.updater,
@@ -113,6 +119,7 @@ class Engine:
                 self._pending,
                 beside,
                 ahead,
+                self._stretched,
                 when=self.when,
                 slots=placing.slots,
                 weights_first=is_beside,
@@ -143,12 +150,18 @@ class Engine:
             asked = Counter[str]()
             for unit in self.units:
                 asked.update(unit.far_bytes(into_store=into_store, share=share))
+            if self._stretched is not None:
+                asked.update(self._stretched.far_bytes(self.units))
             for tier, nbytes in asked.items():
                 self.store.free(self.store.reserve(nbytes, pinned=False, tier=tier))
         try:
             for unit in self.units:
                 self._set_up_unit(unit, into_store=into_store, share=share)
+            if self._stretched is not None:
+                self._stretched.adopt(self.units)
         except BaseException:  # not enough memory: undo everything
+            if self._stretched is not None:
+                self._stretched.close()
             for unit in self.units:
                 unit.put_back(self.store, in_store=False)
             raise
@@ -184,6 +197,7 @@ class Engine:
             add(self.optimizer.register_step_pre_hook(self._before_step).remove)
             add(self.optimizer.register_step_post_hook(self._after_step).remove)
             add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
+            add(self.optimizer.register_state_dict_pre_hook(lambda _: check_whole(*self.units)).remove)
             add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
         add(put_method(self.model, "zero_grad", self._zero_grad))
         for module in self.model.modules():
@@ -191,6 +205,7 @@ class Engine:
                 add(put_method(module, "flatten_parameters", lambda: None))
         self._undo += self._evaluating.watch(self.model, calls)
         add(self.model.register_state_dict_pre_hook(lambda *_: self.rest()).remove)
+        add(self.model.register_state_dict_pre_hook(lambda *_: check_whole(*self.units)).remove)
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
 
@@ -229,11 +244,13 @@ class Engine:
             unit.put_back(self.store, in_store=has_moved)
         if self._beside is not None:
             self._beside.free_spares()
+        if self._stretched is not None:
+            self._stretched.close()
         for home, grad in kept:
             home.grad = grad.to(home.device)
         self.units.clear()
         self._collector.close()
-        self._stepping = self._beside = self._passing = self.updater = None
+        self._stepping = self._beside = self._passing = self._stretched = self.updater = None
 
     # forward
 
@@ -445,7 +462,7 @@ class Engine:
         """The optimizer has loaded new states: copy those on the host into their buffers."""
         self.settle()
         if self._passing is not None:
-            self._passing.refill_chunks(self.units)
+            self._passing.refill_chunks(self.units, self._stretched)
 
     def work_of(self, tensor: Any) -> Any:
         """The working copy that currently replaces a parameter; any other tensor is returned as it is."""
@@ -517,24 +534,6 @@ class Engine:
     @property
     def outside(self) -> int:
         """Bytes of masters and states in ordinary (not the store's) host memory."""
-        homes = (
-            sum(m.home.nbytes for u in self.units if u.update == HOST and u.homes is None for m in u.members)
-            if self.device.type == "cuda"
-            else 0
-        )
+        there = [u for u in self.units if u.update == HOST and u.homes is None] if self.device.type == "cuda" else []
+        homes = sum(m.home.nbytes for u in there for m in at_home(u))
         return homes + (self.updater.outside if self.updater is not None else 0)
-
-
-def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse models and optimizers that the engine cannot handle."""
-    if optimizer is not None and not is_separable(optimizer):
-        raise Unsupported(
-            f"{type(optimizer).__name__} updates all parameters together, so its update cannot be split into units",
-            hint='use an elementwise optimizer, or keep its states on the device: fit(..., allow={"recompute", "offload"})',
-        )
-    for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise Unsupported(
-                f"`{name}` has gradient hooks, which would not receive its gradient under this plan",
-                hint='remove the hooks, or keep model states on the device: fit(..., allow={"recompute", "offload"})',
-            )

@@ -8,6 +8,7 @@ flat buffer per unit on the device, so that a unit moves by one copy.
     working   `module._parameters[...]` from forward to the end of backward; autograd's leaf
     buffer    in host memory: the gradient on its way to the update, then the new weights on their way back
     chunk     in host memory: masters and optimizer states of a unit that is updated via the device
+    sections  in a farther tier: masters and optimizer states of a unit that is updated in stretches
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from holdall.errors import HoldallError, Unsupported
 from holdall.runtime.states.packing import Layout, like
+from holdall.runtime.states.torn import check_whole
 from holdall.runtime.states.weights.slots import Slots
 from holdall.tiers import Ticket
 from holdall.tiers._buffers import copy_tensor
@@ -39,6 +41,7 @@ class Placement:
     weights: str = RESIDENT  # or streamed: on the device only while they are used
     update: str = DEVICE  # or host, or through the device with states that live on the host
     tier: str = ""  # where the rest of it lies; empty: in the nearest tier
+    states: str = ""  # where masters and states of a host update lie; empty: in the nearest tier
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +92,8 @@ class PlacedUnit:
         self.buffer: Ticket | None = None
         self.source: Ticket | None = None  # host memory that working weights are fetched from
         self.homes: Ticket | None = None  # host memory of the masters
+        self.masters: Ticket | None = None  # trained ones in a farther tier, if they are updated in stretches
+        self.is_torn = False  # an error interrupted an update in stretches: some are new, some are old
         self.is_here = True  # the working weights are on the device or being fetched
         self.updated: tuple[int, ...] = ()  # trained members changed by the latest update
         self.is_doubtful = False  # the masters may have been written without a new version
@@ -123,6 +128,11 @@ class PlacedUnit:
         return self.update == DEVICE and (self.is_cast or not self.is_streamed)
 
     @property
+    def is_away(self) -> bool:
+        """Are masters and states in a farther tier, and updated in stretches?"""
+        return bool(self.placement.states) and self.update == HOST and bool(self.trained)
+
+    @property
     def needs_work(self) -> bool:
         """Do modules get working copies instead of the masters?"""
         return self.is_narrow or self.update != DEVICE or self.is_streamed
@@ -146,13 +156,15 @@ class PlacedUnit:
     def far_bytes(self, *, into_store: bool, share: bool) -> dict[str, int]:
         """Bytes that it will ask of each tier's store when it is set up."""
         in_store = not self.stays and (into_store or not self.is_narrow)
-        homes = Layout.of(like(m.home) for m in self.members).nbytes if in_store else 0
+        homes = Layout.of(like(m.home) for m in at_home(self)).nbytes if in_store else 0
         buffer = self.grads.nbytes if self.update != DEVICE and self.trained else 0
         shared = share and buffer == self.layout.nbytes
         is_fetched = self.is_streamed and self.is_narrow and not self.is_cast
         source = self.layout.nbytes if is_fetched and not shared else 0
         asked = {self.placement.tier: buffer + source}
         asked[self._tier_of_homes] = asked.get(self._tier_of_homes, 0) + homes
+        if self.is_away:
+            asked[self.placement.states] = asked.get(self.placement.states, 0) + self.wide.nbytes
         return asked
 
     @property
@@ -162,15 +174,19 @@ class PlacedUnit:
 
     def settle_homes(self, store: Keepers | None, *, into_store: bool) -> None:
         """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
+        if self.is_away:
+            _settle_masters(self, store)
         if self.stays or store is None or (self.is_narrow and not into_store):
-            for m in self.members:
+            for m in at_home(self):
                 to = self.device if self.keeps(m) else torch.device("cpu")
                 if m.home.device != to:
                     m.home.data = m.home.data.to(to)
             return
-        layout = Layout.of(like(m.home) for m in self.members)
+        if not at_home(self):
+            return
+        layout = Layout.of(like(m.home) for m in at_home(self))
         self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow, tier=self._tier_of_homes)
-        for m, view in zip(self.members, layout.views(store.memory(self.homes)), strict=True):
+        for m, view in zip(at_home(self), layout.views(store.memory(self.homes)), strict=True):
             copy_tensor(view, m.home.data)
             m.home.data = view
         if not self.is_narrow:
@@ -200,13 +216,14 @@ class PlacedUnit:
         """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
         for m in self.members:
             grad, m.home.grad = m.home.grad, None
-            m.home.data = m.home.data.clone() if self.homes is not None or in_store else m.home.data
+            is_ours = in_store or (self.homes if m in at_home(self) else self.masters) is not None
+            m.home.data = m.home.data.clone() if is_ours else m.home.data
             if m.home.device != m.came_from:
                 m.home.data = m.home.data.to(m.came_from)
             m.work = m.home
             if grad is not None and not self.needs_work:  # a gradient of its own, not one of ours
                 m.home.grad = grad.to(m.came_from)
-        for ticket in {id(t): t for t in (self.homes, self.buffer, self.source) if t is not None}.values():
+        for ticket in {id(t): t for t in (self.homes, self.masters, self.buffer, self.source) if t is not None}.values():
             if store is not None:
                 store.free(ticket)
         if self.flat is not None:  # a loss that the loop still holds refers to the working weights; free their memory
@@ -229,6 +246,7 @@ class PlacedUnit:
 
     def check(self) -> None:
         """Raise if the weights are stale or not on the device."""
+        check_whole(self)
         of = self.fetched if self.is_streamed and not self.is_cast else self.made
         if of != self.due or self.made != self.due or (self.needs_work and not self.is_here):
             what = f"they are of update {of}, not of {self.due}" if self.is_here else "they are not on the device"
@@ -271,7 +289,7 @@ class PlacedUnit:
             assert self.flat is not None
             for view, m in zip(self.layout.views(self.flat), self.members, strict=True):
                 copy_tensor(view, m.home.data)
-        if self.is_streamed and not self.is_cast and self.source is not self.homes:
+        if self.is_streamed and not self.is_cast and self.source not in (self.homes, self.masters):
             assert store is not None and self.source is not None
             for view, m in zip(self.layout.views(store.memory(self.source)), self.members, strict=True):
                 copy_tensor(view, m.home.data)
@@ -350,6 +368,22 @@ class PlacedUnit:
             return [v for v, m in zip(every, self.members, strict=True) if m.trained]
         assert self.buffer is not None
         return self.grads.views(store.memory(self.buffer))
+
+
+def at_home(unit: PlacedUnit) -> list[Member]:
+    """Members whose masters are not in a farther tier."""
+    return [m for m in unit.members if not (unit.is_away and m.trained)]
+
+
+def _settle_masters(unit: PlacedUnit, store: Keepers | None) -> None:
+    """Masters that are updated in stretches, to their tier; working weights of the same precision come from there."""
+    assert store is not None and (unit.is_narrow or len(unit.trained) == len(unit.members))
+    unit.masters = store.reserve(unit.wide.nbytes, tier=unit.placement.states)
+    for m, view in zip(unit.trained, unit.wide.views(store.memory(unit.masters)), strict=True):
+        copy_tensor(view, m.home.data)
+        m.home.data = view
+    if not unit.is_narrow:
+        unit.source = unit.masters
 
 
 def find_members(model: torch.nn.Module, names: Sequence[str], trained: set[int]) -> Iterator[Member]:

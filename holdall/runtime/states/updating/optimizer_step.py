@@ -18,6 +18,7 @@ from holdall.runtime.states.gradients.collector import Collector, is_spent, spen
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.gradients.scaler import unscale
 from holdall.runtime.states.unit import DEVICE, THROUGH, PlacedUnit
+from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.updating.pending import Pending
 from holdall.runtime.states.updating.speculative import Ahead
@@ -42,6 +43,7 @@ class Stepping:
         pending: Pending,
         beside: OutOfPlaceUpdate,
         ahead: Ahead,
+        stretched: InStretches,
         *,
         when: str,
         slots: int,
@@ -54,6 +56,7 @@ class Stepping:
         self._pending = pending
         self._beside = beside
         self._ahead = ahead
+        self._stretched = stretched
         self._weights_first = WeightsFirst(beside, pending, updater.submit, is_on=weights_first)
         self._device = updater.device
         self._when = when
@@ -99,13 +102,12 @@ class Stepping:
         self._weights_first.begin_step()
         self._prepare_room(held.values())
         chaos = current()
-        first_elsewhere = sorted(
-            self._units, key=lambda unit: unit.update == DEVICE
-        )  # the host works while this thread launches kernels
-        for unit in first_elsewhere if chaos is None else chaos.shuffled(self._units):
-            if unit.name in held:
-                self.update(held[unit.name], groups, scales.get(unit.name))
-                spend(held[unit.name])
+        order = sorted(self._units, key=lambda unit: unit.update == DEVICE)  # the host works while this thread launches kernels
+        due = [unit for unit in (order if chaos is None else chaos.shuffled(self._units)) if unit.name in held]
+        self._stretched.expect(unit for unit in due if held[unit.name].which)
+        for unit in due:
+            self.update(held[unit.name], groups, scales.get(unit.name))
+            spend(held[unit.name])
         if self._when != BACKWARD:
             self._ahead.end_step()
         self._weights_first.end_step()
@@ -136,17 +138,20 @@ class Stepping:
             job = first or partial(self._on_host, held, order, is_right)
             is_first = not all(updater.states([unit.trained[n] for n in held.which]))
             # a first step creates the states, which the loop may read
-            if self._when == STEP or (is_first and self._when == SPILL):
-                self._pending.add(unit, job())
+            is_now = self._when == STEP or (is_first and self._when == SPILL)
+            running = None if is_now else updater.submit(job)
+            self._pending.add(unit, job() if is_now else running)
+            if unit.is_away:
+                self._pending.add_rest(unit, self._stretched.saving(unit, running))
+            if is_now:
                 self._pending.finish(unit)
-            else:
-                self._pending.add(unit, updater.submit(job))
 
     def _on_host(self, held: GradEntry, order: Order, is_right: bool) -> Any:
         if held.attempt is not None and is_right:
             return self._beside.accept(held.unit, held.attempt, order)
         grads = held.on_host()
-        event = self._updater.on_host(held.unit, order, grads)
+        make = self._stretched.update if held.unit.is_away else self._updater.on_host
+        event = make(held.unit, order, grads)
         chaos = current()
         if chaos is not None and (held.sum is not None or not held.unit.returns_in_buffer):
             chaos.poison(*grads)  # consumed

@@ -80,7 +80,7 @@ class OutOfPlaceUpdate:
                 self._updater.one_pass(
                     unit,
                     order,
-                    members,
+                    [m.home.detach() for m in members],
                     grads(),
                     states,
                     None,
@@ -133,7 +133,7 @@ class OutOfPlaceUpdate:
         assert spare is not None and updater.back is not None and unit.flat is not None
         with updater.quiet():
             states = updater.states(unit.trained)
-            updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), spare.weights, peek=True)
+            updater.one_pass(unit, order, _masters(unit), grads, states, _on_host(order), spare.weights, peek=True)
         self._exchange(unit, spare)
         if unit.is_streamed:
             return None
@@ -144,7 +144,7 @@ class OutOfPlaceUpdate:
         """Update the parameters and states after `weights_first`."""
         with self._updater.quiet():
             states = self._updater.states(unit.trained)
-            self._updater.one_pass(unit, order, unit.trained, grads, states, _on_host(order), None)
+            self._updater.one_pass(unit, order, _masters(unit), grads, states, _on_host(order), None)
         _poison(grads)
 
     # spare memory
@@ -209,6 +209,10 @@ def _make_spare(unit: PlacedUnit, lane: Keepers) -> Spare | None:
     views = layout.views(lane.memory(values))
     new = {n: (views[3 * n], views[3 * n + 1], views[3 * n + 2]) for n in range(len(unit.trained))}
     return Spare((values, weights), new, unit.grads.views(lane.memory(weights)))
+
+
+def _masters(unit: PlacedUnit) -> list[torch.Tensor]:
+    return [m.home.detach() for m in unit.trained]
 
 
 def _poison(used_up: Sequence[torch.Tensor]) -> None:

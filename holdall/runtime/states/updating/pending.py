@@ -8,9 +8,8 @@ first (`weights_first.py`), a forward waits only for them, and the loop also for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +17,14 @@ from holdall.errors import Unsupported
 from holdall.runtime.states.guard import Guard
 from holdall.runtime.states.unit import PlacedUnit
 from holdall.tiers import let_wait
+
+
+class Rest(Protocol):
+    """A future, or what is like one."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> None: ...
 
 
 class Pending:
@@ -28,7 +35,7 @@ class Pending:
         self._device = device
         self._settle = settle
         self._updates: dict[str, Any] = {}  # unit -> future or event of its update
-        self._rests: list[tuple[PlacedUnit, Future[None]]] = []  # parameters and states whose new weights were computed first
+        self._rests: list[tuple[PlacedUnit, Rest]] = []  # parameters and states whose new weights were computed first
         self._homes: set[int] = set()  # storages of masters whose update is running
         self._by_home = {id(m.home): u for u in units for m in u.members if m.is_swapped}
         self._by_work = {id(m.work): m for u in units for m in u.members if m.is_swapped}
@@ -40,7 +47,7 @@ class Pending:
             self.finish(unit)
         self._updates[unit.name] = update
 
-    def add_rest(self, unit: PlacedUnit, rest: Future[None]) -> None:
+    def add_rest(self, unit: PlacedUnit, rest: Rest) -> None:
         """The unit's weights are new; its parameters and states follow."""
         self._rests.append((unit, rest))
 

@@ -77,6 +77,10 @@ class Updater:
     def part(self, unit: PlacedUnit) -> Part:
         return self._parts[unit.name]
 
+    def part_of(self, unit: PlacedUnit) -> Part:
+        """The same for a unit that may not be registered yet."""
+        return self._parts.get(unit.name) or Part(self.optimizer, [m.home for m in unit.trained])
+
     def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
         return [self.optimizer.state.get(m.home) or {} for m in members]
 
@@ -161,10 +165,10 @@ class Updater:
             before = _storages(states)
             every = unit.host_weights(self.lane)
             narrow = [every[n] for n in order.which] if every else None
+            values = [m.home.detach() for m in members]
             if all(states) and self.is_plain_adam(order.groups, members):
-                self.one_pass(unit, order, members, grads, states, scale, narrow)
+                self.one_pass(unit, order, values, grads, states, scale, narrow)
             else:
-                values = [m.home.detach() for m in members]
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
             if every and unit.returns_in_buffer:  # otherwise the buffer lacks weights of members without a gradient
                 for n in set(range(len(unit.trained))).difference(order.which):
@@ -192,7 +196,7 @@ class Updater:
         self,
         unit: PlacedUnit,
         order: Order,
-        members: Sequence[Member],
+        values: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         states: Sequence[dict[str, Any]],
         scale: torch.Tensor | None,
@@ -210,7 +214,7 @@ class Updater:
         for number, at in self.part(unit).by_group(order.which).items():
             group = order.groups[number]
             host_adam.update(
-                [members[n].home.data for n in at],  # `.data` keeps the master's version: only the update writes here
+                [values[n].data for n in at],  # `.data` keeps the master's version: only the update writes here
                 [states[n]["exp_avg"] for n in at],
                 [states[n]["exp_avg_sq"] for n in at],
                 [steps[n] if steps is not None else states[n]["step"] for n in at],
@@ -231,7 +235,7 @@ class Updater:
                 threads=self._threads,
             )
         if not peek:
-            self._done += sum(m.home.numel() for m in members)
+            self._done += sum(value.numel() for value in values)
             self._took += time.perf_counter() - began
 
     @property

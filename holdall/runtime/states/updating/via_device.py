@@ -15,6 +15,7 @@ import torch
 
 from holdall.runtime.states.packing import Layout, like
 from holdall.runtime.states.unit import DEVICE, Member, PlacedUnit
+from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.updater import Order, Updater
 from holdall.tiers import Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
@@ -130,7 +131,7 @@ class UpdateViaDevice:
     def _is_in(self, chunk: Chunk | None, state: torch.Tensor) -> bool:
         return chunk is not None and state.data_ptr() in chunk.span(self._lane)
 
-    def refill_chunks(self, units: Sequence[PlacedUnit]) -> None:
+    def refill_chunks(self, units: Sequence[PlacedUnit], stretched: InStretches | None = None) -> None:
         """After the optimizer loaded states: copy those with the same layout into the chunks."""
         outside = 0
         for unit in units:
@@ -142,8 +143,12 @@ class UpdateViaDevice:
                     if key in states[n] and _are_alike(states[n][key], view):
                         copy_tensor(view, states[n][key])
                         states[n][key] = view
+            if unit.is_away and stretched is not None:
+                stretched.refill(unit)
+                states = self._updater.states(unit.trained)
             if unit.update != DEVICE:
                 kept = [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and not self._is_in(chunk, v)]
+                kept = [v for v in kept if not (unit.is_away and stretched is not None and stretched.holds(unit, v))]
                 outside += sum(v.nbytes for v in kept)
         self._updater.outside = outside
 
