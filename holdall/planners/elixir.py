@@ -44,7 +44,7 @@ class Elixir:
     overlap: bool = True  # the next unit is fetched and gradients leave while the device computes; takes two blocks
     usable: float = 0.95  # share that is planned with, of what activations leave
     activations: float = 1.25  # times the traced peak of all that is no weight
-    min_chunk: int = 0  # bytes; 0: 32 MiB on a GPU, the largest parameter on a CPU
+    chunk: int = 0  # elements; 0: the size that moves the fewest, of 32 MiB or more on a GPU
     recompute: bool | None = None  # every block, or none; None: every block where nothing fits without
 
     name: ClassVar[str] = "elixir"
@@ -55,24 +55,22 @@ class Elixir:
         began = time.perf_counter()
         if not 0 < self.usable <= 1:
             raise InvalidInput(f"`usable` is {self.usable}", hint="use a share above 0, of at most 1")
-        if not self.activations >= 1 or self.min_chunk < 0:
-            raise InvalidInput(
-                f"`activations` is {self.activations} and `min_chunk` {self.min_chunk}",
-                hint="use a factor of 1 or more and a size of 0 or more",
-            )
+        if not self.activations >= 1:
+            raise InvalidInput(f"`activations` is {self.activations}", hint="use a factor of 1 or more")
+        if self.chunk < 0:
+            raise InvalidInput(f"`chunk` is {self.chunk} elements", hint="use 1 or more, or 0 to let it be chosen")
         recorded: dict[bool, Layout] = {}
 
         def propose(blocks: Sequence[Action], limit: int) -> Proposal:
             if bool(blocks) not in recorded:
                 traced = trace_states(problem, blocks)
-                recorded[bool(blocks)] = traced.layout(self._size(problem, traced))
+                recorded[bool(blocks)] = traced.layout(self.chunk or self._size(problem, traced))
             return self._propose(problem, recorded[bool(blocks)], limit)
 
         return finish_within(self, problem, propose, recompute=self.recompute, began=began)
 
     def _size(self, problem: Problem, traced: TracedStates) -> int:
-        on_gpu = problem.hardware.device == "cuda"
-        smallest = (self.min_chunk or (SMALLEST if on_gpu else 0)) // traced.width
+        smallest = SMALLEST // traced.width if problem.hardware.device == "cuda" else 0
         elements = self.capacity(problem, traced, problem.limit(problem.home))
         return chunk_size(traced, elements, smallest=smallest, ahead=self._ahead(problem))
 

