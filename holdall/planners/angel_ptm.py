@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from holdall.errors import InvalidInput
-from holdall.planning.chunk_tracer import TracedStates, place_chunks, trace_states
+from holdall.planning.chunk_tracer import TracedStates, place_units, trace_states
 from holdall.planning.state_planners import update_moment
 from holdall.planning.within import Proposal, finish_within
 from holdall.types import Action, Plan, Problem
@@ -64,14 +64,12 @@ class AngelPTM:
         moves = schedule(lives, kept, limit, hoist=hoist)
         cached = cache_states(lives, kept, moves, limit)
         ahead = units_ahead(lives, moves)
-        layout = lives.traced.layout(max(lives.traced.sizes, default=1))
-        chunks = {c for n in cached for c in layout.of_units[n]}
-        streamed = {lives.traced.units[n].name for n in range(len(lives.weights)) if n not in kept}
-        place = place_chunks(
+        units = lives.traced.units
+        place = place_units(
             problem,
-            layout,
-            streamed=streamed,
-            on_device=chunks,
+            lives.traced,
+            streamed={unit.name for n, unit in enumerate(units) if n not in kept},
+            on_device={units[n].name for n in cached},
             when=update_moment(problem),
             overlap=hoist and ahead > 0,
             prefetch=max(1, ahead),

@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 
 from holdall.cost.link import link_rate
 from holdall.errors import InvalidInput
-from holdall.planning.chunk_tracer import Layout, TracedStates, place_chunks, streamed_units, trace_states
+from holdall.planning.chunk_tracer import Layout, TracedStates, place_units, streamed_units, trace_states, units_within
 from holdall.planning.chunks import misses
 from holdall.planning.within import Proposal, finish_within
 from holdall.types import Action, Plan, Problem
@@ -95,7 +95,8 @@ class Elixir:
         streamed = streamed_units(layout, spare_loads(layout, with_states, found.blocks))
         if found.shards == len(order):
             with_states |= layout.pinned
-        place = place_chunks(problem, layout, streamed=streamed, on_device=with_states, overlap=bool(ahead))
+        here = units_within(layout, with_states)
+        place = place_units(problem, layout.traced, streamed=streamed, on_device=here, overlap=bool(ahead))
         first = "the cache" if found.cache_first else "states"
         why = (
             f"{len(order)} chunks of {layout.size} elements",

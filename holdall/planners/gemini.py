@@ -31,7 +31,15 @@ from itertools import accumulate
 from typing import ClassVar
 
 from holdall.errors import InvalidInput
-from holdall.planning.chunk_tracer import Layout, TracedStates, place_chunks, run_step, streamed_units, trace_states
+from holdall.planning.chunk_tracer import (
+    Layout,
+    TracedStates,
+    place_units,
+    run_step,
+    streamed_units,
+    trace_states,
+    units_within,
+)
 from holdall.planning.chunks import waste
 from holdall.planning.within import Proposal, finish_within
 from holdall.types import Action, Plan, Problem
@@ -102,7 +110,8 @@ class Gemini:
 
     def _placed(self, problem: Problem, layout: Layout, streamed: set[str], on_device: set[int]) -> Proposal:
         ahead = self.max_prefetch
-        place = place_chunks(problem, layout, streamed=streamed, on_device=on_device, overlap=ahead > 0, prefetch=ahead or 1)
+        here = units_within(layout, on_device)
+        place = place_units(problem, layout.traced, streamed=streamed, on_device=here, overlap=ahead > 0, prefetch=ahead or 1)
         why = (
             f"{self.policy}: {len(layout)} chunks of {layout.size} elements, {len(on_device)} are updated on the device",
             f"{len(streamed)} of {len(layout.traced.units)} units are streamed",

@@ -27,7 +27,15 @@ from functools import cache
 from typing import ClassVar
 
 from holdall.errors import InvalidInput
-from holdall.planning.chunk_tracer import Layout, TracedStates, place_chunks, run_step, streamed_units, trace_states
+from holdall.planning.chunk_tracer import (
+    Layout,
+    TracedStates,
+    place_units,
+    run_step,
+    streamed_units,
+    trace_states,
+    units_within,
+)
 from holdall.planning.chunks import waste
 from holdall.planning.within import Proposal, finish_within
 from holdall.types import Action, Plan, Problem
@@ -75,7 +83,8 @@ class PatrickStar:
         count = chunks_updated_here(layout, limit)
         loads = steady_loads(layout, limit - sum(states_of(layout)[:count]))
         streamed = streamed_units(layout, loads)
-        place = place_chunks(problem, layout, streamed=streamed, on_device=set(range(count)), overlap=self.prefetch)
+        on_device = units_within(layout, range(count))
+        place = place_units(problem, layout.traced, streamed=streamed, on_device=on_device, overlap=self.prefetch)
         why = (
             f"{len(layout)} chunks of {layout.size} elements: {sum(map(bool, loads))} are loaded in a step, "
             f"{count} are updated on the device",

@@ -7,7 +7,7 @@ unit may lie in several chunks. `streamed_units` turns the one into the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -153,21 +153,25 @@ def streamed_units(layout: Layout, loads: Sequence[int]) -> set[str]:
     }
 
 
-def place_chunks(
+def units_within(layout: Layout, chunks: Collection[int]) -> set[str]:
+    """Units all of whose chunks are among these."""
+    return {u.name for u, own in zip(layout.traced.units, layout.of_units, strict=True) if set(own).issubset(chunks)}
+
+
+def place_units(
     problem: Problem,
-    layout: Layout,
+    traced: TracedStates,
     *,
     streamed: set[str],
-    on_device: set[int],
+    on_device: set[str],
     when: str = "step",
     overlap: bool = False,
     prefetch: int = 1,
 ) -> Place | None:
-    """Units in `streamed` are streamed, those whose chunks are all in `on_device` stay with their states; None: all stay."""
+    """Units in `streamed` are streamed, others in `on_device` stay with their states; None: all stay."""
     rows = {}
-    for unit, chunks in zip(layout.traced.units, layout.of_units, strict=True):
-        stays = unit.numel and unit.name not in streamed and on_device.issuperset(chunks)
-        if not stays:
+    for unit in traced.units:
+        if unit.name in streamed or unit.name not in on_device or not unit.numel:
             rows[unit.name] = ("streamed" if unit.name in streamed else "resident", "host")
     if not rows:
         return None
