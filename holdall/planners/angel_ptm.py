@@ -71,7 +71,7 @@ class AngelPTM:
             streamed={unit.name for n, unit in enumerate(units) if n not in kept},
             on_device={units[n].name for n in cached},
             when=update_moment(problem),
-            overlap=hoist and ahead > 0,
+            overlap=hoist and (ahead > 0 or not moves),
             prefetch=max(1, ahead),
         )
         why = (

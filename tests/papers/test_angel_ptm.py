@@ -1,6 +1,7 @@
 """Angel-PTM (Nie et al., VLDB 2023): pages, the scheduler that hoists moves, and its plans in training."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,16 @@ from holdall.planners.angel_ptm import (
     schedule,
     units_ahead,
 )
-from holdall.testing.placed_runs import measured_as_predicted, plain_peak, plan_family, run_beside_plain, step_of_units
+from holdall.problem import make_problem
+from holdall.simulator import simulate
+from holdall.testing.placed_runs import (
+    measured_as_predicted,
+    plain_peak,
+    plan_family,
+    run_beside_plain,
+    step_of_units,
+    traced_family,
+)
 from holdall.testing.worlds import machine
 
 FAMILIES = {"tied": 0.5, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "tiny-vit": 0.4}
@@ -107,7 +117,7 @@ def test_hoisted_moves_fit_come_no_later_and_cannot_come_earlier(seed):
                 continue  # it is there, and leaves only now
             before = [*early[:n], move._replace(begins=move.begins - 1), *(m._replace(begins=m.use) for m in early[n + 1 :])]
             assert bytes_at(move.begins - 1, before) > limit
-    assert hoisted > 50
+    assert hoisted > 20
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -154,15 +164,13 @@ def test_the_shortest_hoist_counts_and_the_first_of_a_pass_do_not():
 def test_hoisting_is_never_slower_in_the_simulator():
     """Check (1): the same units stay; on a link that takes as long as the computation, moves ahead save time."""
     hardware = machine(overlap=True, read=2e7, write=2e7)
-    saved = 0
-    for share in (0.5, 0.55, 0.6, 0.7):
-        hoisted = plan_family("tied", "angel_ptm", share, hardware=hardware, recompute=False)
-        late = plan_family("tied", "angel_ptm", share, hardware=hardware, recompute=False, hoist=False)
-        assert hoisted.predicted.peak["cpu"] <= share * plain_peak("tied")
-        if place_of(hoisted).units == place_of(late).units:
-            assert hoisted.predicted.seconds <= late.predicted.seconds * (1 + 1e-9)
-            saved += hoisted.predicted.seconds < 0.99 * late.predicted.seconds
-    assert saved
+    problem = make_problem(traced_family("tied"), hardware=hardware)
+    for share in (0.55, 0.6):
+        plan = plan_family("tied", "angel_ptm", share, hardware=hardware, recompute=False)
+        place = place_of(plan)
+        assert place.overlap and plan.predicted.peak["cpu"] <= share * plain_peak("tied")
+        on_demand = simulate(problem, [replace(place, overlap=False)])
+        assert plan.predicted.seconds < 0.99 * on_demand.seconds
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,7 +6,7 @@ import pytest
 
 import holdall
 from holdall.errors import InvalidInput
-from holdall.planners.gemini import EDGES, chunk_size, chunks_in, sizes_to_try, steady_loads, without_outliers
+from holdall.planners.gemini import EDGES, Gemini, chunk_size, chunks_in, sizes_to_try, steady_loads, without_outliers
 from holdall.planning.chunk_tracer import streamed_units, trace_states
 from holdall.planning.chunks import ChunkStore, IllegalMove
 from holdall.testing.contracts import problem_for
@@ -137,8 +137,6 @@ def test_static_shares_are_kept_and_train_like_plain(optim, param):
     plan = plan_family("tied", "gemini", 1.2, policy="static", offload_optim_frac=optim, offload_param_frac=param)
     trace = traced_family("tied")
     problem = problem_for(trace)
-    from holdall.planners.gemini import Gemini
-
     layout = Gemini().layout(problem, trace_states(problem, ()))
     rows = rows_of(plan) or [(u.name, "resident", "device") for u in trace.units]
     total, most = sum(layout.elements), max(u.numel for u in trace.units) + layout.size
@@ -154,7 +152,7 @@ def test_static_shares_are_kept_and_train_like_plain(optim, param):
 def test_shares_that_are_left_out_are_the_smallest_that_fit():
     """States leave before weights, and as little as the budget asks for."""
     found = []
-    for share in (0.95, 0.8, 0.7, 0.6, 0.5, 0.45):
+    for share in (0.95, 0.8, 0.7, 0.6, 0.5):
         rows = rows_of(plan_family("tied", "gemini", share, policy="static", recompute=False))
         host, flows = sum(r[2] == "host" for r in rows), sum(r[1] == "streamed" for r in rows)
         assert not flows or host == len(rows)
@@ -174,7 +172,7 @@ def test_steps_are_plain_trainings_bit_for_bit(name):
 
 
 def test_late_copies_change_nothing():
-    plan = plan_family("tied", "gemini", 0.55, max_prefetch=2)
+    plan = plan_family("tied", "gemini", 0.62, max_prefetch=1, recompute=False)
     assert any(w == "streamed" for _, w, _ in rows_of(plan))
     same, _ = run_beside_plain("tied", plan, seed=5)
     assert same
