@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 
 from holdall.cost.link import link_rate
 from holdall.errors import InvalidInput
-from holdall.planning.chunk_tracer import Layout, TracedStates, place_units, streamed_units, trace_states, units_within
+from holdall.planning.chunk_tracer import ChunkLayout, TracedStates, place_units, streamed_units, trace_states, units_within
 from holdall.planning.chunks import misses
 from holdall.planning.within import Proposal, finish_within
 from holdall.types import Action, Plan, Problem
@@ -59,7 +59,7 @@ class Elixir:
             raise InvalidInput(f"`activations` is {self.activations}", hint="use a factor of 1 or more")
         if self.chunk < 0:
             raise InvalidInput(f"`chunk` is {self.chunk} elements", hint="use 1 or more, or 0 to let it be chosen")
-        recorded: dict[bool, Layout] = {}
+        recorded: dict[bool, ChunkLayout] = {}
 
         def propose(blocks: Sequence[Action], limit: int) -> Proposal:
             if bool(blocks) not in recorded:
@@ -86,7 +86,7 @@ class Elixir:
         left = self.usable * (limit - reserve - self.activations * traced.most_others) / traced.width
         return max(0, int(left) - sum(of_unit[n] for n in traced.fixed) - max(of_unit))
 
-    def _propose(self, problem: Problem, layout: Layout, limit: int) -> Proposal:
+    def _propose(self, problem: Problem, layout: ChunkLayout, limit: int) -> Proposal:
         elements, ahead = self.capacity(problem, layout.traced, limit), self._ahead(problem)
         worth = worth_on(problem, layout.traced)
         order = [c for c in range(len(layout)) if c not in layout.pinned]
@@ -192,14 +192,14 @@ def _shards(room: int, per_shard: int, count: int) -> int:
     return max(0, min(count, room // per_shard))
 
 
-def longest_replay(layout: Layout, problem: Problem) -> int:
+def longest_replay(layout: ChunkLayout, problem: Problem) -> int:
     """Elements of the largest unit: blocks are recomputed one by one."""
     return (
         max((sum(layout.elements[c] for c in chunks) for chunks in layout.of_units), default=0) if problem.trace.blocks else 0
     )
 
 
-def spare_loads(layout: Layout, with_states: set[int], blocks: int) -> list[int]:
+def spare_loads(layout: ChunkLayout, with_states: set[int], blocks: int) -> list[int]:
     """Twice for every chunk that a step loads more than once, with so many blocks; a first load brings new weights anyway."""
     accesses = [c for _, c in layout.accesses if c not in with_states and c not in layout.pinned]
     loads = [0] * len(layout)

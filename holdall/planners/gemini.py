@@ -32,7 +32,7 @@ from typing import ClassVar
 
 from holdall.errors import InvalidInput
 from holdall.planning.chunk_tracer import (
-    Layout,
+    ChunkLayout,
     TracedStates,
     place_units,
     run_step,
@@ -75,7 +75,7 @@ class Gemini:
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
         self._check()
-        recorded: dict[bool, Layout] = {}
+        recorded: dict[bool, ChunkLayout] = {}
 
         def propose(blocks: Sequence[Action], limit: int) -> Proposal:
             if bool(blocks) not in recorded:
@@ -104,11 +104,11 @@ class Gemini:
                 "sizes and counts cannot be negative", hint="use `interval` of 1 or more, the others of 0 or more"
             )
 
-    def layout(self, problem: Problem, traced: TracedStates) -> Layout:
+    def layout(self, problem: Problem, traced: TracedStates) -> ChunkLayout:
         smallest = self.min_chunk or (SMALLEST if problem.hardware.device == "cuda" else max(traced.sizes, default=1))
         return traced.layout(chunk_size(traced.sizes, smallest, self.search_range or smallest, self.interval))
 
-    def _placed(self, problem: Problem, layout: Layout, streamed: set[str], on_device: set[int]) -> Proposal:
+    def _placed(self, problem: Problem, layout: ChunkLayout, streamed: set[str], on_device: set[int]) -> Proposal:
         ahead = self.max_prefetch
         here = units_within(layout, on_device)
         place = place_units(problem, layout.traced, streamed=streamed, on_device=here, overlap=ahead > 0, prefetch=ahead or 1)
@@ -118,13 +118,13 @@ class Gemini:
         )
         return Proposal(place, why)
 
-    def _auto(self, problem: Problem, layout: Layout, limit: int) -> Proposal:
+    def _auto(self, problem: Problem, layout: ChunkLayout, limit: int) -> Proposal:
         loads, most = steady_loads(layout, limit)
         margin = self.gpu_margin_mem_ratio * (STEADY * limit - most)
         on_device = set(range(chunks_in(margin, layout)))
         return self._placed(problem, layout, streamed_units(layout, loads), on_device)
 
-    def _static(self, problem: Problem, layout: Layout, limit: int) -> Proposal:
+    def _static(self, problem: Problem, layout: ChunkLayout, limit: int) -> Proposal:
         """Shares that are not given follow from `limit`, from everything on the host (0) to nothing (the problem's)."""
         share = limit / max(1, problem.limit(problem.home))
         optim = min(1.0, 2 - 2 * share) if self.offload_optim_frac is None else self.offload_optim_frac
@@ -160,7 +160,7 @@ def without_outliers(sizes: Sequence[int]) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
-def chunks_in(margin: float, layout: Layout) -> int:
+def chunks_in(margin: float, layout: ChunkLayout) -> int:
     """How many chunks, the first ones, `margin` bytes hold the states of, and the gradients, which stay with them."""
     traced = layout.traced
     return _chunks_up_to([count * (traced.state_width + traced.width) for count in layout.elements], margin)
@@ -175,7 +175,7 @@ def _chunks_up_to(sizes: Sequence[float], room: float, *, beyond: bool = False) 
     return sum(taken <= room + slack for taken in sums[1:])
 
 
-def steady_loads(layout: Layout, limit: int) -> tuple[list[int], int]:
+def steady_loads(layout: ChunkLayout, limit: int) -> tuple[list[int], int]:
     """(how often a step loads every chunk, most bytes of the device), once the step before has left it as it will."""
     store = layout.store(EDGES, wraps=False)
     moments = layout.traced.moments

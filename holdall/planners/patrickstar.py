@@ -28,7 +28,7 @@ from typing import ClassVar
 
 from holdall.errors import InvalidInput
 from holdall.planning.chunk_tracer import (
-    Layout,
+    ChunkLayout,
     TracedStates,
     place_units,
     run_step,
@@ -66,7 +66,7 @@ class PatrickStar:
         began = time.perf_counter()
         if self.chunk < 0:
             raise InvalidInput(f"`chunk` is {self.chunk} elements", hint="use 1 or more, or 0 to let it be chosen")
-        recorded: dict[bool, Layout] = {}
+        recorded: dict[bool, ChunkLayout] = {}
 
         def propose(blocks: Sequence[Action], limit: int) -> Proposal:
             if bool(blocks) not in recorded:
@@ -75,11 +75,11 @@ class PatrickStar:
 
         return finish_within(self, problem, propose, recompute=self.recompute, began=began)
 
-    def _layout(self, problem: Problem, traced: TracedStates) -> Layout:
+    def _layout(self, problem: Problem, traced: TracedStates) -> ChunkLayout:
         host = problem.limit(problem.other())
         return traced.layout(self.chunk or chunk_size(traced, problem.limit(problem.home), host))
 
-    def _propose(self, problem: Problem, layout: Layout, limit: int) -> Proposal:
+    def _propose(self, problem: Problem, layout: ChunkLayout, limit: int) -> Proposal:
         count = chunks_updated_here(layout, limit)
         loads = steady_loads(layout, limit - sum(states_of(layout)[:count]))
         streamed = streamed_units(layout, loads)
@@ -116,13 +116,13 @@ def accepted_sizes(traced: TracedStates, device: int, host: int) -> list[int]:
     return found
 
 
-def states_of(layout: Layout) -> list[int]:
+def states_of(layout: ChunkLayout) -> list[int]:
     """Bytes of every chunk's states, and of its gradients, which stay for an update on the device."""
     traced = layout.traced
     return [round(count * (traced.state_width + traced.width)) for count in layout.elements]
 
 
-def chunks_updated_here(layout: Layout, limit: int) -> int:
+def chunks_updated_here(layout: ChunkLayout, limit: int) -> int:
     """How many chunks, the first ones, stay on the device with their states."""
     margin = SHARE * (limit - layout.traced.most_others - sum(layout.nbytes))
     count = taken = 0
@@ -134,7 +134,7 @@ def chunks_updated_here(layout: Layout, limit: int) -> int:
     return count
 
 
-def steady_loads(layout: Layout, limit: int) -> list[int]:
+def steady_loads(layout: ChunkLayout, limit: int) -> list[int]:
     """How often a step loads every chunk, once the step before has left the device as it will."""
     store = layout.store(EDGES)
     room = cache(lambda now: room_at(layout, now, limit))
@@ -147,7 +147,7 @@ def steady_loads(layout: Layout, limit: int) -> list[int]:
     return loads
 
 
-def room_at(layout: Layout, now: int, limit: int) -> int:
+def room_at(layout: ChunkLayout, now: int, limit: int) -> int:
     """Bytes for chunks: what this moment and the next leave, less one chunk."""
     moments = layout.traced.moments
     after = moments[min(now + 1, len(moments) - 1)]

@@ -22,7 +22,7 @@ from holdall.types import Action, Phase, Problem, Trace, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class UseMoment:
     """A unit is about to be used."""
 
     unit: int  # in `TracedStates.units`
@@ -34,7 +34,7 @@ class Moment:
 class TracedStates:
     units: tuple[Unit, ...]  # those that may be placed, in the order of their first use
     fixed: frozenset[int]  # of these, whose weights cannot be streamed
-    moments: tuple[Moment, ...]
+    moments: tuple[UseMoment, ...]
     params: tuple[tuple[int, int], ...]  # (unit, elements) of every parameter
     width: int  # bytes of an element that the device computes with
     state_width: float  # bytes of its optimizer states and master
@@ -48,16 +48,16 @@ class TracedStates:
     def most_others(self) -> int:
         return max((m.others for m in self.moments), default=0)
 
-    def layout(self, size: int) -> Layout:
+    def layout(self, size: int) -> ChunkLayout:
         """Chunks of `size` elements; a unit that cannot be streamed has a chunk of its own."""
         packed = [n for n, (unit, _) in enumerate(self.params) if unit not in self.fixed]
         own = [[n for n, (unit, _) in enumerate(self.params) if unit == one] for one in sorted(self.fixed)]
         chunks = [[packed[n] for n in members] for members in pack(self.sizes, size)] + own
-        return Layout(self, size, tuple(tuple(members) for members in sorted(chunks)))
+        return ChunkLayout(self, size, tuple(tuple(members) for members in sorted(chunks)))
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """Parameters in chunks, in the order of their first use."""
 
     traced: TracedStates
@@ -113,7 +113,7 @@ class Layout:
 
 
 def run_step(
-    store: ChunkStore, layout: Layout, room: Callable[[int], int], *, forward: Sequence[str], backward: Sequence[str]
+    store: ChunkStore, layout: ChunkLayout, room: Callable[[int], int], *, forward: Sequence[str], backward: Sequence[str]
 ) -> list[int]:
     """One step: how often every chunk is loaded.
 
@@ -138,7 +138,7 @@ def run_step(
     return loads
 
 
-def streamed_units(layout: Layout, loads: Sequence[int]) -> set[str]:
+def streamed_units(layout: ChunkLayout, loads: Sequence[int]) -> set[str]:
     """Units to stream, for chunks that a step loads so often.
 
     The runtime loads a streamed unit twice and frees it after each use. A chunk that is loaded once shares its room with
@@ -153,7 +153,7 @@ def streamed_units(layout: Layout, loads: Sequence[int]) -> set[str]:
     }
 
 
-def units_within(layout: Layout, chunks: Collection[int]) -> set[str]:
+def units_within(layout: ChunkLayout, chunks: Collection[int]) -> set[str]:
     """Units all of whose chunks are among these."""
     return {u.name for u, own in zip(layout.traced.units, layout.of_units, strict=True) if set(own).issubset(chunks)}
 
@@ -203,7 +203,7 @@ def trace_states(problem: Problem, blocks: Sequence[Action]) -> TracedStates:
         units=tuple(units),
         fixed=frozenset(n for n, u in enumerate(units) if u.name not in can),
         moments=tuple(
-            Moment(unit=n, is_backward=back, others=max(curve.high[at : max(stop, at + 1)]) - placed)
+            UseMoment(unit=n, is_backward=back, others=max(curve.high[at : max(stop, at + 1)]) - placed)
             for (at, n, back), stop in zip(found, until, strict=True)
         ),
         params=params,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import holdall
-from holdall.planning.chunk_tracer import Moment, TracedStates
+from holdall.planning.chunk_tracer import UseMoment, TracedStates
 from holdall.runtime.harness import Harness
 from holdall.testing.chaos import chaos
 from holdall.testing.worlds import family, machine
@@ -97,7 +97,7 @@ def step_of_units(sizes: list[int], others: list[int] | int = 0, *, width: int =
     return TracedStates(
         units=units,
         fixed=frozenset(),
-        moments=tuple(Moment(unit=u, is_backward=n >= len(sizes), others=free[n]) for n, u in enumerate(order)),
+        moments=tuple(UseMoment(unit=u, is_backward=n >= len(sizes), others=free[n]) for n, u in enumerate(order)),
         params=tuple(enumerate(sizes)),
         width=width,
         state_width=state_width,
