@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import holdall
-from holdall.planning.chunk_tracer import UseMoment, TracedStates
+from holdall.planning.chunk_tracer import TracedStates, UseMoment
 from holdall.runtime.harness import Harness
 from holdall.testing.chaos import chaos
 from holdall.testing.worlds import family, machine
