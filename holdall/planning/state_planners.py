@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from holdall.actions.place import Place
 from holdall.actions.place.schedule import read_by_hand
@@ -40,6 +41,19 @@ def movable(trace: Trace) -> list[Unit]:
 
 def missing_bytes(problem: Problem, outcome: Outcome) -> int:
     return sum(over_budget(problem, outcome).values())
+
+
+def farthest(problem: Problem) -> str:
+    """The tier that is farthest from the device."""
+    return problem.hardware.others[-1].name
+
+
+def place_in_tier(place: Place, problem: Problem, tier: str) -> Place:
+    """The same placement with everything that it takes off the device in this tier; states of updates are in host memory."""
+    if problem.other(tier) == problem.other():
+        return place
+    away = tuple((unit, tier) for unit, _, update in place.units if update != "device")
+    return replace(place, elsewhere=away)
 
 
 def update_moment(problem: Problem) -> str:
