@@ -69,7 +69,7 @@ def _show(machine: Hardware) -> None:
                 "copies beside computing": "yes" if machine.overlap else "no: the processor does both",
                 "both ways at once": f"{machine.duplex:.0%} of each way's rate" if machine.overlap else "",
                 "updates on the host": _describe_updates(machine),
-                "notes": "; ".join(machine.about.get("notes", ())),
+                "notes": "; ".join(machine.about.notes),
                 "source": machine.source,
             }
         )
