@@ -83,7 +83,11 @@ class PlanInfo(StepInfo):
     quiet: tuple[str, ...] = ()  # names of those that were traced without gradients
     rows: tuple[BlockRow, ...] = ()  # the decision for every block, for reports
     seconds_if_not_clipped: float | None = None  # of a step without clipping; None: the same as with clipping
-    remembered: bool = False  # read from the cache on disk, by `fitting.remembering`
+
+    @staticmethod
+    def from_older(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Entries of an older file without `remembered`, which nothing read."""
+        return {name: value for name, value in data.items() if name != "remembered"}
 
     @staticmethod
     def of(step: StepInfo) -> PlanInfo:

@@ -22,7 +22,7 @@ def test_everything_in_an_older_file_is_kept(name, kind, tmp_path):
     read.save(tmp_path / "again.json")
     before, after = (json.loads(path.read_text()) for path in (SAVED / f"{name}.json", tmp_path / "again.json"))
     added = after["about"].keys() - before["about"].keys()
-    assert added <= ({"context"} if kind is Trace else {"remembered"})
+    assert added <= ({"context"} if kind is Trace else set())
     after["about"] = {k: v for k, v in after["about"].items() if k not in added}
     for new, old in zip(after.get("actions", []), before.get("actions", []), strict=True):  # with fields that are newer
         assert new.items() >= old.items()
@@ -73,6 +73,13 @@ def test_a_machine_with_an_unknown_remark_is_refused(tmp_path):
     (tmp_path / "machine.json").write_text(json.dumps({**data, "about": {"colour": "green"}}))
     with pytest.raises(InvalidInput, match="HardwareInfo has no field `colour`"):
         Hardware.load(tmp_path / "machine.json")
+
+
+def test_a_plan_that_says_that_it_was_remembered_loads(tmp_path):
+    data = json.loads((SAVED / "plan.json").read_text())
+    data["about"]["remembered"] = True
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert Plan.load(tmp_path / "plan.json") == Plan.load(SAVED / "plan.json")
 
 
 def test_a_file_without_about_has_the_defaults(tmp_path):
