@@ -55,7 +55,7 @@ def member_names(folder: str) -> tuple[str, ...]:
 
 @cache
 def _installed(folder: str) -> dict[str, EntryPoint]:
-    """Members of packages elsewhere."""
+    """Members of other installed packages, by entry point."""
     return {entry.name: entry for entry in entry_points(group=f"holdall.{folder}")}
 
 
@@ -66,7 +66,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def is_own(folder: str, name: str) -> bool:
-    """Whether a member is one of this package's."""
+    """Is this a member of holdall itself?"""
     return name in _files(_ROOT / folder)
 
 
@@ -123,7 +123,7 @@ def allowed_by_default() -> frozenset[str]:
 
 
 def build_member(folder: str, name: str, options: dict[str, Any], where: str) -> Any:
-    """A member with its options; options it does not have are refused with those it has."""
+    """A member with its options; an unknown option raises an error that lists the known ones."""
     from holdall.types import _json
 
     cls = member_class(folder, name)
@@ -137,7 +137,8 @@ def build_member(folder: str, name: str, options: dict[str, Any], where: str) ->
         return cls(**read)
     except TypeError as error:
         raise InvalidInput(
-            f"`{where}`: {name} needs other values ({error})", hint="save the file again with this version of holdall"
+            f"`{where}`: {name} cannot be made from its values ({error})",
+            hint="save the file again with this version of holdall",
         ) from None
 
 
@@ -156,13 +157,15 @@ def read_choice(text: str) -> tuple[str, dict[str, Any]]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise InvalidInput(f"`{text}` gives `{pair}` no value", hint="write options as `rockmate:menus=cut:slots=200`")
+            raise InvalidInput(
+                f"`{text}` has the option `{pair}` without a value", hint="write options as `rockmate:menus=cut:slots=200`"
+            )
         options[key] = read_value(value)
     return name, options
 
 
 def read_value(text: str) -> Any:
-    """JSON where it can be read so, else text, or a list of texts."""
+    """The value parsed as JSON if possible, else as text or a list of texts."""
     try:
         return json.loads(text)
     except ValueError:
