@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -127,6 +128,9 @@ def build_member(folder: str, name: str, options: dict[str, Any], where: str) ->
     from holdall.types import _json
 
     cls = member_class(folder, name)
+    if hasattr(cls, "from_older"):  # names of older versions
+        with suppress(TypeError, AttributeError):  # damaged values are refused below
+            options = cls.from_older(options)
     known = {f.name: f for f in dataclasses.fields(cls)}
     for option in options:
         if option not in known:
