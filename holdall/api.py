@@ -53,7 +53,7 @@ def trace(
     `optimizer`: the loop's, or the name of one, such as "adamw" or "galore:rank=64" (`holdall optimizers` lists them).
     `loss`: a function `(model, batch) -> scalar` where the model does not return `.loss`. `device`: trace as for this device
     ("cuda" works on a machine without one); by default where the model lies, or the CPU for a model on the meta device.
-    `precision`: a recipe, one of `holdall precisions`; "bf16" computes with copies of the float32 parameters in that width, and
+    `precision`: a recipe, one of `holdall precisions`; "bf16" computes with bf16 working copies of the float32 parameters, and
     the optimizer updates the parameters themselves. `autocast`: the dtype of the loop's own `torch.autocast` around forward and
     loss ("bf16", "fp16", a dtype, True for the device's default, False for none); None: that of the context in which this is
     called. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto").
@@ -249,7 +249,7 @@ def fit(
     """Trace, plan and apply in one call. Returns the harness, switched on; `close()` or a `with` block removes it.
 
     `optimizer`: the loop's, or the name of one, such as "adamw" or "galore:rank=64": then `harness.optimizer` is it. A model on
-    the CPU whose batch is on the GPU trains on the GPU: what of it goes there is the plan's business. `lengths`:
+    the CPU whose batch is on the GPU trains on the GPU: the plan decides which parts go there. `lengths`:
     batches of other sizes to expect, as lengths, as pairs (rows, length) or as batches; "auto": plans are made when they are
     met. `autocast`: see `trace`; where the loop's first forward comes under another, the step is traced and planned again
     before that forward runs. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def may_cast(model: torch.nn.Module, needed: Iterable[str] = ()) -> list[str]:
-    """Paths of the modules that cast their inputs if need be: layers of torch, and whatever is of a class in `needed`."""
+    """Paths of the modules that may cast their inputs: torch's layers, and modules of the classes in `needed`."""
     also = set(needed)
     return [
         path
@@ -36,9 +36,9 @@ def _own(kind: type) -> list[type]:
 def cast_inputs(
     model: torch.nn.Module, dtype: torch.dtype, paths: Iterable[str], *, seen: Callable[[str], object] = lambda _: None
 ) -> Callable[[], None]:
-    """Let these modules cast their inputs to `dtype`; returns what ends it.
+    """Make these modules cast their inputs to `dtype`; returns a function that undoes it.
 
-    `seen` is told the path of a module whenever it does so.
+    `seen` is called with the path of a module whenever it casts.
     """
     wanted = set(paths)
     undo: list[Callable[[], None]] = []
@@ -54,7 +54,7 @@ def cast_inputs(
 
 
 def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
-    """What a module computes with itself; its children have their own."""
+    """The parameters of the module itself, without those of its children."""
     own: list[torch.Tensor] = [p for p in module._parameters.values() if p is not None]
     made_of = module._modules.get("parametrizations")
     return own + (list(made_of.parameters()) if made_of is not None else [])
@@ -84,7 +84,7 @@ def _forward(
     weights = _weights(module)
     if not any(p.dtype == dtype for p in weights) or torch.is_autocast_enabled(weights[0].device.type):
         return forward(*args, **kwargs)  # the parameters themselves; or autocast casts for each op
-    made: dict[int, torch.Tensor] = {}  # queries, keys and values are often one tensor, and stay one
+    made: dict[int, torch.Tensor] = {}  # queries, keys and values are often one tensor, which is cast once
 
     def cast(t: torch.Tensor) -> torch.Tensor:
         if t.dtype != torch.float32:

@@ -1,7 +1,6 @@
-"""The published systems of this field: what each does, where its member lives here, and which test proves it.
+"""The catalogue of published systems: the idea of each, the files that implement it here, and the tests that check it.
 
-The table is data so that it can be read by people, printed by the command line and checked against the tree by a test: a system
-is claimed only where its file and its proof exist.
+It is a data file, so that the command line can print it and a test can check that the files and tests exist.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class System:
     idea: str  # one sentence
     lives: tuple[str, ...] = ()  # empty: not built yet
     proven: tuple[str, ...] = ()  # the tests that compare it with its paper
-    missing: tuple[str, ...] = ()  # what its paper says and is not built, or not proven, with the reason
+    missing: tuple[str, ...] = ()  # parts of the paper that are not implemented or not tested, with the reason
 
     @property
     def is_partial(self) -> bool:
@@ -38,7 +37,7 @@ class System:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Something that a system's paper says of it, and the test that asserts it, as `file::function`."""
+    """A claim of a system's paper, and the test that asserts it, as `file::function`."""
 
     says: str
     test: str
@@ -54,7 +53,7 @@ def systems() -> tuple[System, ...]:
 
 @cache
 def claims(name: str) -> tuple[Claim, ...]:
-    """What is asserted of a system, claim by claim."""
+    """The tested claims of a system."""
     table = json.loads((files("holdall") / "data" / "claims.json").read_text(encoding="utf-8"))
     found: tuple[Claim, ...] = _json.unpack(tuple[Claim, ...], table.get(system(name).id, []), "claims.json")
     return found
@@ -69,6 +68,6 @@ def system(name: str) -> System:
 
 
 def state(system: System) -> str:
-    """Where the system lives and what is missing there; or that it does not yet."""
+    """The files of the system and what is missing there; or that it is not implemented yet."""
     lives = ", ".join(system.lives) or NOT_YET
     return f"{lives} (partial: {'; '.join(system.missing)})" if system.is_partial else lives

@@ -1,8 +1,8 @@
-"""What works with what: every feature of a plan, a model, a loop and a precision, and for every pair of them what to expect.
+"""Which features work together: those of plans, models, loops and precision, with a verdict for every pair.
 
-Said once, here. `holdall compatible` and docs/compatibility.md show it, and tests/contracts/test_compatibility.py runs every
-pair against plain training: where it says exact, losses and weights are the same bits and the peak is the predicted one; where
-it says refused, `trace`, `plan` or `apply` raises before the first step.
+This table is the only source. `holdall compatible` and docs/compatibility.md show it, and
+tests/contracts/test_compatibility.py runs every pair against plain training: where it says exact, losses and weights are the
+same bits and the peak is the predicted one; where it says refused, `trace`, `plan` or `apply` raises before the first step.
 
 Features of a plan are the actions that say `what` they do; what follows from their facts (exact or not, alone on a block or
 not) is derived, so that an action that is added has its row. A pair that is not named is exact. What holds of more than two
@@ -34,10 +34,10 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What to expect of features together."""
+    """The result of combining features."""
 
     level: str = EXACT
-    why: str = ""  # where it is not exact; elsewhere, what to know
+    why: str = ""  # why it is not exact; for exact ones, a remark
     hint: str = ""  # of a refusal: what to do instead
     is_bound: bool = False  # the peak may stay below its prediction
     extra: int = 0  # bytes of the loop's own that come on top of the predicted peak
@@ -61,7 +61,7 @@ _OTHERS = (
 
 
 def features() -> tuple[Feature, ...]:
-    """All of them: first the actions, those that are used by default before the others, as they are rewritten."""
+    """All features: first the actions in their order of rewriting, those allowed by default before the others."""
     return *(Feature(name=a.name, group="plan", what=a.what) for a in _actions()), *_OTHERS
 
 
@@ -174,7 +174,7 @@ def _of_recipe(recipe: Any) -> tuple[Verdict, str]:
 
 
 def feature(name: str) -> Feature:
-    """The feature of a name, or a member of a registry as one; others are refused with the closest."""
+    """The feature of a name, or a member of a registry as a feature; an unknown name raises with the closest known one."""
     known = {f.name: f for f in features()}
     if name in known:
         return known[name]
@@ -185,7 +185,7 @@ def feature(name: str) -> Feature:
 
 
 def verdict(*features: str) -> Verdict:
-    """What to expect of these features together: the worst of each alone and of all their pairs."""
+    """The verdict for these features together: the worst of each alone and of all pairs."""
     found = _said(tuple(dict.fromkeys(feature(name).name for name in features)))
     level = max((v.level for v in found), key=LEVELS.index, default=EXACT)
     said = [v for v in found if v.level == level] if level == REFUSED else found
@@ -199,7 +199,7 @@ def verdict(*features: str) -> Verdict:
 
 
 def _said(given: tuple[str, ...]) -> list[Verdict]:
-    """Every word that there is about these features: about each, and about pairs of them."""
+    """All verdicts on these features, alone and in pairs."""
     others = {} if set(given) <= set(names()) else members()
     groups = Counter(others[name][0].group for name in given if name in others)
     groups["recipe"] += "bf16" in given  # a recipe, too
@@ -220,18 +220,18 @@ def _pair(a: str, b: str) -> Verdict | None:
 
 
 def _are_apart(a: str, b: str) -> bool:
-    """Whether both treat blocks, and one of them does not bear the other on the same block."""
+    """Do both act on blocks, and cannot act on the same block?"""
     found = [action for action in _actions() if action.name in (a, b) and action.spares_activations]
     return len(found) == 2 and any(x.alone and y.name not in x.beside for x, y in (found, reversed(found)))
 
 
 def pairs(of: Iterable[str] | None = None) -> tuple[tuple[str, str], ...]:
-    """Every two of the features."""
+    """All pairs of features."""
     return tuple(combinations(names() if of is None else of, 2))
 
 
 def tiers() -> dict[str, str]:
-    """Every tier, and what can go there: activations everywhere, model states where there is memory to work on."""
+    """Every tier with the tensors that it can hold: activations always, model states if the host can compute on its memory."""
     found = {}
     for name in member_names("tiers"):
         tier = member_class("tiers", name)
@@ -242,7 +242,7 @@ def tiers() -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/compatibility.md."""
+    """The text of docs/compatibility.md."""
     known = names()
     singly = {name: _alone(name) for name in known}
     together = {(a, b): _pair(a, b) for a, b in pairs(known)}

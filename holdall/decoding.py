@@ -19,7 +19,7 @@ _STATE_SPACE = "A_log"  # the decay of a state space, in Mamba and what descends
 
 
 def caching_configs(model: torch.nn.Module) -> list[Any]:
-    """The configs inside of a model, each once, that let it keep keys and values in training."""
+    """The configs in a model, each once, that make it cache keys and values in training."""
     if any(name.endswith(_STATE_SPACE) for name, _ in model.named_parameters()):
         return []
     found = {id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None}
@@ -27,7 +27,7 @@ def caching_configs(model: torch.nn.Module) -> list[Any]:
 
 
 def train_without_cache(model: torch.nn.Module) -> Callable[[], None]:
-    """Switch the cache off during every forward of the model that has gradients. Returns what ends this."""
+    """Switch the cache off during every forward with gradients. Returns a function that undoes it."""
     configs = caching_configs(model)
     if not configs:
         return _nothing

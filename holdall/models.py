@@ -1,7 +1,7 @@
-"""Which model is meant: a preset name, a local Hugging Face folder or a `config.json` becomes a model and a batch for it.
+"""Models by name: a preset, a local Hugging Face folder or a `config.json` becomes a model and a sample batch.
 
-Planning needs shapes, not weights, so a model is built on the meta device unless a real one is asked for. Nothing is fetched
-from anywhere, no pickle is read and no code from a model folder is run: a model file is data.
+Planning needs shapes, not weights, so a model is built on the meta device unless another one is given. Nothing is downloaded,
+no pickle is read and no code from a model folder is run.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _HEADS = {  # task -> the table of families that have such a head
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
-_IGNORED = -100  # the label that cross entropy leaves out
+_IGNORED = -100  # the label that cross entropy ignores
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model by description. `folder` is where its files lie; None: only its shape is known."""
+    """The description of a model. `folder`: that of its weights; None: only its shape is known."""
 
     name: str
     config: Any  # a transformers config; do not change it in place
@@ -152,7 +152,9 @@ def sample_batch(source: ModelSource, *, batch: int, seq: int, device: str = "cp
     Decoders get no attention mask: a mask of ones changes nothing, and flash kernels do not take one.
     """
     if batch < 1 or seq < 1:
-        raise InvalidInput(f"`batch` is {batch} and `seq` is {seq}, but both must be at least 1", hint="use larger values")
+        raise InvalidInput(
+            f"`batch` is {batch} and `seq` is {seq}, but both must be at least 1", hint="use, for example, batch=8 and seq=512"
+        )
     config, generator = source.config, torch.Generator().manual_seed(seed)
     if source.task == "image-classification":
         made = _images(config, batch, generator)
@@ -185,7 +187,7 @@ def _images(config: Any, batch: int, generator: torch.Generator) -> dict[str, to
 
 
 def _check_length(source: ModelSource, seq: int) -> None:
-    """Learned positions end; a look-up past them would be an index error on a CPU and a lost device on a GPU."""
+    """Raise if `seq` exceeds the learned positions: an index error on a CPU, and a device-side assertion on a GPU."""
     config = source.config
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or hasattr(config, "rope_parameters"):
@@ -241,7 +243,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _without_cache(config: Any) -> Any:
-    """Keys and values kept for generation are of no use in training and would be counted as activations."""
+    """Switch off the cache of keys and values: training does not use it, and it would count as activations."""
     if hasattr(config, "use_cache"):
         config.use_cache = False
     return config
@@ -260,7 +262,9 @@ def _task_of(config: Any, path: Path) -> str:
         if config.model_type in getattr(heads, _HEADS[task]):
             return task
     what = " ".join(saved) or config.model_type
-    raise Unsupported(f"`{path}` holds a {what}, whose task is not known here", hint=f"known tasks: {', '.join(AUTO_CLASSES)}")
+    raise Unsupported(
+        f"`{path}` holds a {what}, whose task is not supported", hint=f"supported tasks: {', '.join(AUTO_CLASSES)}"
+    )
 
 
 def _has_weights(folder: Path) -> bool:
@@ -278,7 +282,7 @@ def _has_weights(folder: Path) -> bool:
 
 @contextmanager
 def _seeded(seed: int, device: str) -> Iterator[None]:
-    """Random numbers from a seed inside; the caller's own streams are as before outside."""
+    """Inside, random numbers come from a seed; the caller's random state is restored on exit."""
     on_gpu = torch.device(device).type == "cuda" or torch.cuda.is_initialized()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else ()):
         torch.manual_seed(seed)

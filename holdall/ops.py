@@ -1,4 +1,4 @@
-"""Facts about torch's ops that their signatures tell, or fail to tell."""
+"""Facts about torch's ops: mutated arguments, randomness, FLOPs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.dev
 
 
 def odd_argument(args: Any) -> str:
-    """The class of something else among the arguments, such as a cache that the block would fill; empty: there is none."""
+    """The class of an argument that a captured block cannot have, such as a cache that it would fill; empty: there is none."""
     return next((type(leaf).__name__ for leaf in tree_iter(args) if not isinstance(leaf, PLAIN)), "")
 
 
@@ -26,7 +26,7 @@ def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     values = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
     found: list[Any] = []
     if "batch_norm" in schema.name and "backward" not in schema.name and (values.get("training") or values.get("train")):
-        found += [values.get("running_mean"), values.get("running_var")]  # which its schema does not say
+        found += [values.get("running_mean"), values.get("running_var")]  # mutated, though not in its schema
     if schema.is_mutable:
         found += [values[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [t for t in tree_iter(found) if isinstance(t, torch.Tensor)]
@@ -49,12 +49,12 @@ _LITTLE = 2**21  # elements; small beside a model
 
 
 def is_factory(func: Any) -> bool:
-    """Whether the op makes a tensor of known values from nothing."""
+    """Does the op create a tensor of known values without tensor inputs?"""
     return str(func).split(".")[1] in _FACTORIES if "." in str(func) else False
 
 
 def makes_little(args: Any, kwargs: Any) -> bool:
-    """Whether a factory call makes something small: no product of its integers can say less than the result's size."""
+    """Does a factory call create a small tensor? The product of its integers is an upper bound of the size."""
     product = 1
     for n in tree_iter((args, kwargs)):
         if isinstance(n, int) and not isinstance(n, bool):
@@ -63,7 +63,7 @@ def makes_little(args: Any, kwargs: Any) -> bool:
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the op draws from a generator."""
+    """Does the op draw random numbers?"""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     if str(func) == "aten._cudnn_rnn.default":
@@ -83,7 +83,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """By torch's registry and the formulas that it lacks; 0 for ops that only move bytes."""
+    """FLOPs by torch's registry and the formulas that it lacks; 0 for ops that only move bytes."""
     packet = getattr(func, "_overloadpacket", None)
     name = str(packet)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":
@@ -111,7 +111,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 @contextmanager
 def branches_of_a_real_run() -> Iterator[None]:
-    """Let Hugging Face models take the branch of a real run: values they ask for are known though tensors are fake."""
+    """Inside, Hugging Face models take the branches of a real run although tensors are fake, since the values are known."""
     try:
         from transformers.utils import import_utils
     except ImportError:

@@ -1,4 +1,4 @@
-"""Whether a GPU is as fast now as when it was measured.
+"""Detects whether a GPU was busy when it was measured, or is now.
 
 Rates, times of ops and traces are kept on disk. What was measured while another process used the GPU would spoil every later
 plan. Disturbances only add time, so two short timings tell: if the GPU is faster than on record, the record was made on a busy
@@ -27,12 +27,12 @@ _ELEMENTS = 1 << 24  # of the vectors that are added
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    since: float  # when the record was made; part of the key of everything that is kept about the device
-    is_busy: bool  # what is measured now is not worth keeping
+    since: float  # when the record was made; part of the key of every cache entry about the device
+    is_busy: bool  # measurements made now are not cached
 
 
 def pace_of(device: torch.device) -> Pace:
-    """The pace of a GPU, looked at once per process; any other device has one that never changes."""
+    """The pace of a GPU, measured once per process; that of any other device never changes."""
     if device.type != "cuda" or not torch.cuda.is_available() or open_cache().folder is None:
         return Pace(0.0, False)
     return _look(torch.cuda.current_device() if device.index is None else device.index)
@@ -55,7 +55,7 @@ def _look(index: int) -> Pace:
 
 
 def judge(kept: Any, now: list[float], clock: float) -> tuple[Pace, dict[str, Any] | None, str]:
-    """(pace, a new record or None, what to tell) for the record on disk and the seconds that were measured now."""
+    """(pace, a new record or None, a warning) from the record on disk and the seconds measured now."""
     then = kept.get("seconds") if isinstance(kept, dict) else None
     if not isinstance(then, list) or len(then) != len(now) or not all(isinstance(s, float) and s > 0 for s in then):
         return Pace(clock, False), {"since": clock, "seconds": now}, ""

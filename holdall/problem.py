@@ -56,7 +56,7 @@ def bare_problem(
     accumulate: int = 1,
     progress: Progress = silent,
 ) -> Problem:
-    """The problem with the trace as it is, already costed or not."""
+    """The problem with the given trace, which may be costed already."""
     return Problem(
         trace=trace,
         hardware=hardware,
@@ -69,7 +69,7 @@ def bare_problem(
 
 
 def hardware_for(trace: Trace, hardware: Hardware | str | Path | None, budget: Budget = "auto") -> Hardware:
-    """The machine for a trace: with what its kernels came to take where its ops were measured, since they will again."""
+    """The machine for a trace, with the memory that kernels took where the trace's ops were measured."""
     machine = resolve_hardware(hardware, trace.about.device, budget)
     if trace.about.timed != machine.name:
         return machine
@@ -82,13 +82,13 @@ def _probed(device: str) -> Hardware:
 
 
 def resolve_hardware(hardware: Hardware | str | Path | None, device: str, budget: Budget = "auto") -> Hardware:
-    """The machine to plan for: given, read, named, or probed, then with the tiers that the budget names."""
+    """The machine to plan for: given, from a file, by the name of a GPU, or probed; plus the tiers that the budget names."""
     if isinstance(hardware, Hardware):
         return _as_it_is_now(hardware)
     if hardware is None:
         if device == "cuda" and not torch.cuda.is_available():
             raise InvalidInput(
-                "the trace is for a GPU, and this machine has none to probe",
+                "the trace is for a GPU, and this machine has none to measure",
                 hint='name the GPU to plan for: hardware="rtx-4090"',
             )
         return with_tiers(_as_it_is_now(_probed(device)), budget if isinstance(budget, Mapping) else ())
@@ -116,7 +116,7 @@ def resolve_budget(budget: Budget, hardware: Hardware) -> dict[str, int]:
     for tier, value in given.items():
         if tier not in names and tier in member_names("tiers"):
             raise InvalidInput(
-                f"the budget names the tier `{tier}`, and nothing is known of it on {hardware.name}",
+                f"the budget names the tier `{tier}`, which the machine {hardware.name} does not have",
                 hint=f"measure that machine with `holdall probe --tiers {tier} --out FILE`, and plan with `--hardware FILE`",
             )
         if tier not in names:
@@ -147,7 +147,7 @@ Precision = str | torch.dtype | Recipe | None
 
 
 def resolve_recipe(precision: Precision) -> Recipe | None:
-    """The recipe of that name; None: none, or only the dtype of the copies that compute, which needs no recipe."""
+    """The recipe of that name; None: no precision was given, or only the dtype of working copies, which needs no recipe."""
     if precision in ("fp16", "float16"):
         raise Unsupported(
             "fp16 needs its loss scaled, which a plan does not do: small gradients would become zero",
@@ -157,7 +157,7 @@ def resolve_recipe(precision: Precision) -> Recipe | None:
 
 
 def resolve_precision(precision: Precision) -> torch.dtype | None:
-    """The width of the copies that a plan computes with; None: the parameters themselves."""
+    """The dtype of the working copies; None: modules compute with the parameters themselves."""
     if isinstance(precision, torch.dtype):
         return precision
     recipe = resolve_recipe(precision)

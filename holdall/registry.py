@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -55,7 +56,7 @@ def member_names(folder: str) -> tuple[str, ...]:
 
 @cache
 def _installed(folder: str) -> dict[str, EntryPoint]:
-    """Members of packages elsewhere."""
+    """Members of other installed packages, by entry point."""
     return {entry.name: entry for entry in entry_points(group=f"holdall.{folder}")}
 
 
@@ -66,7 +67,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def is_own(folder: str, name: str) -> bool:
-    """Whether a member is one of this package's."""
+    """Is this a member of holdall itself?"""
     return name in _files(_ROOT / folder)
 
 
@@ -123,10 +124,13 @@ def allowed_by_default() -> frozenset[str]:
 
 
 def build_member(folder: str, name: str, options: dict[str, Any], where: str) -> Any:
-    """A member with its options; options it does not have are refused with those it has."""
+    """A member with its options; an unknown option raises an error that lists the known ones."""
     from holdall.types import _json
 
     cls = member_class(folder, name)
+    if hasattr(cls, "from_older"):  # names of older versions
+        with suppress(TypeError, AttributeError):  # damaged values are refused below
+            options = cls.from_older(options)
     known = {f.name: f for f in dataclasses.fields(cls)}
     for option in options:
         if option not in known:
@@ -137,7 +141,8 @@ def build_member(folder: str, name: str, options: dict[str, Any], where: str) ->
         return cls(**read)
     except TypeError as error:
         raise InvalidInput(
-            f"`{where}`: {name} needs other values ({error})", hint="save the file again with this version of holdall"
+            f"`{where}`: {name} cannot be made from its values ({error})",
+            hint="save the file again with this version of holdall",
         ) from None
 
 
@@ -156,13 +161,15 @@ def read_choice(text: str) -> tuple[str, dict[str, Any]]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise InvalidInput(f"`{text}` gives `{pair}` no value", hint="write options as `rockmate:menus=cut:slots=200`")
+            raise InvalidInput(
+                f"`{text}` has the option `{pair}` without a value", hint="write options as `rockmate:menus=cut:slots=200`"
+            )
         options[key] = read_value(value)
     return name, options
 
 
 def read_value(text: str) -> Any:
-    """JSON where it can be read so, else text, or a list of texts."""
+    """The value parsed as JSON if possible, else as text or a list of texts."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What verbs write: tables without lines, so that a pipe and a terminal get the same, and JSON."""
+"""Output of the verbs: tables without lines, the same for a pipe and a terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_UNBOUNDED = 10_000  # columns of a pipe: whoever reads it knows how wide a line may be
+_UNBOUNDED = 10_000  # columns of a pipe: lines are not wrapped for it
 
 
 def show(item: RenderableType) -> None:
@@ -35,7 +35,7 @@ def show_json(data: Any) -> None:
 
 
 def in_color() -> bool:
-    """Whether strings that are made elsewhere may carry colours."""
+    """May text have colours?"""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
@@ -48,7 +48,7 @@ def grid(*headers: str, left: int = 1) -> Table:
 
 
 def cell(text: object, style: str = "") -> Text:
-    """A cell as it is: brackets in it are not markup."""
+    """A cell of literal text: brackets are not markup."""
     return Text(str(text), style=style)
 
 

@@ -1,4 +1,4 @@
-"""How a failure reads, and which number the process ends with.
+"""Error messages of the command line, and its exit codes.
 
 0  done                     2  wrong use: an argument, a file, a name, a missing extra
 1  the run itself failed    3  no plan fits the budget
@@ -19,7 +19,7 @@ USAGE = cast("type[Exception]", typer.BadParameter.__base__)
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The number for an expected error; None: this one was not expected."""
+    """The exit code of an expected error; None: an unexpected one."""
     if isinstance(error, Infeasible):
         return INFEASIBLE
     if isinstance(error, (OverBudget, MemoryError)) or _is_device_full(error) or _is_host_full(error):
@@ -28,7 +28,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def show_error(error: BaseException) -> None:
-    """The fact on one line, then what to do, to stderr."""
+    """Write the error in one line and the hint in another to stderr."""
     fact, hint = _in_words(error)
     typer.echo(f"error: {fact}", err=True)
     if hint:

@@ -1,4 +1,4 @@
-"""The inverse questions of `holdall plan`: the largest that fits, the least budget that is enough, the curve between."""
+"""The inverse questions of `holdall plan`: the largest batch, length or model that fits, the smallest budget, and the curve."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def check_kind(kind: str) -> None:
 
 
 def ask_largest(request: Request, kind: str, *, step: int | None, progress: Progress) -> tuple[Largest, str, list[str]]:
-    """(the answer, its value in words, the names behind the values where they are models)"""
+    """(the answer, its value in words, the names of the models if `kind` is model)"""
     check_kind(kind)
     if request.model is None:
-        raise InvalidInput("`--largest` needs a model, not a trace", hint="name one, as in `holdall plan gpt2 --largest batch`")
+        raise InvalidInput(
+            "`--largest` cannot be answered for a trace", hint="name a model, as in `holdall plan gpt2 --largest batch`"
+        )
     if kind == "model":
         names = family_by_size(request.model, progress)
         begin = names.index(request.model) + 1 if request.model in names else 1
@@ -80,7 +82,7 @@ def family_by_size(model: str, progress: Progress) -> list[str]:
             alike.append((sum(p.numel() for p in build(source).parameters()), name))
     if not alike:
         raise InvalidInput(
-            f"no preset is of the type of {model} ({wanted.config.model_type})", hint="ask for `--largest batch`"
+            f"no preset has the model type of {model} ({wanted.config.model_type})", hint="ask for `--largest batch`"
         )
     return [name for _, name in sorted(alike)]
 
@@ -100,12 +102,12 @@ def show_largest(found: Largest, kind: str, value: str, names: list[str], *, jso
     if beyond is not None and beyond.error is not None:
         say(f"{next_up} does not: {why_not(beyond)}")
     elif names:
-        say("it is the largest of its family here")
+        say("it is the largest preset of its family")
     say(f"\n{plan_text(found.plan, color=in_color())}")
 
 
 def why_not(probe: Probe) -> str:
-    """In a few words; what the model itself says against it is said as it is."""
+    """Why a value does not fit, in a few words; an error of the model itself is quoted."""
     if isinstance(probe.error, Infeasible) and probe.error.smallest is not None:
         return f"the smallest plan found needs {format_bytes(probe.error.smallest)}"
     return probe.error.fact if probe.error is not None else ""
@@ -173,7 +175,7 @@ def show_pareto(curve: Curve, *, json: bool) -> None:
 
 
 def write_page(path: Path, curve: Curve, request: Request, prepared: PreparedRun) -> None:
-    """The curve as one page."""
+    """Write the curve as one HTML page."""
     name = request.model or (prepared.trace.about.model or "trace")
     facts = {
         "workload": f"batch {request.batch} x {request.seq}, {request.dtype}, {request.optimizer}" if request.model else "",

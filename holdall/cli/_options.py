@@ -1,4 +1,4 @@
-"""Options that several verbs share, each with its help, so that one word means one thing everywhere."""
+"""Options that several verbs share, each with its help text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of phases below a plan: what each takes of every memory, and which decides."""
+"""The table of phases below a plan: the peak of each phase in every memory, and the phases with the highest peaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def find_phases(
     if request.model is None:
         if longest_seq is not None:
             raise InvalidInput(
-                "`--longest-seq` needs a model, not a trace", hint="name the model, with the options of the trace"
+                "`--longest-seq` cannot be used with a trace",
+                hint="name the model, as in `holdall plan gpt2 --longest-seq 2048`",
             )
         return phases(problem, plan)
     workload = describe_workload(
@@ -52,7 +53,7 @@ def _longer(workload: Workload, seq: int) -> Workload:
     if workload.is_image:
         raise InvalidInput(f"{workload.source.name} takes images, which have no length", hint="leave `--longest-seq` out")
     longer = replace(workload, seq=seq)
-    longer.sample()  # a length that the model does not have is said here
+    longer.sample()  # raises if the model does not support this length
     return longer
 
 
@@ -96,7 +97,7 @@ def _warning(phase: PhasePeak, label: str, size: int, limit: int) -> str:
 
 
 def _limits(prepared: PreparedRun) -> dict[str, int]:
-    """What each memory may hold; what of it is pinned and the disk have no budget."""
+    """The limit of each memory; pinned memory and the disk have no budget."""
     names = [tier.name for tier in prepared.machine.tiers][:2]
     return {memory: prepared.budget[tier] for memory, tier in zip(("device", "host"), names, strict=False)}
 
@@ -108,5 +109,5 @@ def _size(size: int, limit: int | None, decides: bool) -> Any:
 
 
 def phases_json(found: tuple[PhasePeak, ...]) -> dict[str, Any]:
-    """The phases for programs, and which takes most of each memory."""
+    """The phases as JSON, with the phase that has the highest peak in each memory."""
     return {"phases": [asdict(p) for p in found], "deciding": {m: p.name for m, p in deciding(found).items()}}

@@ -1,4 +1,4 @@
-"""A trace in a few figures: blocks by kind, bytes by kind and class, the plain peak, and the pencil estimate beside it."""
+"""A summary of a trace: blocks by kind, bytes by kind and class, the plain peak, and a closed-form estimate for comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BlockKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One figure by formula and by counting."""
+    """One figure by formula and as traced."""
 
     label: str
     show: Callable[[float], str]
@@ -42,7 +42,7 @@ class Check:
 
     @property
     def difference(self) -> float:
-        """Of what was counted from what the formula says."""
+        """The relative difference of the traced figure from the formula."""
         return self.traced / self.expected - 1
 
 
@@ -51,7 +51,7 @@ class Summary:
     workload: Workload
     trace: Trace
     blocks: tuple[BlockKind, ...]
-    kinds: dict[Kind, int]  # what the step begins with, makes as gradients, or keeps for backward
+    kinds: dict[Kind, int]  # bytes of model states, gradients and tensors saved for backward
     outcome: Outcome
     check: tuple[Check, ...]  # empty: not a classic transformer
 
@@ -76,7 +76,7 @@ class Summary:
         }
 
     def _parts(self, kinds: tuple[Kind, ...]) -> str:
-        """The sum, and what it is made of where that is more than one thing."""
+        """The sum, followed by its parts if there is more than one."""
         sizes = {KIND_LABELS[k]: self.kinds[k] for k in kinds if self.kinds[k]}
         parts = ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes.items())
         return format_bytes(sum(sizes.values())) + (f" ({parts})" if len(sizes) > 1 else "")

@@ -1,4 +1,4 @@
-"""The group of verbs: each is imported when it is typed, and every expected error ends in two lines and a number."""
+"""The group of verbs: each is imported only when run, and every expected error is shown in two lines with an exit code."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ VERBS = {
 
 
 class Verbs(TyperGroup):
-    """Lists verbs by their lines above; imports one only to run it."""
+    """Lists the verbs by the table above; imports one only to run it."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """A stand-in with a name and a line: enough to list and complete, and nothing is imported for it."""
+        """A placeholder with name and help line, enough for listing and completion without an import."""
         return TyperCommand(name=cmd_name, short_help=VERBS[cmd_name]) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ARG002

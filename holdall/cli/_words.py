@@ -1,4 +1,4 @@
-"""Words of the command line that can be refused as soon as they are read, before torch is loaded."""
+"""Checks of arguments while the command line is parsed, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Check = Callable[[str | None], str | None]
 
 
 def one_of(what: str, known: Callable[[], Collection[str]]) -> Check:
-    """Refuses a word that is not known, with the closest that is."""
+    """A check that raises for an unknown name and suggests the closest known one."""
 
     def check(word: str | None) -> str | None:
         if word is not None and word not in known():
@@ -34,7 +34,7 @@ known_autocast = one_of("autocast", lambda: AUTOCASTS)
 
 
 def known_rule(text: str | None) -> str | None:
-    """The name of an optimizer, which may be followed by options (`galore:rank=64`)."""
+    """Check the name of an optimizer, which may have options (`galore:rank=64`)."""
     name = (text or "").partition(":")[0]
     if text is not None and name not in optim.names():
         raise unknown_name("optimizer", name, optim.names())
@@ -42,12 +42,12 @@ def known_rule(text: str | None) -> str | None:
 
 
 def known_optimizer(text: str | None) -> str | None:
-    """The same, or none."""
+    """The same; also accepts `none`."""
     return text if text == "none" else known_rule(text)
 
 
 def known_actions(text: str | None) -> str | None:
-    """Actions between commas."""
+    """Check a comma-separated list of actions."""
     for name in (part.strip() for part in (text or "").split(",")):
         if name and name not in member_names("actions"):
             raise unknown_name("action", name, member_names("actions"))
@@ -55,7 +55,7 @@ def known_actions(text: str | None) -> str | None:
 
 
 def a_budget(text: str | None) -> str | None:
-    """One size, or one per tier; of what a share is taken is known later."""
+    """Check a budget: one size or one per tier. Shares are resolved later."""
     sizes = [part.partition("=")[2] for part in text.split(",")] if text and "=" in text else [text]
     for size in sizes:
         if size is not None and size.strip() != "auto":

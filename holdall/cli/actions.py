@@ -1,4 +1,4 @@
-"""`holdall actions`: the folder of actions as a table, with those that were added."""
+"""`holdall actions`: a table of all actions, added ones included."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def actions(*, json: given.Json = False) -> None:
 
 
 def describe_action(name: str) -> dict[str, Any]:
-    """What an action says of itself; `error` is why it cannot be imported, or empty."""
+    """The facts of an action; `error` says why it cannot be imported, or is empty."""
     own = is_own("actions", name)
     try:
         cls = member_class("actions", name)

@@ -1,4 +1,4 @@
-"""`holdall cache`: what earlier processes have measured, traced and planned, and how to be rid of it."""
+"""`holdall cache`: list or clear the measurements, traces and plans that earlier processes stored on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache(
     *,
     json: given.Json = False,
 ) -> None:
-    """What `fit` keeps on disk, so that it need not be found out twice; HOLDALL_CACHE names the folder, or is `off`.
+    """List or clear the measurements, traces and plans that `fit` caches; HOLDALL_CACHE names the folder, or is `off`.
 
     Example: holdall cache clear
     """
@@ -35,7 +35,7 @@ def cache(
         show_json({"folder": folder, "most": kept.most, "removed": removed, "entries": [] if action else files})
         return
     if kept.folder is None:
-        say("nothing is kept: HOLDALL_CACHE is off")
+        say("the cache is switched off: HOLDALL_CACHE=off")
         return
     if action == "clear":
         say(f"removed {removed} files, {format_bytes(sum(e.nbytes for e in entries))}, from {kept.folder}")

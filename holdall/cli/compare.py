@@ -1,4 +1,4 @@
-"""`holdall compare`: every planner at every budget on one ruler."""
+"""`holdall compare`: every planner at every budget in one table."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def compare(
 ) -> None:
     """Compare planners over budgets: peak and step time, predicted and measured, overhead over plain, solve time.
 
-    Ends with 1 if a planner or its measured run breaks off, goes over the budget or has other losses than plain training.
+    Exit code 1: a planner or its measured run failed, exceeded the budget, or gave other losses than plain training.
 
-    Peers are other people's ways, and only measured; their overhead is over their own run without a limit. torch.compile takes
-    a ratio of what its graph saves, not bytes, so several are run: with inductor, or with `compile:backend=aot_eager`, which
-    compiles faster, needs no C++ compiler on a CPU, and fuses nothing.
+    Peers are other projects' methods. They are measured only, and their overhead is relative to their own run without a limit.
+    torch.compile takes a ratio of what its graph saves instead of bytes, so several are run: with inductor, or with
+    `compile:backend=aot_eager`, which compiles faster, needs no C++ compiler on a CPU, and fuses nothing.
 
     \b
     Example:
@@ -84,7 +84,7 @@ def compare(
     choices = read_planners(planners) or read_planners("auto")
     others = read_peers(peers)
     if others and not measure:
-        raise InvalidInput("--peers are only ever measured", hint="add --measure, or leave them out")
+        raise InvalidInput("--peers needs --measure, since peers cannot be predicted", hint="add --measure, or leave them out")
     if measure and gpu is not None:
         raise InvalidInput("--measure runs on this machine, but --gpu names another", hint="leave one of them out")
     if plot is not None:
@@ -133,7 +133,7 @@ def _show(found: Comparison) -> None:
     say("budgets: " + ", ".join(f"{target.label} = {format_bytes(target.nbytes)}" for target in sweep.targets) + "\n")
     show(_table(found))
     if any(row.smallest for row in found.rows):
-        say('"needs": nothing fits that budget, this is the smallest for which a plan was found')
+        say('"needs": no plan fits that budget; the smallest budget with a plan')
     for row in found.rows:
         if row.problem and not row.smallest:
             say(f"note: {row.planner} at {row.target.label}: {row.problem}")
@@ -143,9 +143,9 @@ def _show(found: Comparison) -> None:
         if peer.problem:
             say(f"note: {peer.variant}: {peer.problem}")
     if any(peer.seen is not None for peer in found.peers):
-        say("peers: overhead is over the same peer without a limit; under solve is the first step, in which compilers compile")
+        say("peers: overhead is relative to the same peer without a limit; solve is the time of the first step, which compiles")
         if sweep.machine.device == "cpu":
-            say("on a CPU, counting the bytes of plans op by op takes time: hold their peaks against peers, not their seconds")
+            say("on a CPU, plans count bytes op by op, which takes time: compare their peaks with peers, not their seconds")
     ran = [row for row in found.rows if row.run is not None]
     if seen is not None and ran and all(row.identical for row in ran):
         whose = "plan's run" if found.peers else "measured run"

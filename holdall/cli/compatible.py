@@ -1,4 +1,4 @@
-"""`holdall compatible`: what works with what, from the declaration that the tests run."""
+"""`holdall compatible`: which features work together, by the table that the tests check."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _one(features: list[str], json: bool) -> None:
 
 
 def _all() -> None:
-    """Rows by name, columns by number, so that it fits eighty columns."""
+    """The whole table, with numbers for column names so that it fits eighty columns."""
     known, others = names(), [*members()]
     table = grid("", "", *(str(n + 1) for n in range(len(known))), left=2)
     for n, name in [*enumerate(known, 1), *(("", name) for name in others)]:
@@ -55,7 +55,7 @@ def _all() -> None:
         add_row(table, n, name, *(cell(SIGNS[level], _STYLES[level]) for level in levels))
     show(table)
     say("\n= exact   ~ close: approximate gradients   x refused before the first step")
-    say("rows without a number, optimizers and precision recipes, are derived from what each says of itself\n")
+    say("optimizers and precision recipes (rows without a number) are derived from their own declarations\n")
     show(facts({f.name: f.what for f in (*known_features(), *(feature(name) for name in others))}))
     say("\ntiers")
     show(facts({**tiers()}))

@@ -1,4 +1,4 @@
-"""`holdall demo`: the whole claim on this machine in a minute: same losses, less memory, as predicted."""
+"""`holdall demo`: a check on this machine in a minute: the same losses in less memory, as predicted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def demo(
 ) -> None:
     """Train a tiny GPT plain, then in half and in a quarter of its activation memory, and compare bit for bit.
 
-    Ends with 1 if any loss or weight differs or a budget is exceeded.
+    Exit code 1: a loss or weight differs, or a budget is exceeded.
 
     Example: holdall demo --steps 4 --device cpu
     """

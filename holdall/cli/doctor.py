@@ -1,4 +1,4 @@
-"""`holdall doctor`: is this machine ready? Each line is a finding, and a warning says what to change."""
+"""`holdall doctor`: checks of this machine. Each line is a finding, and a warning says what to change."""
 
 from __future__ import annotations
 

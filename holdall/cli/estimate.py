@@ -1,4 +1,4 @@
-"""`holdall estimate`: the question people ask first, answered in one line."""
+"""`holdall estimate`: the peak memory of plain training, in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def estimate(
     short: Annotated[bool, typer.Option("--short", "-q", help="Nothing but the number.")] = False,
     json: given.Json = False,
 ) -> None:
-    """What plain training of a model takes at its peak, in one line. Needs neither the memory nor a GPU.
+    """The peak memory of plain training of a model, in one line. Needs neither that memory nor a GPU.
 
     \b
     Examples:

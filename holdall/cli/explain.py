@@ -1,5 +1,5 @@
-"""`holdall explain`: the reasons of a plan, what it does with every block, what sits in memory at its peak, and what it would
-cost to free memory otherwise."""
+"""`holdall explain`: the reasons for a plan, its decision for every block, the contents of memory at the peak, and the cost of
+other ways to free memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def explain(
             with progress_bar() as progress:
                 problem = _problem_of_files(made, trace, gpu, hardware, progress)
     elif trace is not None:
-        raise InvalidInput("--trace was given together with a model", hint="give it with a plan file, or leave it out")
+        raise InvalidInput(
+            "--trace was given together with a model",
+            hint="leave --trace out, or give a plan file, as in `holdall explain PLAN.json --trace TRACE.json`",
+        )
     else:
         request = Request(
             model=what,
@@ -99,11 +102,11 @@ def explain(
     if others is not None:
         _show_alternatives(others)
     else:
-        say("\nwhat alternatives cost is known with the trace: give --trace FILE, and the machine with --gpu or --hardware")
+        say("\nto see the cost of alternatives, give the trace with --trace FILE and the machine with --gpu or --hardware")
 
 
 def _problem_of_files(plan: Plan, path: Path, gpu: str | None, hardware: Path | None, progress: Progress) -> Problem:
-    """What a plan file was made for, from the trace and the machine."""
+    """The problem that a plan file solves, from the trace and the machine."""
     from holdall.experiments.request import check_device, find_machine
     from holdall.types import Trace
 
@@ -124,13 +127,13 @@ def _problem(trace: Trace, machine: Hardware, budget: dict[str, int], allow: lis
 
 
 def is_plan_file(path: Path) -> bool:
-    """Whether a path is to be read as a plan: any JSON file, there or not, but the config of a model."""
+    """Is this the path of a plan? True for any JSON file, existing or not, except the config of a model."""
     if not path.is_file():
         return path.suffix == ".json" and path.name != "config.json"
     try:
         data = json_files.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return path.name != "config.json"  # whichever reads it says what is wrong
+        return path.name != "config.json"  # the reader reports other errors
     return not (isinstance(data, dict) and "model_type" in data)
 
 
@@ -147,7 +150,7 @@ def _show(plan: Plan) -> None:
 def _show_alternatives(others: Sequence[Alternative]) -> None:
     """The cheapest first; ms per GiB with every copy hidden behind computation, and with none."""
     if not others:
-        say("\nno block of this step holds anything that could be freed")
+        say("\nno block of this step saves tensors that could be freed")
         return
     table = grid("to free memory", "where", "frees", "adds", "copies", "ms/GiB", "if not hidden", left=2)
     for a in others[:_MOST]:

@@ -1,4 +1,4 @@
-"""`holdall ladder`: what each technique gives and costs, added one after the other, in real runs."""
+"""`holdall ladder`: techniques added one after the other, each measured in a real run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ladder(
 
     Trains the model on the bundled text, on the GPU if there is one. Memory and time are measured, not predicted. Each
     rung says whether it gives the bits of the rung before (exact), the same sums in another order (reordered) or
-    other numbers (lossy). Ends with 1 if none fits, or if an exact rung was not.
+    other numbers (lossy). Exit code 1: no rung fits, or a rung declared exact was not.
 
     \b
     Example:
@@ -71,11 +71,14 @@ def ladder(
 
     workload = describe_workload(model, batch=batch, seq=seq, optimizer=optimizer, precision=precision)
     if workload.source.task != "causal-lm":
-        raise Unsupported(f"{model} does not continue text, which the ladder trains on", hint="use a model such as tiny-llama")
+        raise Unsupported(
+            f"`holdall ladder` trains causal language models, and {model} is not one",
+            hint="name one, as in `holdall ladder tiny-llama`",
+        )
     with progress_bar() as progress, quiet():
         machine = find_machine(None, hardware, progress)
         check_runnable(machine.device)
-        bf16 = False if workload.precision is not None else bf16  # those rungs would undo what was asked for
+        bf16 = False if workload.precision is not None else bf16  # rungs in bf16 would override the precision that was given
         slow = slowness_of_bf16(machine.device) if bf16 is None else 0.0
         made = Ladder(
             source=workload.source,
@@ -97,7 +100,7 @@ def ladder(
     else:
         _show(made, climbed, records)
         if slow >= _TOO_SLOW:
-            say(f"a product in bf16 takes {slow:.0f} times as long as in float32 here: rungs in bf16 are left out (see --bf16)")
+            say(f"a matmul in bf16 takes {slow:.0f} times as long as in float32 here: bf16 rungs are skipped (see --bf16)")
         if csv is not None:
             say(f"written to {csv}")
     if not any(step.fits for step in climbed) or not all(step.keeps_its_word for step in climbed):
@@ -120,7 +123,7 @@ def _show(made: Ladder, climbed: Sequence[LadderStep], records: Sequence[dict[st
     say(f"the first that fits: {first.rung.name}" if first else "none fits the budget")
     for step in climbed:
         if not step.keeps_its_word:
-            say(f"note: {step.rung.name} is said to be exact, but its losses or weights DIFFER from those of the rung before")
+            say(f"note: {step.rung.name} should be exact, but its losses or weights DIFFER from those of the rung before")
 
 
 def _cells(step: LadderStep, record: dict[str, Any], before: dict[str, Any]) -> list[Any]:
@@ -139,5 +142,5 @@ def _cells(step: LadderStep, record: dict[str, Any], before: dict[str, Any]) -> 
 
 
 def _change(now: float, before: float | None) -> str:
-    """Against the rung before."""
+    """The change from the rung before."""
     return "" if not before else f"{now / before - 1:+.0%}"

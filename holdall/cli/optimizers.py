@@ -1,4 +1,4 @@
-"""`holdall optimizers`: the folder of optimizers and torch's own as a table."""
+"""`holdall optimizers`: a table of holdall's and torch's optimizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def optimizers(*, json: given.Json = False) -> None:
 
 
 def describe_optimizer(name: str) -> dict[str, Any]:
-    """What an optimizer says of itself; `error` is why it cannot be imported, or empty."""
+    """The facts of an optimizer; `error` says why it cannot be imported, or is empty."""
     from holdall import optim
 
     try:

@@ -1,4 +1,4 @@
-"""`holdall plan`: decide, say what to expect, write the plan. Exit code 3 says that nothing fits."""
+"""`holdall plan`: make a plan, show its prediction and write it to a file. Exit code 3: no plan fits the budget."""
 
 from __future__ import annotations
 
@@ -174,9 +174,9 @@ _GOES_WITH = {  # option -> the questions that it belongs to; "": a plain plan
 
 
 def _check_together(asked: list[str], options: dict[str, Any]) -> None:
-    """One question at a time, and no option that would be passed over in silence."""
+    """Raise for two questions at once, and for options that would have no effect."""
     if len(asked) > 1:
-        raise InvalidInput(f"both --{asked[0]} and --{asked[1]} were given", hint="ask one question at a time")
+        raise InvalidInput(f"both --{asked[0]} and --{asked[1]} were given", hint=f"leave out --{asked[1]}")
     question = asked[0] if asked else ""
     for option, value in options.items():
         if value is not None and question not in _GOES_WITH[option]:
@@ -189,7 +189,7 @@ def _largest(request: Request, kind: str, step: int | None, out: Path | None, *,
 
     check_kind(kind)
     if kind == "model" and step is not None:
-        raise InvalidInput("--step has no effect on models", hint="leave it out")
+        raise InvalidInput("--step has no effect with --largest model", hint="leave --step out")
     with progress_bar() as progress:
         found, value, names = ask_largest(request, kind, step=step, progress=progress)
     show_largest(found, kind, value, names, json=json)
@@ -229,7 +229,7 @@ def _write(made: Plan, out: Path | None, *, json: bool) -> None:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan for programs: what was decided and what to expect, without the timeline that the file has."""
+    """A plan as JSON: actions and prediction, without the timeline that the plan file has."""
     said = plan.predicted
     return {
         "feasible": True,
@@ -248,7 +248,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def refusal_json(error: Infeasible, prepared: PreparedRun) -> dict[str, Any]:
-    """The same when nothing fits; `smallest` is the least budget found to work, in bytes, or null."""
+    """The JSON output if no plan fits; `smallest` is the smallest budget that a plan was found for, in bytes, or null."""
     return {
         "feasible": False,
         "planner": prepared.planner,

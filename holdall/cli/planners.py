@@ -1,4 +1,4 @@
-"""`holdall planners`: the folder of planners as a table. One that cannot be imported says why, and the others stay."""
+"""`holdall planners`: a table of all planners. One that cannot be imported is listed with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def planners(*, json: given.Json = False) -> None:
 
 
 def describe_planner(name: str) -> dict[str, Any]:
-    """What a planner says of itself; `error` is why it cannot be imported, or empty."""
+    """The facts of a planner; `error` says why it cannot be imported, or is empty."""
     try:
         cls = member_class("planners", name)
         return {

@@ -1,4 +1,4 @@
-"""`holdall precisions`: the folder of precision recipes as a table."""
+"""`holdall precisions`: a table of all precision recipes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def precisions(*, json: given.Json = False) -> None:
         add_row(table, row["name"], ", ".join(row["also"]) or "--", planned, f"{row['bytes']:g}", row["what"])
     show(table)
     say("\nbytes: weights, gradients, float32 copies and states of a parameter under AdamW")
-    say("those that are not in plans are for loops of their own: `holdall.precision.prepare(NAME, model, optimizer)`")
+    say("recipes without plans are used in your own loop: `holdall.precision.prepare(NAME, model, optimizer)`")
 
 
 def describe_recipe(name: str) -> dict[str, Any]:
-    """What a recipe says of itself; `error` is why it cannot be imported, or empty."""
+    """The facts of a recipe; `error` says why it cannot be imported, or is empty."""
     import torch
 
     from holdall import precision

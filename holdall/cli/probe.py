@@ -1,4 +1,4 @@
-"""`holdall probe`: measure this machine; the file is what `--hardware` reads on another one."""
+"""`holdall probe`: measure this machine and write the file that `--hardware` reads, here or on another machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def probe(
     if out is not None:
         machine.save(out)
     if json:
-        show_json({"format": FORMAT, **_json.pack(machine)})  # as in the file, so that it can be one
+        show_json({"format": FORMAT, **_json.pack(machine)})  # the content of the file
         return
     _show(machine)
     if out is not None:
@@ -51,11 +51,13 @@ def probe(
 
 
 def _describe_updates(machine: Hardware) -> str:
-    """Of parameters, by Adam; nothing where the CPU computes, since its memory says it."""
+    """Rates of host Adam in parameters per second; empty on a machine that computes on its CPU."""
     if not machine.updates_beside:
         return ""
     alone, beside = (format_rate(rate, "param") for rate in (machine.updates, machine.updates_beside))
-    return f"{alone}, {beside} beside copies both ways, of which those to the device keep {machine.read_beside:.0%}"
+    return (
+        f"{alone}, {beside} during copies both ways; copies to the device then run at {machine.read_beside:.0%} of their rate"
+    )
 
 
 def _show(machine: Hardware) -> None:
@@ -66,10 +68,10 @@ def _show(machine: Hardware) -> None:
                 "device": machine.device,
                 "arithmetic": ", ".join(f"{format_rate(rate, 'FLOP')} {dtype}" for dtype, rate in machine.flops.items()),
                 "start of an op": format_seconds(machine.overhead),
-                "copies beside computing": "yes" if machine.overlap else "no: the processor does both",
+                "copies overlap computation": "yes" if machine.overlap else "no: the processor does both",
                 "both ways at once": f"{machine.duplex:.0%} of each way's rate" if machine.overlap else "",
                 "updates on the host": _describe_updates(machine),
-                "notes": "; ".join(machine.about.get("notes", ())),
+                "notes": "; ".join(machine.about.notes),
                 "source": machine.source,
             }
         )

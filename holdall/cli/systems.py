@@ -1,4 +1,4 @@
-"""`holdall systems`: the catalogue of published systems, with what is here and what is not yet."""
+"""`holdall systems`: the catalogue of published systems, with those that are implemented here and those that are not yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def systems(
     ] = None,
     json: given.Json = False,
 ) -> None:
-    """List the published systems of this field: source, family, where each lives here, and what proves it.
+    """List the published systems of this field: source, family, the file that implements each, and the test that checks it.
 
     Example: holdall systems --family recompute
     """
@@ -37,7 +37,7 @@ def systems(
         add_row(table, system.name, system.source, ", ".join(system.families), places)
     show(table)
     here = sum(bool(system.lives) for system in found)
-    say(f"\n{here} of {len(found)} are here")
+    say(f"\n{here} of {len(found)} are implemented here")
 
 
 def select(family: str | None) -> list[System]:

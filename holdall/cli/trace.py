@@ -1,4 +1,4 @@
-"""`holdall trace`: what one step does, as a summary and as a file that `plan` reads."""
+"""`holdall trace`: record one training step, show a summary, and write the file that `plan` reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trace(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the trace here.", show_default=False)] = None,
     json: given.Json = False,
 ) -> None:
-    """Write down one training step without needing its memory: ops, blocks, bytes by kind, the plain peak.
+    """Record one training step without needing its memory: ops, blocks, bytes by kind, the plain peak.
 
     Example: holdall trace gpt2 --batch 8 --seq 1024 --device cuda --out gpt2.trace.json
     """
@@ -58,7 +58,7 @@ def _show(summary: Summary) -> None:
     from holdall.reporting.text import bars
 
     show(facts(summary.facts))
-    say("\nblocks, and what they keep for backward:")
+    say("\nblocks, and the bytes that they save for backward:")
     blocks = grid("kind", "count", "each", "together")
     for row in summary.blocks:
         add_row(blocks, row.kind, row.count, format_bytes(row.saved / row.count), format_bytes(row.saved))
@@ -66,7 +66,7 @@ def _show(summary: Summary) -> None:
     say(f"\nat the peak ({summary.outcome.peak_where}):")
     say(bars(summary.outcome.peak_kinds, color=in_color()))
     if summary.check:
-        say("\nbeside the closed form of a classic transformer:")
+        say("\ncompared with the closed form for a classic transformer:")
         check = grid("", "formula", "traced", "difference")
         for line in summary.check:
             add_row(check, line.label, line.show(line.expected), line.show(line.traced), f"{line.difference:+.1%}")

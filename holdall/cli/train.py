@@ -70,7 +70,7 @@ def train(
     ] = None,
     json: given.Json = False,
 ) -> None:
-    """Train a causal language model inside a budget; run the same command again to go on after an interruption.
+    """Train a causal language model inside a budget; run the same command again to continue after an interruption.
 
     Example: holdall train tiny-llama --data notes.txt --out run --seq 128 --budget 20MiB
     """
@@ -143,7 +143,7 @@ def _memory(result: TrainResult) -> dict[str, object]:
 
 
 def _plain(result: TrainResult) -> dict[str, Any]:
-    """For `--json`: every figure, paths as text."""
+    """A value for `--json`, with paths as text."""
     values = {**dataclasses.asdict(result), "tokens_per_second": result.tokens_per_second}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -176,7 +176,7 @@ def _bar() -> Iterator[_Watchers]:
 
 @contextmanager
 def _lines(*, quiet: bool) -> Iterator[_Watchers]:
-    """A log file gets some twenty lines on stderr instead of a bar."""
+    """About twenty lines on stderr instead of a bar, for log files."""
 
     def told(what: str, done: int, total: int, best: str) -> None:
         if what == "training" and not quiet and (done in (1, total) or done % max(1, total // 20) == 0):
@@ -186,6 +186,6 @@ def _lines(*, quiet: bool) -> Iterator[_Watchers]:
 
 
 def _figures(row: dict[str, Any]) -> str:
-    """Short enough for eighty columns."""
+    """The figures of a step in one line, short enough for eighty columns."""
     memory = f"{format_bytes(row['peak_bytes'])} of {format_bytes(row['budget_bytes'])}"
     return f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tok/s  {memory}"

@@ -1,1 +1,1 @@
-"""What the command line and the benchmarks both run: ladders, peers, sweeps, the demo, workloads."""
+"""Experiments that the command line and the benchmarks run: ladders, peers, sweeps, the demo, workloads."""

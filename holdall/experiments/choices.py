@@ -1,4 +1,4 @@
-"""Planners and peers as they are typed: `rotor,checkmate:method=lp,compile:ratios=[1,0.5]`, names with options."""
+"""Reads lists of planners and peers with options, as in `rotor,checkmate:method=lp,compile:ratios=[1,0.5]`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PlanChoice:
 
 
 def read_planners(text: str) -> list[PlanChoice]:
-    """Planners with their options; what they do not have is refused with what they have."""
+    """Planners with their options; an unknown option raises an error that lists the known ones."""
     found = [(label, *read_choice(label)) for label in _split(text)]
     return [PlanChoice(label=label, name=name, options=check_options(name, options)) for label, name, options in found]
 

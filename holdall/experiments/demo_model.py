@@ -1,4 +1,4 @@
-"""A small GPT over bytes in plain torch, and the text it learns: what `holdall demo` trains, without any other package."""
+"""The model and data of `holdall demo`: a small GPT over bytes in plain torch, without any other package, and a text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ VOCABULARY = 256  # one entry per byte: no tokenizer is needed
 
 
 class DemoBlock(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual. Dropout is on: replayed random numbers must match too.
+    """Attention and MLP, each with a norm and a residual. Dropout is on, so that recomputation must restore random states too.
 
-    Attention is written out, because a GPU's fused kernels may add in another order each time, and the demo compares bits.
+    Attention is written out, because fused GPU kernels may sum in another order each time, and the demo compares bits.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -47,7 +47,7 @@ class DemoBlock(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Returns the loss itself, so that the loop of the demo is as short as a loop can be."""
+    """A small GPT whose forward returns the loss, which keeps the demo's loop short."""
 
     def __init__(self, *, blocks: int = 6, width: int = 128, heads: int = 4, length: int = 128, dropout: float = 0.1) -> None:
         super().__init__()

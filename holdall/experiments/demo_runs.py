@@ -1,4 +1,4 @@
-"""The runs of `holdall demo`: the same training untouched, measured, and under two smaller budgets."""
+"""The runs of `holdall demo`: the same training plain, measured, and under two smaller budgets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRACTIONS = {"half": 0.5, "quarter": 0.25}
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is trained. A GPU gets more: beside its allocator's own grain a few megabytes are nothing."""
+    """The size of model and batch. A GPU gets a larger one, since its allocator rounds to megabytes."""
 
     rows: int = 8
     length: int = 128
@@ -68,7 +68,7 @@ class DemoRow:
 
     @property
     def decision(self) -> str:
-        """How many blocks are kept, recomputed, offloaded."""
+        """The numbers of blocks kept, recomputed and offloaded, as text."""
         counted = Counter(row.decision for row in self.plan.about.rows)
         return ", ".join(f"{decision} {n}" for decision, n in sorted(counted.items()))
 
@@ -88,7 +88,7 @@ class Demo:
     def rows(self) -> Iterator[DemoRow]:
         """The table, line by line, as the runs end.
 
-        One thread on a CPU: kernels this small gain little from a second one, and lose much where another program wants it.
+        One thread on a CPU: kernels this small gain little from a second one, and lose much if another process needs the core.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if self.device == "cpu" else threads)
@@ -138,7 +138,7 @@ class Demo:
         return DemoRow(name=name, run=self.judged(run, identical), plan=made, identical=identical, note=note)
 
     def judged(self, run: RealRun, identical: bool) -> RealRun:
-        """The run with the verdict written into its report."""
+        """The run with the comparison written into its report."""
         assert run.report is not None
         word = "identical to" if identical else "different from"
         parity = f"{word} the untouched model, bit for bit ({self.steps} steps, seed 0)"

@@ -19,8 +19,8 @@ class Settings:
     """Everything that a rung may change about a training step."""
 
     dtype: str = "float32"  # of the parameters
-    precision: str | None = None  # of the copies that are computed with; None: there are none
-    head: str | int = "whole"  # or how many parts the loss of a vocabulary is taken in
+    precision: str | None = None  # dtype of working copies; None: there are none
+    head: str | int = "whole"  # or the number of parts in which the vocabulary head and loss are computed
     planner: str = "nop"
     options: dict[str, Any] = field(default_factory=dict)  # of the planner
     allow: tuple[str, ...] = ("keep",)
@@ -31,14 +31,14 @@ class Settings:
         return f"{self.precision or self.dtype} and {self.optimizer}"
 
     def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """With the usual rates of each rule; a ladder compares memory and speed, and does not tune."""
+        """The optimizer with its usual learning rate; a ladder compares memory and speed, and does not tune."""
         return optim.make(self.optimizer, model)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
     name: str
-    numerics: str  # against the rung before: the same bits, the same sums in another order, or other numbers
+    numerics: str  # relative to the rung before: exact (the same bits), reordered (sums in another order) or lossy
     says: str
     changes: dict[str, Any]
     narrow: bool = False  # computes in bf16, which few processors do fast
@@ -109,7 +109,7 @@ def climb(first: Settings | None = None, *, narrow: bool = True) -> Iterator[tup
 
 
 def slowness_of_bf16(device: str, size: int = 96) -> float:
-    """How many times longer than in float32 a product takes in bf16; below 1 on a GPU, far above on many processors."""
+    """Time of a matmul in bf16 over that in float32; below 1 on a GPU, far above on many CPUs."""
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(size, size, dtype=dtype, device=device)

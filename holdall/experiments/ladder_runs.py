@@ -24,25 +24,25 @@ from holdall.types import Hardware, Plan, Problem, Progress
 
 @dataclass(frozen=True, kw_only=True)
 class LadderStep:
-    """A rung that was climbed, or why it could not be."""
+    """The result of a rung, or why it could not run."""
 
     rung: Rung
     settings: Settings
     plan: Plan | None = None
     run: RealRun | None = None
-    identical: bool | None = None  # losses and weights, to those of the rung before; None: nothing to compare with
+    identical: bool | None = None  # losses and weights equal those of the rung before; None: not compared
     fits: bool = False
     problem: str = ""
 
     @property
     def peak(self) -> int | None:
-        """Bytes of the accelerator at the most, measured."""
+        """Measured peak bytes on the accelerator."""
         report = self.run.report if self.run else None
         return report.measured.peak[report.home] if report and report.measured else None
 
     @property
     def keeps_its_word(self) -> bool:
-        """What is said to be exact is the rung before, bit for bit."""
+        """Is a rung declared exact bitwise equal to the rung before?"""
         return self.identical is not False or self.rung.numerics != "exact"
 
 
@@ -59,7 +59,7 @@ class Ladder:
     progress: Progress
 
     def climb(self, *, everything: bool = True) -> Iterator[LadderStep]:
-        """The rungs as they end; unless `everything` is asked for, up to the first that fits."""
+        """Run the rungs and yield each result; stops at the first that fits, unless `everything`."""
         rungs = list(climb(self.first, narrow=self.narrow))
         text = self._text()
         limit = resolve_budget(self.budget, self.machine)[self.machine.home.name] if self.budget is not None else None
@@ -115,7 +115,7 @@ class Ladder:
         return run_steps(model, optimizer, batches, plan=made)
 
     def record(self, step: LadderStep) -> dict[str, Any]:
-        """A rung as a line of a file, with everything that is needed to read it alone."""
+        """A rung as a self-contained row of a CSV file."""
         run, made = step.run, step.plan
         home = self.machine.home.name
         return {

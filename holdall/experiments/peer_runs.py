@@ -1,4 +1,4 @@
-"""Real steps under a peer: the same loop for all of them, and the peak as the device's own allocator knows it."""
+"""Real steps under a peer: one loop for all peers, with the peak measured by the device's allocator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdall.runtime.head.lazy_logits import chunk_head
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What was measured. `setup_seconds`: installing and the first step, in which compilers compile and solvers solve."""
+    """Measured figures. `setup_seconds`: installation and the first step, which includes compiling and solving."""
 
     peak: int
     seconds: float
@@ -32,10 +32,10 @@ class Seen:
 def run_peer(
     variant: Variant, subject: Subject, optimizer: torch.optim.Optimizer | None, batches: Iterable[Any], *, seed: int = 0
 ) -> Seen:
-    """The loop of a user under a peer. Peak and seconds are of the steps after the first.
+    """A user's training loop under a peer. Peak and seconds are those of the steps after the first.
 
-    On a GPU the allocator is asked, as it is for plans. On a CPU one more step is run while the allocator tells of every
-    allocation, with kernels' workspaces, which the ledger of plans does not see: they are a few KiB.
+    On a GPU the allocator measures the peak, as for plans. On a CPU one more step runs under a profiler of allocations; that
+    includes kernels' workspaces of a few KiB, which the ledger of plans does not count.
     """
     gc.collect()
     torch.manual_seed(seed)
@@ -100,9 +100,9 @@ def _on_cpu(step: functools.partial[torch.Tensor], batches: Iterator[Any], began
 
 
 def allocated_on_top(work: Callable[[], object]) -> int:
-    """The most bytes that the CPU's allocator gave out at once while `work` ran, above what there was before.
+    """The peak of bytes allocated on the CPU while `work` runs, above the level before it.
 
-    The older of torch's two profilers: it has the same events, and writes nothing to the terminal.
+    Uses the older of torch's two profilers, which has the same events and writes nothing to the terminal.
     """
     profiler: Any = torch.autograd
     detail = torch._C._profiler._ExperimentalConfig()
@@ -120,7 +120,7 @@ def allocated_on_top(work: Callable[[], object]) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """Why a run failed, in a line."""
+    """Why a run failed, in one line."""
     if isinstance(error, HoldallError):
         return f"{error.fact} ({error.hint})" if isinstance(error, MissingExtra) else error.fact
     if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""Other ways to train in less memory, to be measured beside planners: what stock PyTorch has, and Rockmate from PyPI.
+"""Other ways to train in less memory, for comparison with planners: those of stock PyTorch, and Rockmate from PyPI.
 
 A peer has options, and offers one or more variants of itself. Each variant is put on a model, run for a few steps and taken
 off again (`peer_runs.py`). Peers are measured, never simulated. Their overhead is over their own unlimited run, so that eager
@@ -31,7 +31,7 @@ LossOf = Callable[[Any], torch.Tensor]  # batch -> loss
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a peer is put on. `blocks` and `head` are those of the trace, so that everybody has the same."""
+    """The model that a peer is installed on. `blocks` and `head` are those of the trace, the same for all peers."""
 
     model: torch.nn.Module
     batch: Any
@@ -50,7 +50,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run a peer. `family`: whose unlimited run its overhead is over."""
+    """One way to run a peer. `family`: the peer whose unlimited run is the reference for its overhead."""
 
     peer: str
     setting: str
@@ -84,7 +84,7 @@ _PLAIN = Variant(peer="eager", setting="plain", family="eager", install=_alone, 
 
 @dataclass(frozen=True, kw_only=True)
 class Eager:
-    """The model with nothing on it: what the other eager peers are held against."""
+    """The plain model: the reference for the other eager peers."""
 
     name: ClassVar[str] = "eager"
 
@@ -172,7 +172,7 @@ class RockmatePeer:
     name: ClassVar[str] = "rockmate"
 
     def variants(self, budgets: Sequence[int]) -> list[Variant]:
-        asked = budgets if find_spec("rockmate") else budgets[:1]  # that it is missing need be said only once
+        asked = budgets if find_spec("rockmate") else budgets[:1]  # if it is not installed, one row says so
         return [_PLAIN, *map(self._within, asked)]
 
     def _within(self, budget: int) -> Variant:
@@ -188,7 +188,7 @@ def all_variants(peers: Iterable[Peer], budgets: Sequence[int]) -> list[Variant]
     return list({str(v): v for peer in peers for v in peer.variants(budgets)}.values())
 
 
-# putting them on
+# installing them
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def _checkpointed(subject: Subject, *, ops: Sequence[str]) -> Iterator[LossOf]:
 
 @contextmanager
 def _compiled(subject: Subject, *, ratio: float, backend: str, scope: str) -> Iterator[LossOf]:
-    """Compiled in place; leaving it, nothing of the compiler is left on the model."""
+    """Compile the model in place; on exit it is as before."""
     import torch._dynamo
     from torch._dynamo.utils import counters
     from torch._functorch import config
@@ -223,7 +223,7 @@ def _compiled(subject: Subject, *, ratio: float, backend: str, scope: str) -> It
     for target in targets:
         target.compile(backend=backend, dynamic=False)
     try:
-        # a graph that is left to eager without a word would be measured as if it were compiled
+        # a graph that silently falls back to eager would be measured as if it were compiled
         strict = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
         with strict, config.patch(activation_memory_budget=ratio):
             yield subject.plain_loss
@@ -245,7 +245,7 @@ def _targets(subject: Subject, scope: str) -> list[torch.nn.Module]:
         return [model]
     base = getattr(model, "base_model", model)  # Hugging Face's name for all but the head
     if base is model:
-        raise Unsupported("the head is taken in pieces, and the model names no part without it")
+        raise Unsupported("the model has no part without its head, which is computed in pieces")
     return [base]
 
 
@@ -258,9 +258,9 @@ def _by_rockmate(subject: Subject, *, budget: int) -> Iterator[LossOf]:
     except Exception as error:  # it is there, and something that it needs is not
         raise Unsupported(f"the package `rockmate` cannot be loaded here: {first_line(error)}") from error
     if subject.head is not None:
-        raise Unsupported("rockmate's graph cannot have a head that is taken in pieces")
+        raise Unsupported("rockmate does not support a head that is computed in pieces")
     if next(subject.model.parameters()).device.type != "cuda":
-        raise Unsupported("rockmate profiles on a GPU, and the model is not on one")
+        raise Unsupported("rockmate needs a model on a GPU, where it profiles")
     wrapped = pure(_LossOnly(subject.model, tuple(subject.batch)), tuple(subject.batch.values()), budget)
     yield lambda batch: wrapped(*batch.values())
 

@@ -1,4 +1,4 @@
-"""A few real steps, planned or plain: the only way to know whether what was said is what happens."""
+"""A few real training steps, planned or plain, to compare with the prediction."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RealRun:
     losses: tuple[float, ...]
     weights: Mapping[str, torch.Tensor]  # after the last step, on the host
     seconds: float  # a step: the median of those after the first
-    report: Report | None  # None: the model was left alone
+    report: Report | None  # None: plain training
 
     def equals(self, other: RealRun) -> bool:
-        """Bit for bit: every loss and every weight."""
+        """Are all losses and weights bitwise equal?"""
         same = self.losses == other.losses and self.weights.keys() == other.weights.keys()
         return same and all(torch.equal(w, other.weights[name]) for name, w in self.weights.items())
 
@@ -40,11 +40,11 @@ def run_steps(
     seed: int = 0,
     after_step: Callable[[int], None] = lambda step: None,  # noqa: ARG005
 ) -> RealRun:
-    """The loop of a user. `plan`: installed on the model meanwhile; None: plain, with nothing of ours on it.
+    """A user's training loop. `plan`: applied to the model during the run; None: plain training.
 
-    The budget is not enforced: a run that goes over it ends, and is judged by what was measured.
+    The budget is not enforced: a run that exceeds it is completed and judged by its measured peak.
     """
-    gc.collect()  # what an earlier run left in cycles would be counted by a GPU's allocator
+    gc.collect()  # garbage of earlier runs would count in the GPU's allocator
     torch.manual_seed(seed)
     losses, seconds = [], []
     report = None

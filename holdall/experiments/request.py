@@ -1,4 +1,4 @@
-"""From what was typed to a plan: which machine, which trace, which options."""
+"""From command-line arguments to a plan: the machine, the trace and the planner's options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STAYS = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER, Kind.INPUT)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of `plan`, as typed. Either a model or a trace is given."""
+    """The options of `plan`, as typed. Either `model` or `trace` is set."""
 
     model: str | None
     batch: int
@@ -73,7 +73,7 @@ class PreparedRun:
 
 
 def prepare(request: Request, progress: Progress) -> PreparedRun:
-    """Find the machine and the trace; what is cheap to refuse is refused before anything slow begins."""
+    """Find the machine and the trace; cheap checks come before anything slow."""
     options = read_options(request.planner, request.options)
     read = Trace.load(request.trace) if request.trace else None
     workload = _workload(request) if read is None else None
@@ -134,7 +134,7 @@ def find_machine(
 
 
 def check_device(trace: Trace, machine: Hardware) -> None:
-    """A GPU runs other kernels than a CPU, so a trace of one says little about the other."""
+    """Raise if trace and machine are for different devices: a GPU runs other kernels than a CPU."""
     traced = trace.about.device
     if traced != machine.device:
         raise InvalidInput(
@@ -191,30 +191,30 @@ def planner_class(name: str) -> type[Any]:
 
 
 def split(text: str | None) -> list[str] | None:
-    """Names between commas; None stays None."""
+    """A comma-separated list as a tuple; None stays None."""
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def plain_outcome(trace: Trace, machine: Hardware | None = None) -> Outcome:
-    """Plain training, whether it fits or not. Without a machine its bytes are right and its seconds mean nothing."""
+    """The outcome of plain training, whether it fits or not. Without a machine only the bytes are meaningful."""
     machine = machine or _any_machine(trace.about.device)
     problem = Problem(trace=cost_trace(trace, machine), hardware=machine, budget={})
     return simulate(problem, [], full=True, allocator=allocator_of(problem))
 
 
 def _any_machine(device: str) -> Hardware:
-    """Bytes do not depend on speed, so where only they are asked for nothing is measured."""
+    """A machine with arbitrary rates, for questions about bytes only."""
     tier = Tier(name="gpu" if device == "cuda" else "cpu", capacity=TiB, read=1e12, write=1e12)
     return Hardware(name="any", device=device, tiers=(tier,), flops={"float32": 1e13}, bandwidth=1e12)
 
 
 def needed_bytes(outcome: Outcome) -> int:
-    """The least budget for an outcome: its peak, or what the allocator reserves for it where that is known."""
+    """The smallest budget for an outcome: its peak, or the bytes that the allocator reserves if known."""
     return max(next(iter(outcome.peak.values())), outcome.reserved or 0)
 
 
 def activation_part(outcome: Outcome) -> int:
-    """Bytes at the peak that are neither model, gradients, states nor inputs: what recompute and offload can act on."""
+    """Bytes at the peak other than model, gradients, states and inputs: those that recompute and offload can reduce."""
     return next(iter(outcome.peak.values())) - sum(outcome.peak_kinds.get(kind, 0) for kind in _STAYS)
 
 

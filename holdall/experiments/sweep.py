@@ -1,4 +1,4 @@
-"""Planners against budgets: one row per pair, predicted, and measured where that is asked for. Peers beside them, measured."""
+"""A table of planners and budgets: one row per pair, predicted and optionally measured; and measured rows of peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdall.units import parse_bytes
 
 log = logging.getLogger("holdall")
 
-STEPS = 3  # of one measured run: the first warms up, the median of the others counts
+STEPS = 3  # steps of one measured run: the first warms up, the median of the others is reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class SweepRow:
     target: Target
     plan: Plan | None = None  # None: `problem` says why
     run: RealRun | None = None  # None: not measured
-    identical: bool | None = None  # losses and weights, to those of plain training; None: not compared
-    smallest: int | None = None  # where nothing fits: the least budget found to work
+    identical: bool | None = None  # losses and weights equal those of plain training; None: not compared
+    smallest: int | None = None  # if no plan fits: the smallest budget with a plan
     problem: str = ""
-    failed: bool = False  # a plan was made, and its run broke off or went over the budget
+    failed: bool = False  # a plan was made, and its run failed or exceeded the budget
 
     @property
     def predicted(self) -> Outcome | None:
@@ -60,13 +60,14 @@ class SweepRow:
 class PeerRow:
     variant: Variant
     seen: Seen | None = None  # None: `problem` says why
-    identical: bool | None = None  # losses, to those of plain training; None: not compared
+    identical: bool | None = None  # losses equal those of plain training; None: not compared
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is compared, on what. `measure`: also run each plan for a few steps, and the peers."""
+    """The planners, budgets and peers to compare, with the workload. `measure`: also run each plan for a few steps, and the
+    peers."""
 
     workload: Workload
     machine: Hardware
@@ -91,11 +92,11 @@ class Comparison:
     peers: Sequence[PeerRow] = ()
 
     def records(self) -> list[dict[str, Any]]:
-        """All rows as lines of a file."""
+        """All rows, as rows of a CSV file."""
         return [*map(self.record, self.rows), *map(self.peer_record, self.peers)]
 
     def record(self, row: SweepRow) -> dict[str, Any]:
-        """A row as a line of a file, with everything that is needed to read it alone."""
+        """A row as a self-contained row of a CSV file."""
         sweep, said, seen = self.sweep, row.predicted, row.measured
         return {
             **self._setting("planner", row.planner, row.target.label),
@@ -158,7 +159,7 @@ class Comparison:
 
 
 def versions() -> dict[str, str]:
-    """Of what a figure depends on; empty: not installed."""
+    """Versions of the packages that figures depend on; empty: not installed."""
     found = {"torch": torch.__version__, "python": platform.python_version()}
     for name in ("holdall", "transformers"):
         try:
@@ -215,7 +216,7 @@ def run_sweep(sweep: Sweep, progress: Progress) -> Comparison:
 
 
 def _within(progress: Progress, what: str, done: int, total: int) -> Progress:
-    """What a planner says about itself, at its place in the whole."""
+    """A planner's own progress, mapped to its part of the whole sweep."""
 
     def told(part: str, _done: int, _total: int, best: str) -> None:
         progress(f"{what}: {part}" if part else what, done, total, best)
@@ -224,12 +225,12 @@ def _within(progress: Progress, what: str, done: int, total: int) -> Progress:
 
 
 def overhead(outcome: Outcome | None, plain: Outcome | None) -> float | None:
-    """How much longer a step takes than plain training, as a share of it; None: not known."""
+    """The extra time of a step as a share of plain training; None: not known."""
     return outcome.seconds / plain.seconds - 1 if outcome and plain else None
 
 
 def outcome_of(run: RealRun | None) -> Outcome | None:
-    """What was measured in a run, if there was one."""
+    """The measured outcome of a run, if there was one."""
     return run.report.measured if run and run.report else None
 
 
@@ -256,7 +257,7 @@ def _read_target(label: str, plain: Outcome) -> int:
 
 
 def _row(sweep: Sweep, choice: PlanChoice, target: Target, reference: RealRun | None, progress: Progress) -> SweepRow:
-    """A planner at a budget; whatever goes wrong with it is its own row's business."""
+    """The row of one planner at one budget; an error is recorded in the row."""
     row = SweepRow(planner=choice.label, target=target)
     budget = {sweep.home: target.nbytes}
     try:

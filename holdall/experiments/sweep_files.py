@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 
 
 def check_drawable(path: Path) -> None:
-    """Refuse before the long work what would be refused after it."""
+    """Check that the chart can be written, before the long work."""
     _figure()
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise InvalidInput(f"`{path}` is not the name of a picture", hint="end it in .png, .svg or .pdf")
@@ -59,7 +59,10 @@ def draw(path: Path, records: Sequence[Record], *, plain: tuple[int, float]) -> 
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise InvalidInput(f"cannot write `{path}`: {error.strerror or error}", hint="check the folder") from error
+        raise InvalidInput(
+            f"cannot write `{path}`: {error.strerror or error}",
+            hint=f"check that the folder exists and is writable: ls -ld {path.parent}",
+        ) from error
 
 
 def _plot(axes: Any, records: Sequence[Record], kind: str, unit: int, *, fmt: str, **look: Any) -> Any:

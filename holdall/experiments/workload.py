@@ -1,4 +1,4 @@
-"""What is trained: a model by name, a batch for it, an optimizer. Meta tensors until a real run is asked for."""
+"""A workload: a model by name, a batch for it and an optimizer. Tensors are on `meta` until a real run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from holdall.types import Trace
 from holdall.units import format_bytes
 
 NO_OPTIMIZER = "none"
-MIXED = {"bf16-mixed": "bf16"}  # working copies of this width, float32 parameters
-DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as people type them
+MIXED = {"bf16-mixed": "bf16"}  # recipes with float32 parameters and working copies in this dtype
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # short forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Workload:
     seq: int
     dtype: str
     optimizer: str
-    precision: str | None = None  # the recipe, where it is not float32 throughout or the dtype alone
+    precision: str | None = None  # the precision recipe; None: everything in `dtype`
     autocast: str | None = None  # the dtype that the loop's autocast casts to
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Workload:
         return {k: v.to(DTYPES[self.dtype]) if v.is_floating_point() else v for k, v in made.items()}
 
     def trace(self, device: str) -> Trace:
-        """One step as on `device`; what the model says against the batch is answered in words of the command line."""
+        """A trace of one step on `device`; errors of the model about the batch become errors about command-line options."""
         model, optimizer = self.build()
         batch = self.sample()
         try:
@@ -66,7 +66,7 @@ class Workload:
                 cast = self.autocast or False
                 return trace(model, batch, optimizer=optimizer, device=device, precision=self.precision, autocast=cast)
         except InvalidInput as error:
-            if error.__cause__ is None:  # said about the call, not by the model
+            if error.__cause__ is None:  # an error about the call, not one of the model
                 raise
             hint = f"this was {self}; try another --seq, --batch or --dtype, and --debug to see where"
             raise InvalidInput(error.fact, hint=hint) from error
@@ -82,7 +82,7 @@ def describe_workload(
     autocast: str | None = None,
     precision: str | None = None,
 ) -> Workload:
-    """A workload from what was typed; wrong names are refused before anything slow begins."""
+    """A workload from command-line arguments; names are checked before anything slow."""
     dtype, precision = read_precision(dtype, precision)
     if autocast is not None:
         resolve_autocast(autocast, "cuda")
@@ -98,7 +98,7 @@ def describe_workload(
 
 
 def read_precision(dtype: str, precision: str | None) -> tuple[str, str | None]:
-    """(dtype of the parameters, recipe or None) of what was typed as --dtype and --precision, of which one is enough."""
+    """(dtype of the parameters, recipe or None) from --dtype and --precision, of which one is enough."""
     typed, precision = precision, precision or MIXED.get(dtype)
     if typed is not None and dtype != "float32":
         raise InvalidInput(f"both --dtype {dtype} and --precision {typed} were given", hint="leave --dtype out")
@@ -113,7 +113,7 @@ def read_precision(dtype: str, precision: str | None) -> tuple[str, str | None]:
 
 
 def _check_batch(workload: Workload) -> None:
-    """Models are traced without memory, but the sample batch is real: one that cannot be made is refused, not tried."""
+    """Raise if the sample batch would not fit in memory: unlike the model, it is a real tensor."""
     one = replace(workload, batch=1, seq=1).sample()
     size = sum(t.nbytes for t in one.values()) * workload.batch * (1 if workload.is_image else workload.seq)
     if size > host_memory() // 4:
@@ -121,7 +121,7 @@ def _check_batch(workload: Workload) -> None:
             f"the batch itself takes {format_bytes(size)}, more than a quarter of this machine's memory",
             hint="use a smaller --batch or --seq",
         )
-    workload.sample()  # what else is wrong with its sizes is said here
+    workload.sample()  # raises if its sizes are wrong in another way
 
 
 def pick_device(name: str) -> str:
@@ -139,7 +139,7 @@ def check_runnable(device: str) -> str:
 
 
 def _hush_transformers() -> None:
-    """Its remarks about configs are about models that are used; here they are only measured."""
+    """Silence warnings of `transformers` about configs: the models are not used for inference here."""
     with suppress(ImportError):
         from transformers.utils import logging as remarks
 
@@ -148,7 +148,7 @@ def _hush_transformers() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch logs a traceback of its own for every op that refuses fake tensors; the error says the same in a line."""
+    """Silence torch's tracebacks for ops that do not support fake tensors; the error that follows says the same in one line."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

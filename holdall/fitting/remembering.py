@@ -62,7 +62,7 @@ def _read_plan(kept: Any, problem: Problem) -> Plan | None:
         peak[far.name] = peak.get(far.name, 0) + now - before
         if peak[far.name] > problem.limit(far.name):
             return None  # it does not fit with the process's current memory
-    about = replace(plan.about, process=now, remembered=True)
+    about = replace(plan.about, process=now)
     return replace(plan, predicted=replace(plan.predicted, peak=peak), about=about)
 
 

@@ -18,7 +18,7 @@ import torch
 from holdall.errors import Unsupported, unknown_name
 from holdall.machine.probe import ProbeClock, measure_store, resolve_device
 from holdall.registry import member_class, member_names
-from holdall.types import Hardware, Link, Tier
+from holdall.types import Hardware, Link, QueueRate, Tier
 
 _LONGEST = 0.7  # seconds after which no other queue depth is tried
 
@@ -49,7 +49,7 @@ def _with(hardware: Hardware, name: str) -> Hardware:
     behind = _behind(cls, hardware)
     is_behind = behind != hardware.home.name
     from_host = is_behind and "cpu" in cls.serves  # then what was measured is the last hop alone
-    tier, duplex, depths = _measured(name, "cpu" if from_host else hardware.device, _where(cls))
+    tier, duplex, queue = _measured(name, "cpu" if from_host else hardware.device, _where(cls))
     before = hardware.tier(behind).latency if is_behind else 0.0
     latency = tier.latency if from_host else max(0.0, tier.latency - before)
     links = (
@@ -58,7 +58,7 @@ def _with(hardware: Hardware, name: str) -> Hardware:
     )
     if from_host:
         tier = _through(tier, hardware.tier(behind))
-    about = {**hardware.about, f"{name} by queue depth": depths} if depths else hardware.about
+    about = replace(hardware.about, queue=(*hardware.about.queue, *queue))
     return replace(hardware, tiers=(*hardware.tiers, tier), links=(*hardware.links, *links), about=about)
 
 
@@ -87,7 +87,7 @@ def _measured(name: str, device: str, _: str) -> MeasuredTier:
 class MeasuredTier(NamedTuple):
     tier: Tier
     duplex: float  # what is left of its rates when both ways are busy
-    depths: dict[str, dict[str, float]]  # rates by the number of requests in flight, where it has a queue
+    queue: tuple[QueueRate, ...]  # by the number of requests in flight; empty: it has no queue
 
 
 def measure_tier(name: str, device: str) -> MeasuredTier:
@@ -97,19 +97,19 @@ def measure_tier(name: str, device: str) -> MeasuredTier:
     with torch.no_grad():
         with closing(cls(device=clock.device)) as store:
             tier, duplex = measure_store(store, clock)
-        depths = _by_depth(cls, clock)
+        queue = _by_depth(name, cls, clock)
     tier = replace(tier, capacity=cls.room()) if hasattr(cls, "room") else tier
-    return MeasuredTier(tier, duplex, depths)
+    return MeasuredTier(tier, duplex, queue)
 
 
-def _by_depth(cls: Any, clock: ProbeClock) -> dict[str, dict[str, float]]:
+def _by_depth(name: str, cls: Any, clock: ProbeClock) -> tuple[QueueRate, ...]:
     """Rates by queue depth, for at most a second or so: those of a slow disk are known after the first."""
-    found: dict[str, dict[str, float]] = {}
+    found: list[QueueRate] = []
     begun = time.perf_counter()
     for depth in getattr(cls, "depths", ()):
         if found and time.perf_counter() - begun > _LONGEST:
             break
         with closing(cls(device=clock.device, depth=depth)) as store:
             tier, duplex = measure_store(store, clock)
-        found[str(depth)] = {"read": tier.read, "write": tier.write, "duplex": duplex}
-    return found
+        found.append(QueueRate(tier=name, depth=depth, read=tier.read, write=tier.write, duplex=duplex))
+    return tuple(found)

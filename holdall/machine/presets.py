@@ -7,13 +7,12 @@ is better if the machine is available.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from holdall.errors import InvalidInput, unknown_name
-from holdall.types import Hardware, Tier
+from holdall.types import Hardware, HardwareInfo, HostLink, Tier
 from holdall.units import GiB
 
 LINK_FACTOR = 0.87  # share of the link's rate that pinned copies reach: 55 of 63 GB/s measured on PCIe 5 x16
@@ -43,7 +42,8 @@ def gpu(name: str, *, host_bytes: int = 64 * GiB) -> Hardware:
     flops = {dtype: float(peak) for dtype, peak in sheet["flops"].items()}
     tfloat32 = flops.pop("tfloat32", None)  # not a dtype; PyTorch has it off by default, so float32 is the full one
     flops.setdefault("bfloat16", flops["float32"])  # before Ampere it is computed as float32
-    rate = LINK_FACTOR * link_rate(sheet["link"])
+    link = HostLink(**sheet["link"])
+    rate = LINK_FACTOR * rate_of(link)
     return Hardware(
         name=name,
         device="cuda",
@@ -56,18 +56,20 @@ def gpu(name: str, *, host_bytes: int = 64 * GiB) -> Hardware:
         duplex=DUPLEX,
         efficiency=EFFICIENCY,
         source=sheet["source"],
-        about={"link": sheet["link"], "tfloat32": tfloat32},
+        about=HardwareInfo(link=link, tfloat32=tfloat32),
     )
 
 
-def link_rate(link: Mapping[str, Any]) -> float:
+def rate_of(link: HostLink) -> float:
     """Bytes per second each way of the link between host and GPU, before losses.
 
     NVLink-C2C states its rate directly; the factors above were measured on PCIe and are only assumed for it.
     """
-    if link["kind"] == "nvlink-c2c":
-        return float(link["bytes_per_second"])
-    return _LANE[link["generation"]] * float(link["lanes"])
+    if link.bytes_per_second is not None:
+        return float(link.bytes_per_second)
+    if link.generation is None or link.lanes is None:
+        raise InvalidInput(f"the {link.kind} link has no rate", hint="give `generation` and `lanes`, or `bytes_per_second`")
+    return _LANE[link.generation] * float(link.lanes)
 
 
 @cache

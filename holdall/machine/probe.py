@@ -31,7 +31,7 @@ from holdall.pace import pace_of
 from holdall.registry import member_class
 from holdall.runtime.budget.meter import device_context
 from holdall.tiers import Keeper, Store
-from holdall.types import Hardware, Progress, Rate, Tier, _json
+from holdall.types import Hardware, HardwareInfo, Progress, Rate, Tier, _json
 from holdall.types.plan import silent
 from holdall.units import KiB, MiB
 
@@ -172,7 +172,7 @@ def _measure(request: _Request) -> Hardware:
         context=context,
         resident=resident,
         source=f"measured, torch {torch.__version__}" + (", quick" if request.quick else ""),
-        about={"threads": request.threads, "python": platform.python_version(), "notes": list(store.notes)},
+        about=HardwareInfo(threads=request.threads, python=platform.python_version(), notes=tuple(store.notes)),
     )
     if not pace_of(clock.device).is_busy:
         open_cache().put("probe", _place(request.device), {"when": time.time(), "hardware": _json.pack(measured)})

@@ -4,13 +4,13 @@
     optimizer = GaLore(GaLore.groups(model, rank=128), lr=1e-2)
     optimizer = holdall.optim.make("galore:rank=128", model)  # the same by name, as the command line has it
 
-Beside torch's interface each class has `name`, `paper`, `exact` (the same numbers as the torch optimizer it stands for),
+Besides torch's interface each class has `name`, `paper`, `exact` (the same numbers as the torch optimizer it stands for),
 `consumes_gradients` (it updates in backward, and leaves no gradient behind) and `state_bytes(param)`: the bytes of state it
-allocates for a parameter, known before the first step. It may have `groups(model, **options)`, which sorts the parameters of a
-model, and `usual(model)`, the options that suit a model where none are given. Files with an underscore are shared parts and the
-engine's own. `names`, `find` and `make` know the members of this folder and torch's own optimizers.
+allocates for a parameter, known before the first step. It may have `groups(model, **options)`, which makes parameter groups
+for a model, and `usual(model)`, the default options for a model. Files with an underscore are shared parts and the engine's
+own. `names`, `find` and `make` know the members of this folder and torch's own optimizers.
 
-`in_backward(optimizer)` lets any optimizer that treats each parameter by itself update during backward.
+`in_backward(optimizer)` makes any optimizer that updates each parameter on its own do so during backward.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def option_names(name: str) -> dict[str, Any]:
 
 
 def read(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, options) of an optimizer as it is typed, `galore:rank=128`; what it does not have is refused."""
+    """(name, options) of a typed optimizer such as `galore:rank=128`; unknown options raise an error."""
     name, options = read_choice(text)
     known = option_names(name)
     for option in options:
@@ -80,10 +80,10 @@ def read(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def make(text: str, model: torch.nn.Module, *, decay_vectors: bool = True, **options: Any) -> torch.optim.Optimizer:
-    """An optimizer over a model's parameters that are trained, by name, with `options` and those in the text.
+    """An optimizer by name for the trainable parameters of a model, with `options` and those in the text.
 
-    Options that are given neither way are what suits the model (`usual` of the class), or the defaults of the class.
-    `decay_vectors=False`: norms and biases are groups of their own, without weight decay.
+    Other options are the class's choice for the model (`usual`), or its defaults.
+    `decay_vectors=False`: norms and biases form groups without weight decay.
     """
     name, typed = read(text)
     cls: Any = find(name)

@@ -1,11 +1,12 @@
 """Adam with both moments in blocks of 8 bits: two bytes of state for each element instead of eight.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861. Blocks of 256 elements have
-a scale of their own and a table that is fine near zero (`_quantise`). Tensors below 4096 elements, and groups with `bits=32`,
-keep 32 bits and are then `torch.optim.AdamW` bit for bit. Embeddings train better so; `Adam8bit.groups(model)` sees to that.
+a scale of their own and a table that is fine near zero (`_math/quantise.py`). Tensors below 4096 elements, and groups with
+`bits=32`, keep 32-bit moments and are bitwise equal to `torch.optim.AdamW`. Embeddings train better that way, and
+`Adam8bit.groups(model)` puts them into such a group.
 
-On a GPU with Triton each parameter's update is one kernel. Elsewhere it goes a stretch at a time, so what is decoded on the way
-is bounded. The state of an n-element tensor takes 2 (n + 4 ceil(n / 256)) bytes.
+On a GPU with Triton each parameter's update is one kernel. Elsewhere a slice is updated at a time, which bounds the decoded
+temporaries. The state of an n-element tensor takes 2 (n + 4 ceil(n / 256)) bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Adam8bit(PerParameter):
 
     def _check(self, group: Group) -> None:
         if group["bits"] not in (8, 32):
-            raise InvalidInput(f"`bits` is {group['bits']}", hint="8, or 32 to leave moments as they are")
+            raise InvalidInput(
+                f"`bits` is {group['bits']}, but must be 8 or 32", hint="use bits=8, or bits=32 for moments in float32"
+            )
 
     def _bytes(self, p: Tensor, group: Group) -> int:
         return 2 * moment_bytes(p.numel(), group["bits"], compute_dtype(p).itemsize)
@@ -108,7 +111,7 @@ Tables = dict[bool, Tensor]  # with signs, and without
 
 
 def _read(state: State, key: str, here: slice, signed: bool, tables: Tables, dtype: torch.dtype) -> Tensor:
-    """A stretch of a moment: decoded, or itself where it is kept whole."""
+    """A slice of a moment: decoded, or the moment itself if stored in 32 bits."""
     kept: Tensor = state[key][here]
     if f"{key}_scale" not in state:
         return kept

@@ -87,7 +87,7 @@ class AdamMini(PerParameter):
 
 
 def _usual(shape: torch.Size, block: Block) -> Block:
-    """The block that None stands for: of 3-D parameters most are stacks of experts."""
+    """The block for `None`; 3-D parameters are taken for stacks of experts."""
     if block is not None:
         return block
     return "expert_row" if len(shape) == 3 else "row" if len(shape) >= 2 else "element"
@@ -115,7 +115,7 @@ def _stretches(shape: torch.Size, block: Block) -> tuple[tuple[int, int], ...]:
 
 
 def _count(shape: torch.Size, block: Block) -> int:
-    """How many blocks."""
+    """The number of blocks."""
     stretches = _stretches(shape, block)
     if stretches:
         return sum(rows // n for rows, n in stretches)
@@ -126,7 +126,7 @@ def _count(shape: torch.Size, block: Block) -> int:
 
 
 def _block_means(square: torch.Tensor, block: Block) -> torch.Tensor:
-    """(blocks,)."""
+    """The mean of each block, in shape (blocks,)."""
     stretches = _stretches(square.shape, block)
     averaged = _averaged(_usual(square.shape, block))
     if averaged:
@@ -138,7 +138,7 @@ def _block_means(square: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def _spread(values: torch.Tensor, like: torch.Tensor, block: Block) -> torch.Tensor:
-    """One value a block, shaped so that it is that of each of the block's elements."""
+    """One value per block, broadcast to the block's elements."""
     stretches = _stretches(like.shape, block)
     averaged = _averaged(_usual(like.shape, block))
     if averaged:
@@ -166,12 +166,12 @@ def _declared_groups(model: nn.Module, declare: dict[str, Block], options: dict[
 
 
 def _plain(block: Block) -> Block:
-    """Lists, as a file would have them, as tuples."""
+    """Lists, as read from a file, converted to tuples."""
     return tuple((rows, n) for rows, n in block) if isinstance(block, (list, tuple)) else block
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
-    """Every parameter with its name and a function that says its block and whether it decays."""
+    """Every parameter with its name and a function that returns (its block, whether weight decay applies)."""
     modules = dict(model.named_modules())
     for path, module in modules.items():
         parent = modules[path.rpartition(".")[0]] if path else None
@@ -205,7 +205,7 @@ def _block_of(name: str, p: nn.Parameter, module: nn.Module, parent: nn.Module |
 
 
 def _is_transposed(own: str, p: nn.Parameter, experts: nn.Module) -> bool:
-    """Whether a stack of experts' weights is (experts, inputs, outputs), as the module says or as the model's width tells."""
+    """Is a stack of experts' weights (experts, inputs, outputs), by the module's attribute or by the model's width?"""
     said = getattr(experts, "is_transposed", None)
     if isinstance(said, bool):
         return said

@@ -1,4 +1,4 @@
-"""APOLLO: a random sketch of the gradient tells by how much Adam would scale each channel; the gradient itself is scaled so.
+"""APOLLO: the gradient is scaled by channel, with the factors that Adam has on a random low-rank sketch of it.
 
 Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance", MLSys 2025, arXiv 2412.05270. Adam's moments live on the
 sketch, of rank `rank`, of the matrix' shorter side; the sketch is drawn from a seed at every step and never stored, and from
@@ -113,14 +113,14 @@ def _scaled(grad: torch.Tensor, state: State, group: Group, step: int) -> torch.
         update.mul_(root)
     norm = torch.linalg.vector_norm(update)
     before = state.get("norm", torch.zeros_like(norm))
-    limit = torch.where(before > 0, _GROWTH * before, norm)  # a norm of zero does not hold all later ones there
+    limit = torch.where(before > 0, _GROWTH * before, norm)  # a norm of zero does not limit later ones to zero
     update.mul_((limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp_(max=1.0))
     state["norm"] = torch.minimum(norm, limit)
     return update if group["scale_front"] else update.mul_(root)
 
 
 def ratios(direction: torch.Tensor, low: torch.Tensor, *, left: bool, per_channel: bool) -> torch.Tensor:
-    """By how much Adam's direction is longer than the gradient: of each channel of the longer side, or of the whole."""
+    """The norm of Adam's direction over that of the gradient: per channel of the longer side, or for the whole matrix."""
     side = (0 if left else 1) if per_channel else (0, 1)
     above: torch.Tensor = torch.linalg.vector_norm(direction, dim=side, keepdim=True)
     below: torch.Tensor = torch.linalg.vector_norm(low, dim=side, keepdim=True)

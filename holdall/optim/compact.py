@@ -1,4 +1,4 @@
-"""CompAct: linear layers keep a random sketch of their input, and Adam lives on the sketched gradients that come of it.
+"""CompAct: linear layers save a random sketch of their input, and Adam's moments are those of the sketched gradients.
 
 Shamshoum et al., "CompAct: Compressed Activations for Memory-Efficient LLM Training", NAACL 2025, arXiv 2410.15352.
 
@@ -13,7 +13,7 @@ of sketched layers are projected when their gradient is there, and groups withou
 has no `.grad`: clip with `clip_grad_norm_` of the optimizer, whose norm is the sketches', close to the true one but not it.
 A layer's sketch needs no other layer's gradient, so updates in backward (`in_backward`) are those of the step; there `.grad`
 has the weight's shape and the sketch's bytes until the update, and `max_norm=` clips by the same norm.
-What is saved is what nobody else keeps: an input that a nonlinearity before it keeps as its output (tanh, relu) stays anyway.
+Memory is saved only for inputs that no other op saves: an input that is the saved output of a nonlinearity (tanh, relu) stays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Compact(PerParameter):
     paper: ClassVar[str] = "Shamshoum et al. 2025, arXiv 2410.15352"
     exact: ClassVar[bool] = False
 
-    sketches_are_gradients: bool = False  # they go autograd's way, for whoever updates as gradients come
+    sketches_are_gradients: bool = False  # sketches are passed on as gradients, for updates in backward
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Compact(PerParameter):
             "weight_decay": weight_decay,
             "seed": seed,
         }
-        self._sketched: dict[int, Tensor] = {}  # by parameter: what backward has brought since `zero_grad`
+        self._sketched: dict[int, Tensor] = {}  # by parameter: sketched gradients since `zero_grad`
         super().__init__(params, options, unknown)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Compact(PerParameter):
 
     @contextmanager
     def sketching(self, model: nn.Module) -> Iterator[list[nn.Linear]]:
-        """Let the model's linear layers whose weights have a rank keep sketches; they are restored on leaving."""
+        """Inside, linear layers whose weights have a rank save sketches; the layers are restored on exit."""
         ranked = {id(p) for group in self.param_groups if group["rank"] for p in group["params"] if p.requires_grad}
         with sketching(model, self, lambda weight: id(weight) in ranked) as layers:
             yield layers
@@ -124,11 +124,11 @@ class Compact(PerParameter):
     def take(self, weight: Tensor, low: Tensor) -> Tensor | None:
         if self.sketches_are_gradients:
             return SketchedGradient(low.to(weight.dtype), weight)
-        kept = self._sketched.get(id(weight))  # as wide as the weight, as its gradient would be
+        kept = self._sketched.get(id(weight))  # in the weight's dtype, as its gradient would be
         self._sketched[id(weight)] = low.to(weight.dtype) if kept is None else kept.add_(low)
         return None
 
-    # -- the rule
+    # -- the update rule
 
     def _check(self, group: Group) -> None:
         if group["projection"] not in _PROJECTIONS:
@@ -142,7 +142,7 @@ class Compact(PerParameter):
         number_seeds(self, group)
 
     def _gradient(self, p: Tensor, group: Group) -> Tensor | None:
-        """For a weight with a rank: its sketched gradient, and the sketch of what came as a whole."""
+        """For a weight with a rank: its sketched gradient, plus the sketch of a full gradient if there is one."""
         if group["rank"] is None or (p.grad is not None and p.grad.layout != torch.strided):
             return p.grad
         if isinstance(p.grad, SketchedGradient):

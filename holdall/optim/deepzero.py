@@ -28,14 +28,14 @@ __all__ = ["ChainLoss", "DeepZero"]
 class DeepZero(PerParameter):
     """`step(closure)`: the closure returns the loss without backward, or is a `ChainLoss`.
 
-    `mu`: the step of the finite differences; None: the learning rate, as the authors' code has it. `keep`: the share of
-    coordinates in a group's masks, where `prune` found none. `process_group`: its ranks share the coordinates.
+    `mu`: the step of the finite differences; None: the learning rate, as in the authors' code. `keep`: the share of
+    coordinates in a group's masks, unless `prune` set one. `process_group`: its ranks split the coordinates.
     """
 
     name: ClassVar[str] = "deepzero"
     paper: ClassVar[str] = "Chen et al. 2024, arXiv 2310.02025"
     exact: ClassVar[bool] = False
-    forward_only: ClassVar[bool] = True  # gradients are neither made nor read
+    forward_only: ClassVar[bool] = True  # no gradients are computed or read
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class DeepZero(PerParameter):
         super().__init__(params, {**options, "steps": 0}, unknown)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy has the groups and states only
+        super().__setstate__(state)  # a copy has only the groups and states
         self.__dict__.setdefault("_process_group", None)
         self.__dict__.setdefault("_loss", 0.0)
 
     def _check(self, group: Group) -> None:
         if not 0 < group["keep"] <= 1 or group["shuffle_every"] < 1:
             raise InvalidInput(
-                f"`keep` is {group['keep']} and `shuffle_every` is {group['shuffle_every']}",
-                hint="keep a share above 0 and at most 1, and shuffle every 1 or more steps",
+                f"`keep` is {group['keep']} and `shuffle_every` is {group['shuffle_every']}, which is out of range",
+                hint="use 0 < keep <= 1 and shuffle_every >= 1",
             )
         if group["mu"] is not None and not group["mu"] > 0:
             raise InvalidInput(f"`mu` is {group['mu']}, but must be above 0", hint="usual: 5e-3")
@@ -84,7 +84,10 @@ class DeepZero(PerParameter):
     ) -> list[float]:
         """ZO-GraSP at initialisation: find, and keep in the state, the share of each parameter that masks will have."""
         if not 0 <= sparsity < 1:
-            raise InvalidInput(f"`sparsity` is {sparsity}", hint="give the share to prune: at least 0 and below 1")
+            raise InvalidInput(
+                f"`sparsity` is {sparsity}, but must be at least 0 and below 1",
+                hint="give the share to prune, as in `prune(loss, sparsity=0.9)`",
+            )
         params = [p for p, _ in self._trained()]
         seed = self.param_groups[0]["seed"]
         keeps = grasp_keeps(params, closure, sparsity=sparsity, queries=queries, mu=mu, reach=reach, seed=seed)
@@ -98,7 +101,7 @@ class DeepZero(PerParameter):
 
     @torch.no_grad()
     def slopes(self, closure: Callable[[], Any], *, worker: int = 0, workers: int = 1) -> list[Tensor]:
-        """This worker's part of the gradient on the mask; elsewhere zero. The sum over workers is the whole, bit for bit."""
+        """This worker's part of the gradient on the mask, zero elsewhere. The sum over workers is bitwise the whole."""
         trained, masks = self._trained(), self.coordinates()
         if masks and not any(mask.numel() for mask in masks):
             raise InvalidInput(
@@ -115,9 +118,12 @@ class DeepZero(PerParameter):
         return found
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Estimate, share with the other workers, and update; returns the loss before the update."""
+        """Estimate the gradient, sum it over the workers, and update; returns the loss before the update."""
         if closure is None:
-            raise InvalidInput("DeepZero needs the loss at many points", hint="call `step(closure)` without any backward")
+            raise InvalidInput(
+                "DeepZero's `step` needs a closure, since it evaluates the loss at many points",
+                hint="call `step(closure)` without any backward",
+            )
         with torch.no_grad():
             if self._process_group is None:
                 found = self.slopes(closure)
@@ -164,7 +170,7 @@ class DeepZero(PerParameter):
         return torch.randperm(param.numel(), generator=source)[:count].sort().values
 
     def _costs(self, closure: Callable[[], Any]) -> list[float]:
-        """Seconds of one evaluation by parameter, the same on every rank: shares must fit together."""
+        """Seconds of one evaluation by parameter, the same on every rank, so that all ranks split alike."""
         cost = getattr(closure, "cost", None)
         costs = torch.tensor([1.0 if cost is None else max(cost(p), 1e-9) for p, _ in self._trained()], dtype=torch.float64)
         if self._process_group is not None:

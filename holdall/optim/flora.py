@@ -5,8 +5,8 @@ with a momentum that is kept as M = A u, A random of `rank` rows, drawn from a s
 carried over to the next seed's A. Matrices with a side below the rank, or one side more than four times the other
 (embeddings), and vectors have a plain momentum.
 
-With `accumulates=True` gradients of several micro-batches are summed as a sketch and freed at once, so that updates from
-gradients that live only for a moment and gradient accumulation go together:
+With `accumulates=True` the gradients of several micro-batches are summed as a sketch and freed at once, so that gradient
+accumulation takes little memory:
 
     with optimizer.sketching():
         for batch in micro_batches:
@@ -73,15 +73,18 @@ class Flora(PerParameter):
         super().__init__(params, options, unknown)
 
     def accumulate(self, param: torch.Tensor) -> None:
-        """Add the parameter's gradient to its sketch, and let the gradient go; one that is not sketched keeps it."""
+        """Add the parameter's gradient to its sketch and free the gradient; a parameter without a sketch keeps it."""
         group = self._group_of(param)
         if not group["accumulates"]:
-            raise InvalidInput("this group keeps no sketch of its gradients", hint="make it with `accumulates=True`")
+            raise InvalidInput(
+                "`accumulate` needs a group that sketches gradients",
+                hint="make the optimizer with `Flora(..., accumulates=True)`",
+            )
         self._sketch(param, group)
 
     @contextmanager
     def sketching(self) -> Iterator[None]:
-        """Inside, gradients become sketches as backward makes them. The hooks are gone afterwards."""
+        """Inside, each gradient is sketched in backward as soon as it is complete. The hooks are removed on exit."""
         hooks = []
         try:
             for group in self.param_groups:
@@ -100,7 +103,7 @@ class Flora(PerParameter):
             p.grad = None
 
     def _gradient(self, p: torch.Tensor, group: Group) -> torch.Tensor | None:
-        """The sum of what was sketched, brought back to full size, or the gradient as it is."""
+        """The sum of the sketched gradients at full size, or the gradient itself."""
         state: State = self.state.get(p, {})
         if not state.get("sketched"):
             return p.grad
@@ -140,7 +143,7 @@ class Flora(PerParameter):
 
 
 def is_sketched(shape: torch.Size, rank: int) -> bool:
-    """Whether a sketch of a tensor of this shape is taken, rather than the tensor."""
+    """Is a tensor of this shape sketched?"""
     return len(shape) == 2 and rank <= min(shape) and max(shape) <= _SLENDER * min(shape)
 
 

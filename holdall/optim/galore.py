@@ -1,4 +1,4 @@
-"""GaLore: Adam in the space of the gradient's leading singular vectors, a space that is found anew now and then.
+"""GaLore: Adam in the space of the gradient's leading singular vectors, which is recomputed every `update_proj_gap` steps.
 
 Zhao et al., "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", ICML 2024, arXiv 2403.03507. A group
 with a rank holds matrices; one without is trained by AdamW. Plain options are the authors' code, step by step: the basis is
@@ -11,7 +11,7 @@ other optimizers train. `basis="iteration"` finds the directions by subspace ite
 GaLore 2 does in kind (arXiv 2504.20437). `rotate=True` carries the first moment over into a new basis; ours, off by default.
 
 State of an n x m matrix, n <= m: projector 4 rank n, moments 8 rank m bytes. Temporaries: two tensors of the parameter's
-size, at a refresh by SVD three more; what AdamW trains is updated a stretch at a time.
+size, at a refresh by SVD three more; parameters of AdamW are updated a slice at a time.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _key(side: str) -> str:
 
 
 def _refresh(grad: torch.Tensor, state: State, group: Group) -> None:
-    """Find the basis of the gradient as it is now, and see how far it has turned."""
+    """Recompute the basis from the current gradient, and measure how far it has turned."""
     sides = _sides(grad.shape, group["proj_type"])
     before = _projectors(grad, state, group) if _key(next(iter(sides))) in state else {}
     now: dict[str, torch.Tensor] = {}
@@ -178,7 +178,7 @@ def _grow_lazy(state: State, group: Group, cosine: float) -> None:
 
 
 def _rotate(state: State, group: Group, before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
-    """The first moment in the new basis: what of it lies there, and nothing else."""
+    """Project the first moment onto the new basis."""
     sides = {side: projector.shape[1] for side, projector in now.items()}
     left, right = sides.get("left"), sides.get("right")
     rank = group["rank"]

@@ -1,9 +1,9 @@
-"""LOMO: stochastic gradient descent during backward, so that only a few gradients live at any moment.
+"""LOMO: stochastic gradient descent during backward, so that only a few gradients exist at any time.
 
 Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024, arXiv 2306.09782.
 Without clipping the parameters are those of `torch.optim.SGD`, bit for bit; weight decay is decoupled. There is no state.
-Clipping by the global norm takes a second pass or gradients that are held, accumulation gradients that are held (see
-`_consuming`).
+Clipping by the global norm needs a second backward or held gradients; accumulation needs held gradients (see
+`_in_backward/consuming.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from holdall.optim._math.per_parameter import Group, compute_dtype
 class Lomo(ConsumingOptimizer):
     """`clip_grad_norm`: exact, costs a second pass. `clip_grad_value`, `clip_param_norm`: one pass, another rule.
 
-    `clip`: how `clip_grad_norm` comes by the norm. "twice": `loss.backward()` walks its graph twice; "hold": gradients are held
-    until it is over; None: the loop calls `grad_norm`, or `step` with a closure. `norm` is that of the last step.
-    `accumulate`: backwards per step, whose gradients are held until the last adds to each.
+    `clip`: how the norm for `clip_grad_norm` is computed. "twice": `loss.backward()` runs its backward twice; "hold": gradients
+    are held until its end; None: the loop calls `grad_norm`, or `step` with a closure. `norm` is that of the last step.
+    `accumulate`: backwards per step; their gradients are held until the last of them.
     `loss_scale`: a number, or "dynamic". fp16 parameters need one, and the norm pass: an overflow halfway cannot be undone.
     `process_group`: gradients are averaged over its ranks before they are used.
     Call `close()`, or use it as a context manager, to remove its hooks.
@@ -62,7 +62,7 @@ class Lomo(ConsumingOptimizer):
         )
 
     def _apply(self, p: torch.Tensor, grad: torch.Tensor, group: Group) -> None:
-        """A stretch at a time: what is widened on the way stays small."""
+        """Update a slice at a time, which bounds the fp32 temporaries."""
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         for value, g in pieces(p.detach(), grad):
             wide = value.to(compute_dtype(p))  # the values themselves where they are wide

@@ -4,9 +4,9 @@ Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", NeurIPS 
 z ~ N(0, 1) from a seed, g = (L(p + eps z) - L(p - eps z)) / (2 eps), p <- p - lr (g z + wd p).
 
 The published code perturbs the parameters in place and back, which in 16 bits does not restore them. Here they are never
-perturbed: each op of the forward gets p + eps z in place of p (`_perturbed`), so parameters keep their bits, and the peak is
-the forward's and one op's parameters. `in_place=True` is the published way, for forwards that cannot be watched (compiled
-ones). There is no state beyond two numbers, and a whole run is a list of (seed, g): see `last` and `replay`.
+perturbed: each op of the forward gets p + eps z instead of p (`_math/perturbed.py`), so parameters keep their bits, and the
+peak is the forward's and one op's parameters. `in_place=True` is the published way, for forwards that cannot be watched
+(compiled ones). There is no state beyond two numbers, and a whole run is a list of (seed, g): see `last` and `replay`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE = 1 << 20  # elements drawn at a time; part of what a seed means
 
 @dataclass(frozen=True, kw_only=True)
 class MezoProbe:
-    """One direction and the slope of the loss along it: all there is to know about an update."""
+    """One random direction and the slope of the loss along it, which determine an update."""
 
     seed: int
     slope: float
@@ -47,7 +47,7 @@ class Mezo(PerParameter):
     name: ClassVar[str] = "mezo"
     paper: ClassVar[str] = "Malladi et al. 2023, arXiv 2305.17333"
     exact: ClassVar[bool] = False
-    forward_only: ClassVar[bool] = True  # gradients are neither made nor read
+    forward_only: ClassVar[bool] = True  # no gradients are computed or read
 
     def __init__(
         self,
@@ -63,7 +63,10 @@ class Mezo(PerParameter):
         **unknown: Any,
     ) -> None:
         if samples < 1 or not eps > 0:
-            raise InvalidInput(f"`samples` is {samples} and `eps` is {eps}", hint="at least one sample, and an eps above 0")
+            raise InvalidInput(
+                f"`samples` is {samples} and `eps` is {eps}, which is out of range",
+                hint="use samples >= 1 and eps > 0, such as eps=1e-3",
+            )
         self._process_group = process_group
         self.last: tuple[MezoProbe, ...] = ()  # of the last step
         options = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "samples": samples, "seed": seed, "in_place": in_place}
@@ -75,9 +78,12 @@ class Mezo(PerParameter):
         self.__dict__.setdefault("last", ())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Estimate and update; returns the mean of all losses that were taken."""
+        """Estimate the gradient and update; returns the mean of all evaluated losses."""
         if closure is None:
-            raise InvalidInput("MeZO needs the loss at perturbed parameters", hint="call `step(closure)` without any backward")
+            raise InvalidInput(
+                "MeZO's `step` needs a closure, since it evaluates the loss at perturbed parameters",
+                hint="call `step(closure)` without any backward",
+            )
         first = self.param_groups[0]
         probes, losses = [], []
         with torch.no_grad():
@@ -91,7 +97,7 @@ class Mezo(PerParameter):
 
     @torch.no_grad()
     def replay(self, probes: Sequence[MezoProbe]) -> None:
-        """Make the update that these probes stand for, as the step that found them did."""
+        """Repeat the update of the step that recorded these probes."""
         for n, param, group in self._trained():
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             draws = [_pieces(n, param, probe.seed) for probe in probes]
@@ -111,7 +117,7 @@ class Mezo(PerParameter):
             group["steps"] += 1
 
     def _losses(self, closure: Callable[[], Any], seed: int, eps: float) -> tuple[float, float]:
-        """The losses at +eps and -eps; whatever happens in between, the parameters are as before."""
+        """The losses at +eps and -eps; the parameters are unchanged, also after an error."""
         evaluate = self._evaluate_in_place if self.param_groups[0]["in_place"] else self._evaluate
         with rewound(p.device for _, p, _ in self._trained()):
             above = evaluate(closure, seed, eps)
@@ -122,7 +128,7 @@ class Mezo(PerParameter):
             above, below = (both / dist.get_world_size(self._process_group)).tolist()
         if not math.isfinite(above) or not math.isfinite(below):
             raise InvalidInput(
-                f"the losses are {above} and {below}", hint="nothing was changed: use a smaller `eps`, or another batch"
+                f"the losses are {above} and {below}, so the step was not made", hint="use a smaller `eps`, or another batch"
             )
         return above, below
 
@@ -137,7 +143,7 @@ class Mezo(PerParameter):
         return float(loss)
 
     def _evaluate_in_place(self, closure: Callable[[], Any], seed: int, eps: float) -> float:
-        """As published: there and back. In 16 bits the parameters drift."""
+        """As published: perturb in place and back. In 16 bits the parameters drift."""
         for n, param, _ in self._trained():
             _shift(n, param, param, seed, eps)
         try:
@@ -147,7 +153,7 @@ class Mezo(PerParameter):
                 _shift(n, param, param, seed, -eps)
 
     def _trained(self) -> Iterator[tuple[int, Tensor, Group]]:
-        """Parameters that are not frozen, by their place among all: freezing one does not change another's direction."""
+        """Trainable parameters by their index among all, so that freezing one does not change another's direction."""
         listed = ((p, group) for group in self.param_groups for p in group["params"])
         return ((n, p.detach(), group) for n, (p, group) in enumerate(listed) if p.requires_grad)
 
@@ -167,7 +173,7 @@ def _pieces(n: int, param: Tensor, seed: int, room: Tensor | None = None) -> Ite
     """The direction of parameter n under this seed, stretch by stretch: each a new tensor, or the stretch's place in `room`."""
     source = generator(param.device, seed, n)
     for place in _stretches(param if room is None else room):
-        if room is None:  # no name here: whoever takes it is the only one who holds it
+        if room is None:  # not bound to a name here, so that the caller holds the only reference
             yield torch.empty(place.shape, dtype=compute_dtype(param), device=param.device).normal_(generator=source)
         else:
             yield place.normal_(generator=source)

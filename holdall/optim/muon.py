@@ -113,7 +113,7 @@ class Muon(PerParameter):
 
 
 def factor(shape: torch.Size, adjust: str) -> float:
-    """By how much a matrix' rate is larger than the group's."""
+    """The factor of a matrix' learning rate over the group's `lr`."""
     rows, columns = shape
     return math.sqrt(max(1.0, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
 
@@ -121,7 +121,7 @@ def factor(shape: torch.Size, adjust: str) -> float:
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     """U S' V^T for a matrix U S V^T, with S' near one: Newton-Schulz steps on the shorter side."""
     mesh = getattr(matrix, "device_mesh", None)
-    if mesh is not None:  # a shard's rows do not tell the singular values: every rank takes the whole
+    if mesh is not None:  # singular values need all rows: every rank gathers the whole matrix
         from torch.distributed.tensor import distribute_tensor
 
         whole = orthogonalised(matrix.full_tensor(), steps)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Precision recipes: what width weights, computation and updates have, and what that costs in bytes. A file is a recipe.
+"""Precision recipes: the dtypes of weights, computation and updates, and their bytes. Each file is a recipe.
 
     holdall.fit(model, optimizer, batch, precision="bf16")  # a part of the plan; the loop stays as it is
 

@@ -1,4 +1,4 @@
-"""How many bytes a recipe takes per parameter."""
+"""Bytes per parameter of a recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdall.precision._recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterBytes:
-    """Bytes per parameter between backward and step. `each`: bytes per tensor beside them (a counter of steps)."""
+    """Bytes per parameter between backward and step. `each`: further bytes per tensor (a step counter)."""
 
     weights: float
     gradients: float
@@ -28,9 +28,9 @@ class ParameterBytes:
 
 
 def bytes_per_parameter(recipe: str | Recipe, optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer) -> ParameterBytes:
-    """What the recipe keeps per parameter under this optimizer. States are found by a step of the optimizer on tiny tensors.
+    """Bytes that a recipe keeps per parameter with this optimizer; states are measured by a step on tiny tensors.
 
-    An autocast recipe also makes copies of weights while forward runs: see `autocast_copy_bytes`.
+    An autocast recipe also makes copies of weights during forward: see `autocast_copy_bytes`.
     """
     chosen = find(recipe)
     width = chosen.weights.itemsize
@@ -43,7 +43,7 @@ def bytes_per_parameter(recipe: str | Recipe, optimizer: type[torch.optim.Optimi
 
 
 def _state_bytes(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer, numel: int, dtype: torch.dtype) -> int:
-    """Bytes of the states of a parameter with so many elements."""
+    """Bytes of the states of a parameter with this number of elements."""
     p = torch.zeros(numel, dtype=dtype, requires_grad=True)
     p.grad = torch.ones_like(p)
     arguments = _arguments(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
@@ -54,7 +54,7 @@ def _state_bytes(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's defaults that its class takes."""
+    """The optimizer's defaults, as far as its constructor takes them."""
     taken = inspect.signature(type(optimizer).__init__).parameters
     return {k: v for k, v in optimizer.defaults.items() if k in taken}
 
@@ -71,10 +71,9 @@ _CAST = (
 
 
 def autocast_copy_bytes(model: torch.nn.Module, recipe: str | Recipe) -> int:
-    """Bytes of the narrow weight copies that autocast makes in a forward and the graph keeps until backward.
+    """Bytes of the 16-bit weight copies that autocast makes in forward and the graph keeps until backward.
 
-    Counted are the parameters of linear and convolution layers, each once; modules that call such ops on parameters of their
-    own are not seen.
+    Counts the parameters of linear and convolution layers, each once; not those of other modules that call such ops.
     """
     chosen = find(recipe)
     if chosen.compute is None:

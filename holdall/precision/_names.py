@@ -8,16 +8,16 @@ from holdall.errors import InvalidInput, Unsupported, unknown_name
 from holdall.precision._recipe import Recipe
 from holdall.registry import build_member, member_class, member_names, read_choice
 
-_BEFORE = {"bf16": "bf16-weights"}  # of `prepare`, before plans had recipes; in a plan "bf16" is `bf16-master`
+_BEFORE = {"bf16": "bf16-weights"}  # names with another meaning in `prepare`; in a plan "bf16" is `bf16-master`
 
 
 def names() -> tuple[str, ...]:
-    """Names of all recipes, as people write them."""
+    """Names of all recipes, with hyphens."""
     return tuple(name.replace("_", "-") for name in member_names("precision"))
 
 
 def known_names() -> dict[str, str]:
-    """Every name that is understood -> the recipe's own."""
+    """Every accepted name -> the recipe's own name."""
     found = {name: name for name in names()}
     for name in names():
         found |= dict.fromkeys(member_class("precision", name.replace("-", "_")).also, name)
@@ -56,7 +56,7 @@ def _unscaled(name: str) -> InvalidInput:
 
 
 def plannable(recipe: str | Recipe) -> Recipe:
-    """The recipe, if a plan can make its steps."""
+    """The recipe; raises if it cannot be used in a plan."""
     found = find(recipe, alone=False)
     if found.obstacle:
         instead = [name for name in names() if not find(name, alone=False).obstacle]

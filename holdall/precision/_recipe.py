@@ -1,4 +1,4 @@
-"""What a precision recipe is. A file of this folder is a recipe, and its class says all that others ask of it.
+"""The base class of precision recipes. Each file of this folder is a recipe, described by the attributes of its class.
 
 Mixed precision after Micikevicius et al. (ICLR 2018, arXiv 1710.03740); O0 to O3 are the levels of NVIDIA's apex.amp.
 """
@@ -20,54 +20,54 @@ Undo = Callable[[], object]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The base of all. Members give it a name and change what is not as in float32; fields of a member are its options."""
+    """The base of all recipes. Members override what differs from float32 training; fields of a member are its options."""
 
-    name: ClassVar[str]  # the file's; people also write it with hyphens
-    also: ClassVar[tuple[str, ...]] = ()  # other names that are understood
-    what: ClassVar[str] = ""  # one line for people
-    exact: ClassVar[bool] = False  # the numbers of float32 training, to the bit
-    weights: ClassVar[torch.dtype] = torch.float32  # of what computes, and of gradients
-    compute: ClassVar[torch.dtype | None] = None  # forward runs under autocast to this width; None: that of the weights
-    master: ClassVar[bool] = False  # float32 parameters are updated, and narrower copies of them compute
-    scale: ClassVar[float | None] = None  # the loss is multiplied by this at first, then as overflows allow; None: it is not
+    name: ClassVar[str]  # the file's; also accepted with hyphens
+    also: ClassVar[tuple[str, ...]] = ()  # other accepted names
+    what: ClassVar[str] = ""  # one line for tables
+    exact: ClassVar[bool] = False  # bitwise equal to float32 training
+    weights: ClassVar[torch.dtype] = torch.float32  # dtype of the weights that compute, and of gradients
+    compute: ClassVar[torch.dtype | None] = None  # forward runs under autocast to this dtype; None: no autocast
+    master: ClassVar[bool] = False  # float32 master parameters are updated; 16-bit working copies compute
+    scale: ClassVar[float | None] = None  # the initial loss scale of dynamic loss scaling; None: no scaling
     unscaled: ClassVar[bool] = False  # float16 without loss scaling, on purpose
-    stochastic: ClassVar[bool] = False  # updates are rounded up or down by chance, and so arrive on average
+    stochastic: ClassVar[bool] = False  # updates are rounded stochastically, so that they are right on average
     norms: ClassVar[bool] = False  # batch norms keep float32
 
     def __str__(self) -> str:
-        """As it is typed: the name, and options that are not the defaults."""
+        """The recipe as typed: its name and the options that are not defaults."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
         options = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
         return ":".join([self.name.replace("_", "-"), *options])
 
     @property
     def is_wide_update(self) -> bool:
-        """The update is made in float32 though the weights are narrower."""
+        """Are 16-bit weights updated in float32?"""
         return self.master or self.stochastic
 
-    # in plans: how a step is traced, and what is put on the model
+    # in plans: how a step is traced, and how the recipe is installed on the model
 
     @property
     def copies(self) -> torch.dtype | None:
-        """The width of the copies that a plan computes with beside float32 parameters; None: there are none."""
+        """The dtype of the working copies of float32 parameters under a plan; None: there are none."""
         return self.weights if self.master else None
 
     @property
     def held(self) -> torch.dtype:
-        """The width of the parameters themselves under a plan."""
+        """The dtype of the parameters themselves under a plan."""
         return torch.float32 if self.master else self.weights
 
     @property
     def obstacle(self) -> str:
-        """Why the step is not one that a plan can make; empty: it is."""
+        """Why the recipe cannot be used in a plan; empty: it can."""
         if self.scale is not None:
             return "needs its loss scaled, which a plan does not do: small gradients would become zero"
         return "rounds updates by chance, which a plan does not do" if self.stochastic else ""
 
     def put_on(self, model: torch.nn.Module) -> Undo:
-        """Let the model compute so, in place, for tracing and for training alike; returns what gives it back.
+        """Install the recipe on the model, for tracing and training; returns a function that removes it.
 
-        Copies beside float32 parameters are the plan's own business (`copies`).
+        Working copies of float32 parameters are made by the plan (`copies`).
         """
         undo = ExitStack()
         if self.held != torch.float32:
@@ -81,7 +81,7 @@ class Recipe:
 
 
 def narrow(model: torch.nn.Module, dtype: torch.dtype) -> Undo:
-    """Parameters and buffers of this width; float32 inputs are cast to it, outputs back to float32."""
+    """Cast parameters and buffers to this dtype, float32 inputs to it as well, and outputs back to float32."""
     held = [t for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32]
     for tensor in held:
         tensor.data = tensor.data.to(dtype)
@@ -97,13 +97,13 @@ def narrow(model: torch.nn.Module, dtype: torch.dtype) -> Undo:
 
 
 def cast_calls(model: torch.nn.Module, dtype: torch.dtype) -> list[Undo]:
-    """Hooks that cast what goes into a model, and what comes out."""
+    """Hooks that cast the inputs and outputs of a model."""
     incoming = model.register_forward_pre_hook(_CastIn(dtype), with_kwargs=True)
     return [incoming.remove, model.register_forward_hook(_CastOut(dtype)).remove]
 
 
 def under_autocast(model: torch.nn.Module, dtype: torch.dtype) -> Undo:
-    """The model's forward, and a loss that is computed in it, run under autocast to this width."""
+    """Run the model's forward (with a loss computed in it) under autocast to this dtype."""
     around = _Autocast(dtype)
     hooks = [
         model.register_forward_pre_hook(around.enter, with_kwargs=True),
@@ -156,11 +156,11 @@ def _cast(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
     return tree_map(lambda v: v.to(target) if isinstance(v, torch.Tensor) and v.dtype == source else v, values)
 
 
-_ON: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # models with a recipe on them
+_ON: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # models that have a recipe installed
 
 
 def put_on(recipe: Recipe, model: torch.nn.Module) -> Undo:
-    """`recipe.put_on(model)`, once: a model that has it on is left as it is."""
+    """Install a recipe; a model that already has it is left unchanged."""
     if _ON.get(model) == str(recipe):
         return lambda: None
     undo = recipe.put_on(model)

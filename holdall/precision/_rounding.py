@@ -1,7 +1,7 @@
-"""Stochastic rounding to bfloat16: up or down by chance, so that the mean is the value.
+"""Stochastic rounding to bfloat16: up or down at random, so that the mean is the value.
 
-Rounding to the nearest loses every update smaller than half a step of the weight; rounded by chance they arrive on average
-(Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, arXiv 1502.02551).
+Rounding to nearest loses every update smaller than half a unit in the last place; with stochastic rounding they count on
+average (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, arXiv 1502.02551).
 """
 
 from __future__ import annotations

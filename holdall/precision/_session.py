@@ -1,8 +1,8 @@
-"""A recipe at work on a model and its optimizer, from `prepare` to `close`, which gives both back as float32.
+"""A recipe installed on a model and its optimizer, from `prepare` to `close`, which restores float32.
 
-A float32 update of narrow weights goes one parameter at a time: the gradient is widened, the user's own optimizer updates the
-master (or the widened weight), and the new value is rounded back. So the optimizer keeps the model's own parameters in its
-groups, its states are float32, and never more than one parameter's worth of wide copies exists.
+A float32 update of 16-bit weights is made one parameter at a time: the gradient is cast to float32, the user's own optimizer
+updates the master (or the weight cast to float32), and the new value is rounded back. So the optimizer keeps the model's own
+parameters in its groups, its states are float32, and temporary float32 copies exist for one parameter at a time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def prepare(
     growth_interval: int = 2000,
     seed: int = 0,
 ) -> Session:
-    """Put a recipe on a model whose parameters are float32. `growth_interval`: clean steps after which the scale doubles."""
+    """Install a recipe on a float32 model. `growth_interval`: steps without overflow after which the loss scale doubles."""
     chosen = find(recipe)
     narrow = next((n for n, p in model.named_parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
     if narrow is not None:
         raise InvalidInput(
-            f"the parameter `{narrow}` is not float32, which a recipe begins from", hint="load the model in float32"
+            f"the parameter `{narrow}` is not float32, as recipes need", hint="load the model in float32: model.float()"
         )
     return Session(chosen, model, optimizer, growth_interval=growth_interval, seed=seed)
 
 
 class Session:
-    """Use `autocast`, `backward` and `step` in the place of the loop's own; everything else stays."""
+    """Call its `autocast`, `backward` and `step` instead of the loop's own; everything else stays."""
 
     def __init__(
         self, recipe: Recipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, growth_interval: int, seed: int
@@ -61,7 +61,7 @@ class Session:
             self._scaler = torch.amp.GradScaler(
                 self._device.type, init_scale=recipe.scale, growth_interval=growth_interval, enabled=True
             )
-            # what the scaler looks at: one number that is finite if all gradients are, whatever their width
+            # checked by the scaler: one number that is finite if all gradients are, whatever their dtype
             self._canary = torch.zeros((), device=self._device, requires_grad=True)
             self._stand_in = torch.optim.SGD([self._canary], lr=0.0)
         if recipe.weights != torch.float32:
@@ -70,7 +70,7 @@ class Session:
             self._undo.append(recipe.put_on(model))
 
     def _narrow(self) -> None:
-        """Cast the model; keep masters where the recipe has them; cast what goes in and comes out."""
+        """Cast the model, its inputs and its outputs; keep masters if the recipe has them."""
         dtype = self.recipe.weights
         for module in self.model.modules():
             if self.recipe.norms and isinstance(module, _BatchNorm):
@@ -89,7 +89,7 @@ class Session:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The current loss scale."""
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -103,14 +103,15 @@ class Session:
         self._is_scaled = True
 
     def step(self, *, clip: float | None = None) -> bool:
-        """Update the parameters and drop their gradients; false if the gradients overflowed and the step was left out.
+        """Update the parameters and free their gradients; returns False if gradients overflowed and the step was skipped.
 
-        `clip`: the greatest norm that all gradients together may have, after the scale is taken off.
+        `clip`: the maximal norm of all gradients together, after unscaling.
         """
         grads = [p.grad for p in self._params if p.grad is not None]
         if self._scaler is not None and not self._is_scaled:
             raise InvalidInput(
-                "the loss was not scaled: its backward was not run by this session", hint="call `backward(loss)` of the session"
+                "the loss was not scaled: backward was called on the loss itself, not on the session",
+                hint="call `session.backward(loss)` instead of `loss.backward()`",
             )
         self._is_scaled = False
         factor = self._check(grads) if self._scaler is not None and grads else 1.0
@@ -126,7 +127,7 @@ class Session:
         return factor is not None
 
     def _check(self, grads: list[torch.Tensor]) -> float | None:
-        """The factor that takes the scale off; None: something overflowed. Moves the scale on."""
+        """The factor that unscales gradients; None: a gradient overflowed. Updates the loss scale."""
         assert self._scaler is not None
         factor = 1.0 / self.scale
         largest = torch.stack([torch.linalg.vector_norm(g, float("inf"), dtype=torch.float32) for g in grads]).max()
@@ -167,7 +168,7 @@ class Session:
     # leaving
 
     def close(self) -> None:
-        """The model in float32 again: masters where there are any, else the weights as they are."""
+        """Restore the model in float32: from the masters if there are any, else from the weights."""
         for undo in self._undo:
             undo()
         self._undo = []

@@ -20,7 +20,7 @@ _QAT = ("int8", "int4", "int8-int4", "fp8")
 
 
 def float8_training(model: torch.nn.Module, *, recipe: str = "tensorwise", emulate: bool = False) -> torch.nn.Module:
-    """Linear layers whose products are computed in FP8, in place. `emulate`: on devices without FP8 products."""
+    """Make linear layers compute their matmuls in FP8, in place. `emulate`: for devices without FP8 matmuls."""
     if recipe not in _FP8:
         raise unknown_name("FP8 recipe", recipe, _FP8)
     float8 = _torchao("torchao.float8")
@@ -32,12 +32,12 @@ def float8_training(model: torch.nn.Module, *, recipe: str = "tensorwise", emula
 
 
 def prepare_qat(model: torch.nn.Module, *, scheme: str = "int8") -> torch.nn.Module:
-    """Linear layers that compute with rounded weights and pass gradients straight through, in place."""
+    """Make linear layers compute with fake-quantised weights and straight-through gradients, in place."""
     return _quantise(model, scheme, "prepare")
 
 
 def finish_qat(model: torch.nn.Module, *, scheme: str = "int8") -> torch.nn.Module:
-    """After training: linear layers whose weights are the rounded ones, in place."""
+    """After training: replace the weights of linear layers by their quantised values, in place."""
     return _quantise(model, scheme, "convert")
 
 
@@ -62,7 +62,7 @@ def _base(quantization: Any, scheme: str) -> Any:
 
 
 def _has_sizes_for_fp8(module: torch.nn.Module, name: str) -> bool:  # noqa: ARG001
-    """FP8 products take dimensions that are multiples of 16."""
+    """Are both dimensions multiples of 16, as FP8 matmuls need?"""
     return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 

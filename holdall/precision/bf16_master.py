@@ -1,4 +1,4 @@
-"""Computed in bfloat16, with copies of float32 parameters, which are updated."""
+"""Computation in bfloat16 with working copies; the float32 parameters are the masters that are updated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters in bfloat16, updated in float32 and rounded by chance, so that updates arrive on average."""
+"""Parameters in bfloat16, updated in float32 and rounded stochastically, so that updates are right on average."""
 
 from __future__ import annotations
 

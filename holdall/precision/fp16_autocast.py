@@ -1,4 +1,4 @@
-"""Forward under autocast to float16, with a loss that is scaled."""
+"""Forward under autocast to float16, with loss scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computed in float16 with a loss that is scaled; float32 copies of the weights are updated."""
+"""Computation in float16 with loss scaling; float32 masters are updated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Linear layers whose products are computed in FP8, through torchao; parameters and all else stay as they are.
+"""Linear layers with matmuls in FP8, by torchao; parameters and everything else keep their dtype.
 
-It saves time on GPUs that have FP8 products, and no memory by itself: inputs of the layers are kept in their own width.
+It saves time on GPUs with FP8 matmuls, and no memory by itself: inputs of the layers are saved in their own dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdall.precision._through_torchao import float8_training
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Products(Recipe):
-    """`kind`: how scales are found. `emulate`: on devices without FP8 products."""
+    """`kind`: the granularity of scales. `emulate`: for devices without FP8 matmuls."""
 
     kind: str = "tensorwise"
     emulate: bool = False

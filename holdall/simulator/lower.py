@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from holdall.errors import InvalidInput
 from holdall.simulator.accumulate import accumulated
@@ -96,6 +97,27 @@ def excludes(action: Action, other: Action, block: str) -> bool:
     return action.alone and not (is_same and other.name in action.beside)
 
 
+@dataclass(slots=True)
+class _Uses:
+    """The numbers of the steps at which tensors are made and used.
+
+    Most tensors are made once: `made_at` and `last` are enough for them. For those that come to the device several times, and
+    for farther tiers, every beginning and every use is recorded.
+    """
+
+    first: list[int]  # op -> its first run; at -1: before all ops, at the number of ops: never
+    later: dict[Mark, int] = field(default_factory=dict)  # repeated runs
+    made_at: dict[TensorId, int] = field(default_factory=dict)  # start of the only stay on the device
+    last: dict[TensorId, int] = field(default_factory=dict)
+    tiers: dict[str, tuple[_Moments, _Moments]] = field(  # tier -> beginnings, uses
+        default_factory=lambda: defaultdict(lambda: (defaultdict(list), defaultdict(list)))
+    )
+
+    def of_mark(self, mark: Mark) -> int:
+        """The step at which an op runs: for the first time, or as the mark says."""
+        return self.later.get(mark, -1) if mark[1] else self.first[mark[0]]
+
+
 def close(schedule: Schedule) -> list[Step]:
     """Add a Drop at the end of every tensor's stay in every tier.
 
@@ -103,18 +125,23 @@ def close(schedule: Schedule) -> list[Step]:
     references to it. Tensors that live in a farther tier stay there. Frees are derived only here.
     """
     steps = list(schedule.steps())
-    never, count = len(steps), len(schedule.trace.ops)
-    first = [-1] * (count + 2)  # op -> its first run; -1: before all ops
-    first[count] = never
-    later: dict[Mark, int] = {}  # repeated runs
-    home = schedule.home
-    several = _made_again(schedule)
-    made_at: dict[TensorId, int] = {}  # start of each tensor's stay at home, the first if there are several
-    last: dict[TensorId, int] = {}  # last use; for tensors with several stays every use is recorded
-    begins: _Moments = defaultdict(list)
-    touched: _Moments = defaultdict(list)
-    tiers: dict[str, tuple[_Moments, _Moments]] = defaultdict(lambda: (defaultdict(list), defaultdict(list)))
-    tiers[home] = begins, touched
+    drops = _drops(schedule, _uses(schedule, steps), never=len(steps))
+    closed: list[Step] = list(drops.get(-1, ()))
+    for i, step in enumerate(steps):
+        closed.append(step)
+        if i in drops:
+            closed += drops[i]
+    return closed
+
+
+def _uses(schedule: Schedule, steps: Sequence[Step]) -> _Uses:
+    """One pass over the steps; the hottest loop of planning together with `replay`."""
+    home, several = schedule.home, _made_again(schedule)
+    first = [-1] * (len(schedule.trace.ops) + 2)
+    first[len(schedule.trace.ops)] = len(steps)
+    found = _Uses(first)
+    later, made_at, last, tiers = found.later, found.made_at, found.last, found.tiers
+    begins, touched = tiers[home]
     for x, info in {**schedule.trace.tensors, **schedule.added}.items():
         if info.born < 0 and x not in schedule.start:
             made_at[x] = -1
@@ -141,20 +168,30 @@ def close(schedule: Schedule) -> list[Step]:
                 if x in several:
                     touched[x].append(i)
         elif isinstance(step, Copy):
-            source, target = tiers[step.src], tiers[step.dst]
-            for x in step.tensors:
-                if not (step.aside and step.src == home):
-                    source[1][x].append(i)
-                if not (step.aside and step.dst == home):
-                    target[0 if step.lands else 1][x].append(i)
-                    if step.lands and step.dst == home:
-                        made_at[x] = i
+            _use_of_copy(found, step, i, home)
         elif isinstance(step, Wait):
             for x in step.tensors:  # both ends of the copy are in use until here
                 last[x] = i
                 for begun, used in tiers.values():
                     if x in begun:
                         used[x].append(i)
+    return found
+
+
+def _use_of_copy(found: _Uses, step: Copy, i: int, home: str) -> None:
+    source, target = found.tiers[step.src], found.tiers[step.dst]
+    for x in step.tensors:
+        if not (step.aside and step.src == home):
+            source[1][x].append(i)
+        if not (step.aside and step.dst == home):
+            target[0 if step.lands else 1][x].append(i)
+            if step.lands and step.dst == home:
+                found.made_at[x] = i
+
+
+def _drops(schedule: Schedule, found: _Uses, never: int) -> dict[int, list[Drop]]:
+    """The drops after each step; -1: before the first. A stay that ends at `never` has none."""
+    home = schedule.home
     drops: dict[int, list[Drop]] = defaultdict(list)
     made: dict[tuple[TensorId, str], Drop] = schedule.trace.__dict__.setdefault("_drops", {})  # reused in a search
 
@@ -165,10 +202,12 @@ def close(schedule: Schedule) -> list[Step]:
                 drop = made[x, tier] = Drop(tensor=x, tier=tier)
             drops[end].append(drop)
 
+    begins, touched = found.tiers[home]
+    first, last = found.first, found.last
     plainly, changed = schedule.trace.last_held, schedule.holds
-    for x, at in made_at.items():
+    for x, at in found.made_at.items():
         if x in begins:  # a stay ends at the last use inside it
-            until = [later.get(mark, -1) if mark[1] else first[mark[0]] for mark in schedule.held(x)]
+            until = [found.of_mark(mark) for mark in schedule.held(x)]
             _end_each(x, home, begins[x], [*touched.get(x, ()), *until], never, let_go)
             continue
         used_at = last.get(x, -1)  # a single stay, which ends at the last use
@@ -177,21 +216,14 @@ def close(schedule: Schedule) -> list[Step]:
             held = first[plainly[x]]
             end = held if held > end else end
         else:
-            for mark in changed[x]:
-                held = later.get(mark, -1) if mark[1] else first[mark[0]]
-                end = held if held > end else end
+            end = max([end, *map(found.of_mark, changed[x])])
         if end < never:
             let_go(x, home, end)
-    for tier, (begun, used) in tiers.items():
+    for tier, (begun, used) in found.tiers.items():
         if tier != home:
             for x, starts in begun.items():
                 _end_each(x, tier, starts, used.get(x, ()), never, let_go)
-    closed: list[Step] = list(drops.get(-1, ()))
-    for i, step in enumerate(steps):
-        closed.append(step)
-        if i in drops:
-            closed += drops[i]
-    return closed
+    return drops
 
 
 def _made_again(schedule: Schedule) -> set[TensorId]:

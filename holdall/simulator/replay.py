@@ -25,112 +25,189 @@ def replay(
 ) -> Outcome:
     """Simulate the steps. `full`: with timeline, lanes and the tensors at the peak. `allocator`: also compute
     reserved bytes."""
-    home = schedule.home
-    info = {**schedule.trace.tensors, **schedule.added}
-    clock = Clock(hardware)
-    live: dict[str, int] = {home: 0}
-    peak: dict[str, int] = {}
-    kinds = dict.fromkeys(Kind, 0)
-    traffic: dict[str, int] = {}
-    busy: dict[int, int] = {}  # tensor -> the task that ends its copy or host update
-    moments: list[_Moment] = []
-    worst: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # (bytes, step, bytes by kind)
-    spans: list[tuple[int, float, float, str, str]] = []  # (task, start, duration, lane, name)
-    recompute = work = 0.0
-    launching = hardware.overhead if hardware.device == "cuda" else 0.0  # on a CPU the launch is part of an op's seconds
-    plain = starts(schedule.trace) if launching else []
-    programs = by_program(schedule) if launching else frozenset()
-    if schedule.placed and launching:  # parameters are clipped and stepped one by one before the host can begin an update
-        clock.launch(schedule.placed * PLACED * launching)
-        clock.beside(HOST, schedule.placed * PLACED * launching, name="clipping")
-
-    def enter(x: int, tier: str) -> None:
-        t = info[x]
-        live[tier] = live.get(tier, 0) + t.nbytes
-        if tier == home:
-            kinds[t.kind] += t.nbytes
-            if allocator is not None:
-                allocator.alloc(x, t.nbytes)
-
-    for x, t in info.items():
-        if t.born < 0:
-            enter(x, schedule.start.get(x, home))
-    peak.update(live)
+    memory = _Memory(schedule, allocator)
+    times = _Times(schedule, hardware)
+    details = _Details(schedule.trace.ops) if full else None
     for number, step in enumerate(steps):
         if isinstance(step, Run):
-            if step.stream != COMPUTE and hardware.overlap:
-                task = clock.beside(step.stream, step.seconds, after=_busy(busy, (*step.reads, *step.mutates)), name=step.name)
-                busy.update(dict.fromkeys(step.mutates, task))
+            if step.stream != COMPUTE:
+                at = times.beside(step)
+                if details is not None and at is not None:
+                    details.spend(at, step.seconds, step.stream, step.name)
                 continue
-            if step.stream != COMPUTE:  # the same processors, in order
-                at = clock.compute(step.seconds)
-                work += step.seconds
-                if full:
-                    _span(spans, at, step.seconds, step.stream, step.name)
-                continue
-            for x in step.writes:
-                enter(x, home)
-            if step.workspace and allocator is not None:
-                allocator.alloc(-1, step.workspace)
-                allocator.free(-1)
-            now = live[home] + step.workspace
-            peak[home] = max(peak[home], now)
-            if launching:
-                clock.launch(starts_of(step, plain, programs) * launching)
-            at = clock.compute(step.seconds)
-            work += step.seconds
-            if step.again:
-                recompute += step.seconds
-            if full:
-                if now > worst[0]:
-                    worst = (now, number, tuple(kinds.values()))
-                moments.append((at, number, now, tuple(kinds.values())))
-                lane = "recompute" if step.again else "compute"
-                _span(spans, at, step.seconds, lane, _where(step, schedule.trace.ops))
-        elif isinstance(step, Copy):
-            total = step.nbytes + sum(info[x].nbytes for x in step.tensors)
-            if step.lands:
-                for x in step.tensors:
-                    enter(x, step.dst)
-            peak[step.dst] = max(peak.get(step.dst, 0), live.get(step.dst, 0))
-            traffic[f"{step.src}->{step.dst}"] = traffic.get(f"{step.src}->{step.dst}", 0) + total
-            if hardware.overlap:
-                clock.launch(COPY * launching)
-                after = _busy(busy, (*step.tensors, *step.uses))
-                task = clock.copy(step.src, step.dst, total, after=after, lane=step.lane, name=step.name)
-                busy.update(dict.fromkeys((*step.tensors, *step.uses), task))
-            else:  # the processor that computes also copies: honest about it
-                seconds = copy_seconds(total, hardware, step.src, step.dst)
-                at = clock.compute(seconds)
-                if full:
-                    _span(spans, at, seconds, lane_of(hardware, step.src, step.dst), step.name)
-        elif isinstance(step, Wait):
-            clock.wait(_busy(busy, step.tensors))
+            now = memory.run(step)
+            at = times.run(step)
+            if details is not None:
+                details.run(step, number, at, now, tuple(memory.kinds.values()))
         elif isinstance(step, Drop):
-            t = info[step.tensor]
-            live[step.tier] -= t.nbytes
-            if step.tier == home:
-                kinds[t.kind] -= t.nbytes
-                if allocator is not None:
-                    allocator.free(step.tensor)
-    seconds = clock.run()
+            memory.drop(step)
+        elif isinstance(step, Copy):
+            at = times.copy(step, memory.copy(step))
+            if details is not None and at is not None:
+                seconds = copy_seconds(memory.bytes_of(step), hardware, step.src, step.dst)
+                details.spend(at, seconds, lane_of(hardware, step.src, step.dst), step.name)
+        elif isinstance(step, Wait):
+            times.wait(step)
+    seconds = times.clock.run()
     outcome = Outcome(
         source="simulated",
         seconds=seconds,
-        peak=peak,
-        recompute_seconds=recompute,
-        stall_seconds=max(0.0, seconds - work),
+        peak=memory.peak,
+        recompute_seconds=times.recompute,
+        stall_seconds=max(0.0, seconds - times.work),
         reserved=allocator.peak_reserved if allocator is not None else None,
-        traffic=traffic,
+        traffic=memory.traffic,
     )
-    if not full:
+    if details is None:
         return outcome
-    return _with_details(outcome, steps, schedule, _lanes(clock, spans), _dated(moments, clock), worst)
+    lanes, moments = _lanes(times.clock, details.spans), _dated(details.moments, times.clock)
+    return _with_details(outcome, steps, schedule, lanes, moments, details.worst)
 
 
-def _busy(busy: dict[int, int], tensors: Iterable[int]) -> list[int]:
-    """The running tasks that move or make these tensors, each once."""
-    return list(dict.fromkeys(busy[x] for x in tensors if x in busy))
+class _Memory:
+    """Bytes by tier, in the order of the program."""
+
+    __slots__ = ("_allocator", "_home", "_info", "_live", "kinds", "peak", "traffic")
+
+    def __init__(self, schedule: Schedule, allocator: Allocator | None) -> None:
+        self._home, self._allocator = schedule.home, allocator
+        self._info = {**schedule.trace.tensors, **schedule.added}
+        self._live: dict[str, int] = {schedule.home: 0}
+        self.kinds = dict.fromkeys(Kind, 0)
+        self.traffic: dict[str, int] = {}
+        for x, t in self._info.items():
+            if t.born < 0:
+                self._enter((x,), schedule.start.get(x, schedule.home))
+        self.peak = dict(self._live)
+
+    def _enter(self, tensors: Iterable[int], tier: str) -> None:
+        info, kinds, allocator = self._info, self.kinds, self._allocator
+        is_home, total = tier == self._home, self._live.get(tier, 0)
+        for x in tensors:
+            t = info[x]
+            nbytes = t.nbytes
+            total += nbytes
+            if is_home:
+                kinds[t.kind] += nbytes
+                if allocator is not None:
+                    allocator.alloc(x, nbytes)
+        self._live[tier] = total
+
+    def run(self, step: Run) -> int:
+        """Add the results of an op; returns the bytes on the device while it runs."""
+        home, workspace = self._home, step.workspace
+        if step.writes:
+            self._enter(step.writes, home)
+        if workspace and self._allocator is not None:
+            self._allocator.alloc(-1, workspace)
+            self._allocator.free(-1)
+        now = self._live[home] + workspace
+        self.peak[home] = max(self.peak[home], now)
+        return now
+
+    def bytes_of(self, step: Copy) -> int:
+        return step.nbytes + sum(self._info[x].nbytes for x in step.tensors)
+
+    def copy(self, step: Copy) -> int:
+        """Add the copied tensors to their destination; returns their bytes."""
+        total = self.bytes_of(step)
+        if step.lands:
+            self._enter(step.tensors, step.dst)
+        self.peak[step.dst] = max(self.peak.get(step.dst, 0), self._live.get(step.dst, 0))
+        link = f"{step.src}->{step.dst}"
+        self.traffic[link] = self.traffic.get(link, 0) + total
+        return total
+
+    def drop(self, step: Drop) -> None:
+        t, tier = self._info[step.tensor], step.tier
+        nbytes = t.nbytes
+        self._live[tier] -= nbytes
+        if tier == self._home:
+            self.kinds[t.kind] -= nbytes
+            if self._allocator is not None:
+                self._allocator.free(step.tensor)
+
+
+class _Times:
+    """Tasks for the clock. Methods return the place of what takes the time of computation: (task, seconds into it)."""
+
+    __slots__ = ("_busy", "_hardware", "_launching", "_plain", "_programs", "clock", "recompute", "work")
+
+    def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
+        self.clock = Clock(hardware)
+        self.recompute = self.work = 0.0
+        self._hardware = hardware
+        self._busy: dict[int, int] = {}  # tensor -> the task that ends its copy or host update
+        launching = hardware.overhead if hardware.device == "cuda" else 0.0  # on a CPU a launch is part of an op's seconds
+        self._launching = launching
+        self._plain = starts(schedule.trace) if launching else []
+        self._programs = by_program(schedule) if launching else frozenset()
+        if schedule.placed and launching:  # parameters are clipped and stepped one by one before the host can begin an update
+            self.clock.launch(schedule.placed * PLACED * launching)
+            self.clock.beside(HOST, schedule.placed * PLACED * launching, name="clipping")
+
+    def run(self, step: Run) -> tuple[int, float]:
+        if self._launching:
+            self.clock.launch(starts_of(step, self._plain, self._programs) * self._launching)
+        seconds = step.seconds
+        self.work += seconds
+        if step.again:
+            self.recompute += seconds
+        return self.clock.compute(seconds)
+
+    def beside(self, step: Run) -> tuple[int, float] | None:
+        """An op outside of the compute stream. None: it overlaps computation."""
+        if not self._hardware.overlap:  # the same processors, in order
+            self.work += step.seconds
+            return self.clock.compute(step.seconds)
+        after = self._tasks((*step.reads, *step.mutates))
+        task = self.clock.beside(step.stream, step.seconds, after=after, name=step.name)
+        self._busy.update(dict.fromkeys(step.mutates, task))
+        return None
+
+    def copy(self, step: Copy, nbytes: int) -> tuple[int, float] | None:
+        """None: the copy overlaps computation."""
+        if not self._hardware.overlap:  # the processor that computes also copies
+            return self.clock.compute(copy_seconds(nbytes, self._hardware, step.src, step.dst))
+        self.clock.launch(COPY * self._launching)
+        moved = (*step.tensors, *step.uses)
+        task = self.clock.copy(step.src, step.dst, nbytes, after=self._tasks(moved), lane=step.lane, name=step.name)
+        self._busy.update(dict.fromkeys(moved, task))
+        return None
+
+    def wait(self, step: Wait) -> None:
+        self.clock.wait(self._tasks(step.tensors))
+
+    def _tasks(self, tensors: Iterable[int]) -> list[int]:
+        """The running tasks that move or make these tensors, each once."""
+        busy = self._busy
+        return list(dict.fromkeys(busy[x] for x in tensors if x in busy))
+
+
+class _Details:
+    """The timeline: bytes at every op, the peak, and the lanes."""
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self._ops = ops
+        self.moments: list[_Moment] = []
+        self.worst: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # (bytes, step, bytes by kind)
+        self.spans: list[tuple[int, float, float, str, str]] = []  # (task, start, duration, lane, name)
+
+    def run(self, step: Run, number: int, at: tuple[int, float], now: int, kinds: tuple[int, ...]) -> None:
+        if now > self.worst[0]:
+            self.worst = (now, number, kinds)
+        self.moments.append((at, number, now, kinds))
+        self.spend(at, step.seconds, "recompute" if step.again else "compute", _where(step, self._ops))
+
+    def spend(self, at: tuple[int, float], seconds: float, lane: str, name: str) -> None:
+        """Add time to a lane; adjacent spans with the same name are merged."""
+        task, into = at
+        if self.spans:
+            last_task, last_into, length, last_lane, last_name = self.spans[-1]
+            if (last_task, last_lane, last_name) == (task, lane, name) and abs(last_into + length - into) < 1e-12:
+                self.spans[-1] = (task, last_into, length + seconds, lane, name)
+                return
+        self.spans.append((task, into, seconds, lane, name))
 
 
 def _dated(moments: list[_Moment], clock: Clock) -> list[tuple[float, int, int, tuple[int, ...]]]:
@@ -160,17 +237,6 @@ def _where(step: Step, ops: Sequence[Op]) -> str:
         again = "recompute for " if step.again else ""
         return f"{again}{site.phase.value} of `{site.module or 'model'}` ({site.op})"
     return step.name if isinstance(step, (Run, Copy)) else ""
-
-
-def _span(spans: list[tuple[int, float, float, str, str]], at: tuple[int, float], seconds: float, lane: str, name: str) -> None:
-    """Add time to a lane; adjacent spans with the same name are merged."""
-    task, into = at
-    if spans:
-        last_task, last_into, length, last_lane, last_name = spans[-1]
-        if (last_task, last_lane, last_name) == (task, lane, name) and abs(last_into + length - into) < 1e-12:
-            spans[-1] = (task, last_into, length + seconds, lane, name)
-            return
-    spans.append((task, into, seconds, lane, name))
 
 
 def _with_details(

@@ -1,4 +1,4 @@
-"""Farther memories that bytes can leave to. Each file here is one, named as the file; a `Store` does the moving.
+"""Tiers: memories beyond the device's, which bytes can be copied to. Each file is a tier of that name; its `Store` copies.
 
 A new tier is one file with one class: the calls below, `name` (the file's), `serves` (kinds of device), and a constructor that
 takes `capacity` and `device`. It joins a machine where a budget names it, and its rates are then measured by its own copies.
@@ -42,20 +42,20 @@ from holdall.errors import Unsupported
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A claim on bytes that were put. Held by the caller; all but `nbytes` belongs to the store."""
+    """A handle for stored bytes, held by the caller; all fields but `nbytes` belong to the store."""
 
     nbytes: int
-    buffer: Any = None  # where the bytes lie; None: nowhere (no bytes, or a store that keeps none)
-    out: Any = None  # event: the bytes have arrived there
-    back: Any = None  # event: the last fetch has read them
-    source: torch.UntypedStorage | None = None  # referenced until its copy is over: nobody may reuse its memory before
-    target: torch.UntypedStorage | None = None  # likewise, for the memory that a fetch is still writing
+    buffer: Any = None  # the memory of the bytes; None: there is none (no bytes, or a store that keeps none)
+    out: Any = None  # event: the copy to the tier is complete
+    back: Any = None  # event: the last fetch is complete
+    source: torch.UntypedStorage | None = None  # referenced until its copy is complete, so that its memory is not reused before
+    target: torch.UntypedStorage | None = None  # the same for the memory that a fetch writes to
     is_live: bool = True
     tier: str = ""  # that it was reserved in, where there are several; empty: the nearest
 
 
 def let_wait(event: Any, device: torch.device) -> None:
-    """What is done next on this device, by the current stream, is done after this event."""
+    """Make the device's current stream wait for this event."""
     if isinstance(event, torch.cuda.Event):
         torch.cuda.current_stream(device).wait_event(event)
     else:
@@ -65,11 +65,11 @@ def let_wait(event: Any, device: torch.device) -> None:
 class Store(Protocol):
     name: ClassVar[str]  # the file's
     serves: ClassVar[frozenset[str]]  # kinds of device whose bytes it takes: "cuda", "cpu"
-    notes: list[str]  # what did not go as asked, in sentences
+    notes: list[str]  # warnings for the user
 
     @property
     def device(self) -> torch.device:
-        """Whose bytes it takes."""
+        """The device whose bytes it stores."""
         ...
 
     @property
@@ -79,12 +79,12 @@ class Store(Protocol):
 
     @property
     def peak(self) -> int:
-        """The most that `used` has been."""
+        """The maximum of `used`."""
         ...
 
     @property
     def held(self) -> int:
-        """Bytes of memory taken, those kept for reuse included."""
+        """Bytes of memory allocated, including those kept for reuse."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class Store(Protocol):
     def put(self, source: torch.UntypedStorage) -> Ticket: ...
 
     def put_all(self, sources: Sequence[torch.UntypedStorage]) -> list[Ticket]:
-        """All or, where there is no room for all, none of them."""
+        """Store all of them, or none if there is no room for all."""
         ...
 
     def landed(self, ticket: Ticket) -> bool:
@@ -155,7 +155,7 @@ class Stores(dict[str, Store]):
         name = tier or self.near
         if name not in self:
             raise Unsupported(
-                f"the plan lets bytes leave for `{name or 'another tier'}`, and this harness has no store for it",
+                f"the plan copies bytes to the tier `{name or 'another tier'}`, and this harness has no store for it",
                 hint="use `holdall.apply`, which makes the stores that a plan needs",
             )
         return self[name]
@@ -178,7 +178,7 @@ class Stores(dict[str, Store]):
 
 
 class Keeper(Store, Protocol):
-    """A store that model states can live in."""
+    """A store that can hold model states."""
 
     def reserve(self, nbytes: int, *, pinned: bool = True) -> Ticket: ...
 

@@ -135,7 +135,7 @@ class Buffers:
     def _over(self, nbytes: int, why: str) -> OverBudget:
         return OverBudget(
             f"the memory `{self.tier}` holds {format_bytes(self.used)} and cannot take {format_bytes(nbytes)} more: {why}",
-            hint=f"give `{self.tier}` a larger budget, or let less leave for it",
+            hint=f"give `{self.tier}` a larger budget, as in budget={{'{self.tier}': '64GiB'}}",
         )
 
 

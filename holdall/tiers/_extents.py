@@ -168,7 +168,7 @@ class Extents:
                 raise OverBudget(
                     f"the memory `{self.tier}` holds {format_bytes(self.used)} and cannot take {format_bytes(nbytes)} more: "
                     f"its capacity is {format_bytes(self.capacity)}",
-                    hint=f"give `{self.tier}` a larger budget, or let less leave for it",
+                    hint=f"give `{self.tier}` a larger budget, as in budget={{'{self.tier}': '64GiB'}}",
                 )
             extent = Extent(nbytes, self._stripe, self._parts(nbytes))
             self._out.add(extent)

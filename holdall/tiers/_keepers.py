@@ -22,7 +22,7 @@ class Keepers:
         name = tier or self._near
         store = self._stores.get(name)
         if store is None or not hasattr(store, "memory"):
-            raise Unsupported(f"model states cannot live in the tier `{name}`", hint="plan again with this version")
+            raise Unsupported(f"the tier `{name}` cannot hold model states", hint="make the plan again with `holdall.plan`")
         return cast("Keeper", store)
 
     def reserve(self, nbytes: int, *, pinned: bool = True, tier: str = "") -> Ticket:

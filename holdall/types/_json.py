@@ -149,6 +149,8 @@ def _dataclass_reader(kind: type[Any]) -> Callable[[Any], Any]:
             readers.extend([(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)])
         if not isinstance(value, dict):
             raise TypeError(f"an object was expected, not {type(value).__name__}")
+        if hasattr(kind, "from_older"):
+            value = kind.from_older(value)
         if getattr(kind, "closed", False):
             _refuse_others(kind, value, [name for name, _ in readers])
         return kind(**{name: reader(value[name]) for name, reader in readers if name in value})
@@ -156,7 +158,7 @@ def _dataclass_reader(kind: type[Any]) -> Callable[[Any], Any]:
     return read
 
 
-def _refuse_others(kind: type[Any], value: dict[str, Any], names: list[str]) -> None:
+def _refuse_others(kind: type[Any], value: Mapping[str, Any], names: list[str]) -> None:
     for name in value:
         if name not in names:
             raise InvalidInput(f"{kind.__name__} has no field `{name}`", hint="write it again with this version of holdall")

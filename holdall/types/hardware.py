@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from holdall.errors import InvalidInput, unknown_name
 from holdall.types import _json
+from holdall.types.info import HardwareInfo
 
 FORMAT = "holdall-hardware-1"
 
@@ -75,10 +75,8 @@ class Hardware:
     read_beside: float = 1.0  # what is left of the rate of copies to the device while the host updates
     context: int = 0  # bytes of the device that its driver and kernels take before any tensor
     resident: int = 0  # bytes that libraries take once and keep (cuBLAS workspaces)
-    world_size: int = 1
-    link: float = 0.0  # bytes/s to other ranks
     source: str = ""  # datasheet or "measured", with versions
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: HardwareInfo = field(default_factory=HardwareInfo)
     links: tuple[Link, ...] = ()  # where they are not what the tiers say of themselves
 
     def __post_init__(self) -> None:

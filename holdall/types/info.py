@@ -1,4 +1,4 @@
-"""What a trace and a plan say about their step besides ops and actions: `Trace.about` and `Plan.about`.
+"""What a trace and a plan say about their step besides ops and actions, and a machine about its figures: the fields `about`.
 
 In saved files `about` is an object with one entry per field. Files of older versions may lack entries, which then have their
 defaults; an entry that is not a field is refused (`closed`). A planner's own remarks belong in `Plan.why`.
@@ -6,8 +6,9 @@ defaults; an entry that is not a field is refused (`closed`). A planner's own re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 Shapes = tuple[tuple[int, ...], ...]  # of tensors, in the order of the call
 
@@ -82,9 +83,67 @@ class PlanInfo(StepInfo):
     quiet: tuple[str, ...] = ()  # names of those that were traced without gradients
     rows: tuple[BlockRow, ...] = ()  # the decision for every block, for reports
     seconds_if_not_clipped: float | None = None  # of a step without clipping; None: the same as with clipping
-    remembered: bool = False  # read from the cache on disk, by `fitting.remembering`
+
+    @staticmethod
+    def from_older(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Entries of an older file without `remembered`, which nothing read."""
+        return {name: value for name, value in data.items() if name != "remembered"}
 
     @staticmethod
     def of(step: StepInfo) -> PlanInfo:
         """A plan's info with everything that it shares with its trace."""
         return PlanInfo(**{f.name: getattr(step, f.name) for f in fields(StepInfo)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """The connection between host and GPU as its datasheet states it: PCIe by generation and lanes, others by their rate."""
+
+    kind: str  # "pcie" or "nvlink-c2c"
+    generation: int | None = None
+    lanes: int | None = None
+    bytes_per_second: float | None = None  # each way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRate:
+    """Measured rates of a tier with `depth` requests in flight, in bytes per second."""
+
+    tier: str
+    depth: int
+    read: float
+    write: float
+    duplex: float  # the share of each rate that is left when both ways are busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareInfo:
+    """Where the figures of a machine come from; plans do not depend on it."""
+
+    closed: ClassVar[bool] = True  # files with other entries are refused
+
+    # a measured machine, by `machine.probe` unless noted
+    threads: int | None = None  # CPU threads of torch while measuring
+    python: str = ""  # version
+    notes: tuple[str, ...] = ()  # warnings for the user
+    queue: tuple[QueueRate, ...] = ()  # of tiers with a queue, by `machine.more_tiers`
+
+    # a datasheet, by `machine.presets`
+    link: HostLink | None = None
+    tfloat32: float | None = None  # peak FLOP/s of float32 matmuls with TF32, which is off by default in PyTorch
+
+    @staticmethod
+    def from_older(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Entries of an older file by today's names: `queue` was one entry per tier, such as "nvme by queue depth"."""
+        tables = {name: table for name, table in data.items() if name.endswith(_BY_DEPTH)}
+        if not tables:
+            return data
+        queue = [
+            {"tier": name.removesuffix(_BY_DEPTH), "depth": int(depth), **rates}
+            for name, table in tables.items()
+            for depth, rates in table.items()
+        ]
+        return {**{name: value for name, value in data.items() if name not in tables}, "queue": queue}
+
+
+_BY_DEPTH = " by queue depth"

@@ -302,7 +302,7 @@ def test_ranks_exchange_two_numbers_and_stay_the_same(tmp_path):
 
 def test_wrong_use_is_told_in_one_line():
     model, _ = make()
-    with pytest.raises(InvalidInput, match="needs the loss"):
+    with pytest.raises(InvalidInput, match="needs a closure"):
         Mezo(model.parameters()).step()
     with pytest.raises(InvalidInput, match="samples"):
         Mezo(model.parameters(), samples=0)

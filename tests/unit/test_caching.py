@@ -259,9 +259,9 @@ def traced():
 
 def test_a_second_time_nothing_is_traced_or_planned(folder, traced):
     first, trace = sample((torch.ones(4, 8),), traced)
-    assert traced and not first.about.remembered
+    assert traced
     second, again = sample((torch.zeros(4, 8),), traced)
-    assert second.about.remembered
+    assert second.solve_seconds == first.solve_seconds  # read, not made again
     assert not traced and again.ops == trace.ops and again.tensors == trace.tensors
     assert second.actions == first.actions and second.predicted == first.predicted
     assert {e.kind for e in open_cache().entries()} == {"trace", "plan"}

@@ -100,7 +100,7 @@ def test_a_trace_has_phases_too_but_no_longer_batch(tmp_path, small, tiny):
     holdall_says("plan", *files, "--no-phases", "--out", plan)
     priced = answered("explain", plan, "--trace", trace, "--hardware", small)["alternatives"]
     assert any(a["what"] == "recompute" and a["ms_per_gib"] > 0 for a in priced)
-    assert "give --trace" in holdall_says("explain", plan).stdout
+    assert "give the trace with --trace" in holdall_says("explain", plan).stdout
 
 
 # inverse questions

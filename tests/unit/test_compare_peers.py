@@ -85,7 +85,7 @@ def test_every_peer_has_its_unlimited_run_once():
 
 def test_peers_are_refused_where_nothing_is_measured(small):
     result = says(*small, "--peers", "checkpoint")
-    assert result.exit_code == 2 and "only ever measured" in result.stderr and "--measure" in result.stderr
+    assert result.exit_code == 2 and "needs --measure" in result.stderr and "--measure" in result.stderr
 
 
 # what is measured

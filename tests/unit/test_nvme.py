@@ -417,8 +417,8 @@ def test_the_probe_measures_reads_writes_both_and_queue_depths():
     for name in ("nvme", "pageable"):
         there, back = found.direct("cpu", name), found.direct(name, "cpu")
         assert there.rate > 0 and back.rate > 0 and 0 < there.duplex == back.duplex <= 1 and there.latency > 0
-    by_depth = found.about["nvme by queue depth"]
-    assert "1" in by_depth and all(set(rates) == {"read", "write", "duplex"} for rates in by_depth.values())
+    assert found.about.queue[0].depth == 1 and {rates.tier for rates in found.about.queue} == {"nvme"}
+    assert all(rates.read > 0 and rates.write > 0 and 0 < rates.duplex <= 1 for rates in found.about.queue)
     assert 0 < found.tier("nvme").capacity <= os.statvfs(os.environ["HOLDALL_NVME"]).f_blocks * 2**20
 
 

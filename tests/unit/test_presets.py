@@ -3,7 +3,7 @@
 import pytest
 
 from holdall.errors import InvalidInput
-from holdall.machine.presets import DUPLEX, gpu, gpu_names, link_rate
+from holdall.machine.presets import DUPLEX, gpu, gpu_names, rate_of
 from holdall.types import Hardware
 from holdall.units import GiB
 
@@ -28,8 +28,8 @@ def test_every_gpu_is_in_bytes_and_flops_per_second(name):
 @pytest.mark.parametrize("name", gpu_names())
 def test_tensor_cores_multiply_halves_twice_as_fast_as_tfloat32(name):
     card = gpu(name)
-    if card.about["tfloat32"] is not None:
-        assert card.flops["float16"] == pytest.approx(2 * card.about["tfloat32"], rel=0.02)
+    if card.about.tfloat32 is not None:
+        assert card.flops["float16"] == pytest.approx(2 * card.about.tfloat32, rel=0.02)
         assert card.flops["bfloat16"] == card.flops["float16"]
 
 
@@ -45,7 +45,7 @@ def test_cards_without_bfloat16_units_compute_it_as_float32():
 
 def test_the_link_of_an_h200_is_near_what_was_measured_on_one():
     card = gpu("h200")
-    assert link_rate(card.about["link"]) == pytest.approx(63e9, rel=0.001)
+    assert rate_of(card.about.link) == pytest.approx(63e9, rel=0.001)
     assert card.far.read == card.far.write == pytest.approx(55.3e9, rel=0.02)
     assert card.far.read * card.duplex == pytest.approx(47.3e9, rel=0.02)
     assert card.duplex == DUPLEX

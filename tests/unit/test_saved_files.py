@@ -1,5 +1,5 @@
-"""Traces and plans that an earlier version saved, when `about` was a dictionary, in `saved/`: a small model in bfloat16 with a
-chunked head, one block recomputed and one streamed."""
+"""Files that an earlier version saved, when `about` was a dictionary, in `saved/`: trace and plan of a small model in
+bfloat16 with a chunked head, one block recomputed and one streamed; a measured machine, and one by its datasheet."""
 
 import dataclasses
 import json
@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from holdall.errors import InvalidInput
 from holdall.runtime.switching.recast import Casting
-from holdall.types import ChunkedHead, Plan, PlanInfo, StepInfo, Trace, TraceInfo
+from holdall.types import ChunkedHead, Hardware, HardwareInfo, HostLink, Plan, PlanInfo, QueueRate, StepInfo, Trace, TraceInfo
 
 SAVED = Path(__file__).parent / "saved"
 
@@ -21,7 +22,7 @@ def test_everything_in_an_older_file_is_kept(name, kind, tmp_path):
     read.save(tmp_path / "again.json")
     before, after = (json.loads(path.read_text()) for path in (SAVED / f"{name}.json", tmp_path / "again.json"))
     added = after["about"].keys() - before["about"].keys()
-    assert added <= ({"context"} if kind is Trace else {"remembered"})
+    assert added <= ({"context"} if kind is Trace else set())
     after["about"] = {k: v for k, v in after["about"].items() if k not in added}
     for new, old in zip(after.get("actions", []), before.get("actions", []), strict=True):  # with fields that are newer
         assert new.items() >= old.items()
@@ -45,8 +46,45 @@ def test_an_older_plan_says_what_the_harness_needs():
     assert about.seconds_if_not_clipped == pytest.approx(0.000659)
 
 
+def test_an_older_machine_says_where_its_figures_are_from():
+    about = Hardware.load(SAVED / "machine.json").about
+    assert (about.threads, about.python, about.notes) == (2, "3.11.4", ("memory could not be pinned",))
+    assert about.queue == (
+        QueueRate(tier="nvme", depth=1, read=1.5e9, write=1e9, duplex=0.7),
+        QueueRate(tier="nvme", depth=16, read=3e9, write=2e9, duplex=0.6),
+    )
+    assert (about.link, about.tfloat32) == (None, None)
+    about = Hardware.load(SAVED / "gh200.json").about
+    assert about == HardwareInfo(link=HostLink(kind="nvlink-c2c", bytes_per_second=450e9), tfloat32=494.7e12)
+
+
+@pytest.mark.parametrize("name", ["machine", "gh200"])
+def test_a_machine_of_an_older_file_is_the_same_when_saved_again(name, tmp_path):
+    read = Hardware.load(SAVED / f"{name}.json")
+    read.save(tmp_path / "again.json")
+    before, after = (json.loads(path.read_text()) for path in (SAVED / f"{name}.json", tmp_path / "again.json"))
+    assert before.keys() - after.keys() == {"world_size", "link"}  # nothing read them
+    assert {**before, **after, "about": None} == {**before, "about": None}
+    assert Hardware.load(tmp_path / "again.json") == read
+
+
+def test_a_machine_with_an_unknown_remark_is_refused(tmp_path):
+    data = json.loads((SAVED / "machine.json").read_text())
+    (tmp_path / "machine.json").write_text(json.dumps({**data, "about": {"colour": "green"}}))
+    with pytest.raises(InvalidInput, match="HardwareInfo has no field `colour`"):
+        Hardware.load(tmp_path / "machine.json")
+
+
+def test_a_plan_that_says_that_it_was_remembered_loads(tmp_path):
+    data = json.loads((SAVED / "plan.json").read_text())
+    data["about"]["remembered"] = True
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert Plan.load(tmp_path / "plan.json") == Plan.load(SAVED / "plan.json")
+
+
 def test_a_file_without_about_has_the_defaults(tmp_path):
-    for name, kind, expected in (("trace", Trace, TraceInfo()), ("plan", Plan, PlanInfo())):
+    kinds = (("trace", Trace, TraceInfo()), ("plan", Plan, PlanInfo()), ("machine", Hardware, HardwareInfo()))
+    for name, kind, expected in kinds:
         data = json.loads((SAVED / f"{name}.json").read_text())
         (tmp_path / name).write_text(json.dumps({**data, "about": {}}))
         assert kind.load(tmp_path / name).about == expected

@@ -1,1 +1,1 @@
-"""Updates made while backward goes on."""
+"""Optimizer updates made during backward."""

@@ -1,11 +1,12 @@
-"""The exact global norm where gradients live for a moment, and the loop's own `backward`, which finding it needs.
+"""The exact global gradient norm where each gradient is freed right after its update, and the interception of `backward` for
+it.
 
-Two ways. "hold": gradients stay until this backward is over (as many bytes as gradients take, no time), and are then clipped
-and used up one by one. "twice": `loss.backward()` walks the graph once for the norm, each gradient becoming a number at once,
-and a second time to update (one more backward; activations live through both).
+Two ways. "hold": gradients are kept until the end of the backward (costs their bytes, no time), then clipped and applied one by
+one. "twice": `loss.backward()` runs the backward once for the norm, reducing each gradient to a number at once, and a second
+time to update (costs one more backward; activations are kept for both).
 
-The norm has the bits of `clip_grad_norm_` over the same parameters in the same order: those of the optimizer's groups.
-While somebody watches, `Tensor.backward` goes through here (`_interception`).
+The norm is bitwise equal to that of `clip_grad_norm_` over the same parameters in the order of the optimizer's groups.
+While a watcher is registered, `Tensor.backward` is intercepted (`updates/interception.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ WAYS = ("twice", "hold")
 
 
 def check_ways(clip: str | None, accumulate: int) -> None:
-    """Refuse what is not a way to clip, and pairs that make no sense."""
+    """Check `clip` and `accumulate`, alone and together."""
     if clip is not None and clip not in WAYS:
         raise InvalidInput(f"`clip` is {clip!r}", hint='give "twice" (a second backward) or "hold" (gradients are held)')
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise InvalidInput(f"`accumulate` is {accumulate!r}, but must be a whole number above 0", hint="backwards per step")
     if clip == "twice" and accumulate > 1:
         raise InvalidInput(
-            f"the gradients of {accumulate} backwards are held anyway: a second walk would save nothing", hint='use clip="hold"'
+            f'clip="twice" saves no memory with accumulate={accumulate}, which holds gradients anyway', hint='use clip="hold"'
         )
 
 
@@ -41,7 +42,7 @@ def check_ways(clip: str | None, accumulate: int) -> None:
 
 
 def norm_of(grad: Tensor, *, wide: bool) -> Tensor:
-    """Of one gradient, as `clip_grad_norm_` takes it. `wide`: in 32 bits at least, where that is not to be had in fewer."""
+    """The norm of one gradient, as `clip_grad_norm_` computes it. `wide`: in at least 32 bits."""
     dtype = torch.promote_types(grad.dtype, torch.float32) if wide else grad.dtype
     if type(grad) is Tensor:
         alone: Tensor = torch._foreach_norm([grad], dtype=dtype)[0]
@@ -51,7 +52,7 @@ def norm_of(grad: Tensor, *, wide: bool) -> Tensor:
 
 
 def total_norm(params: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
-    """Of all gradients, from the norms of each, added up in torch's order: by device and precision."""
+    """The norm of all gradients from their single norms, reduced in torch's order: by device and dtype."""
     grouped = _group_tensors_by_device_and_dtype([list(params)], with_indices=True)  # type: ignore[list-item]
     order = [n for _, places in grouped.values() for n in places]
     home = params[0].device
@@ -60,7 +61,7 @@ def total_norm(params: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
 
 
 def coefficient(limit: float, norm: Tensor) -> Tensor:
-    """What gradients are multiplied by; 1 where they are short enough, as torch has it."""
+    """The factor that clips gradients to `max_norm`, as torch computes it; 1 if their norm is below it."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
@@ -68,28 +69,28 @@ def coefficient(limit: float, norm: Tensor) -> Tensor:
 
 
 class NormWatcher(Protocol):
-    """Who wants to know of the loop's backwards."""
+    """An object that is told of the loop's backwards."""
 
     def begin(self) -> None:
-        """A backward of the loop is about to begin."""
+        """Called before a backward of the loop."""
         ...
 
     def wants_norm(self) -> bool:
-        """Whether this backward is to be walked once before for the norm."""
+        """Does this backward need a first pass for the norm?"""
         ...
 
     def gathering(self) -> AbstractContextManager[None]:
-        """A context for that walk."""
+        """A context for that first pass."""
         ...
 
     def params(self) -> Iterator[Tensor]: ...
 
     def end(self) -> None:
-        """It is over, without an error."""
+        """Called after a backward that raised no error."""
         ...
 
 
-_first_pass = False  # under way: nobody updates, and nobody else's gradients count
+_first_pass = False  # running: no optimizer updates, and only gradients for the norm are recorded
 
 
 def in_first_pass() -> bool:
@@ -126,7 +127,7 @@ watch_backward, unwatch_backward = _method.watch, _method.unwatch
 
 @contextmanager
 def _only_for_norms(root: Tensor, own: Collection[int], wanting: Sequence[NormWatcher]) -> Iterator[None]:
-    """A walk that leaves nothing behind: other leaves get their gradients in the second one."""
+    """A backward without side effects: the gradients of all other leaves are restored after it."""
     global _first_pass
     others = [(leaf, leaf.grad) for leaf in _leaves(root) if id(leaf) not in own]
     for leaf, _ in others:
@@ -144,7 +145,7 @@ def _only_for_norms(root: Tensor, own: Collection[int], wanting: Sequence[NormWa
 
 
 def _leaves(root: Tensor) -> list[Tensor]:
-    """Every leaf that a backward from here brings a gradient to, as far as the graph shows."""
+    """All leaves in the graph that a backward from here accumulates gradients in."""
     seen: set[Any] = set()
     found: list[Tensor] = []
     waiting = [root.grad_fn]
@@ -160,10 +161,10 @@ def _leaves(root: Tensor) -> list[Tensor]:
 
 
 def _refuse_planned(own: dict[int, Tensor]) -> None:
-    """Under a plan the graph is for one walk: what was recomputed or fetched for a first one would stay for the second."""
+    """A plan allows one backward per graph: tensors recomputed or fetched for a first one would stay for the second."""
     for model in list(PLANNED):
         if any(id(p) in own for p in model.parameters()):
             raise Unsupported(
-                'under a plan a graph is walked once, and clip="twice" needs two walks',
+                'clip="twice" needs two backwards over one graph, and a plan allows one',
                 hint='use clip="hold", or `optimizer.step(closure)`, which runs the forward again too',
             )

@@ -1,9 +1,9 @@
-"""Gradients that are used up one by one, from torch's post-accumulate hooks.
+"""Gradients consumed one by one in torch's post-accumulate hooks.
 
-`Consumer` hands each gradient to its owner, and keeps watch over what such a step cannot give: a second gradient for a
-parameter that was updated (a backward too many; a weight shared by two reentrant checkpoints) and anyone who reads `.grad`
-after backward (clipping, loggers, a GradScaler) are refused in one line. Gradients that are to be held, for a norm or until the
-last of several backwards, stay where torch puts them.
+`Consumer` hands each gradient to its owner, which updates the parameter and frees the gradient. It raises an error where that
+cannot work: at a second gradient for an updated parameter (an extra backward; a weight shared by two reentrant checkpoints)
+and at reads of `.grad` after backward (clipping, loggers, a GradScaler). Gradients that must be held, for a norm or until the
+last of several backwards, stay in `.grad`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class Spent(torch.Tensor):
-    """What `.grad` is after the update: it has a shape and no bytes, and whoever computes with it is told why he cannot."""
+    """The placeholder in `.grad` after the update: it has a shape and no memory, and computing with it raises an error."""
 
     task: int  # the backward that made the gradient
 
@@ -59,7 +59,7 @@ class Spent(torch.Tensor):
 
 
 def second_gradient(first_task: int) -> Unsupported:
-    """Why a parameter gets another gradient in the same step. A backward inside a backward has a later number than its host."""
+    """The error for a second gradient in one step. A backward inside another has the higher number of the two."""
     if _inside_checkpoint() or current_backward() <= first_task:
         return Unsupported(
             "a weight shared by several reentrant checkpoints got one gradient from each, and the first already updated it",
@@ -71,7 +71,7 @@ def second_gradient(first_task: int) -> Unsupported:
 
 def _too_many() -> Unsupported:
     return Unsupported(
-        "a second backward came before `step()`: gradients cannot be accumulated, the first is already used up",
+        "a second backward ran before `step()`, but the gradients of the first were already applied and freed",
         hint="call `step()` after each backward, give `accumulate=` the number of backwards per step, or make the batch one",
     )
 
@@ -86,37 +86,37 @@ def _inside_checkpoint() -> bool:
 
 
 class GradientOwner(Protocol):
-    """Whose gradients they are."""
+    """The optimizer that applies the gradients."""
 
     @property
     def needs_norm(self) -> bool:
-        """Whether nothing may be updated before the norm of all gradients is known."""
+        """Must the norm of all gradients be known before the first update?"""
         ...
 
     @property
     def skips(self) -> bool:
-        """Whether this step updates nothing after all."""
+        """Is this step skipped?"""
         ...
 
     def params(self) -> Iterator[Tensor]: ...
 
     def prepare(self, grad: Tensor) -> None:
-        """Once for each gradient, before its norm and its use."""
+        """Called once per gradient, before its norm is taken and before it is applied."""
         ...
 
     def found(self, norm: Tensor) -> None:
-        """The norm of this step's gradients."""
+        """Called with the norm of this step's gradients."""
         ...
 
     def use(self, param: Tensor, grad: Tensor) -> None:
-        """Update the parameter; the gradient may be changed."""
+        """Update the parameter; the gradient may be overwritten."""
         ...
 
 
 class Consumer:
-    """Hooks on parameters that hand each gradient to the owner once per step. Nobody is kept alive by the hooks.
+    """Hooks on parameters that hand each gradient to the owner once per step. The hooks hold weak references only.
 
-    `clip` and `accumulate` are as `in_backward` has them. `wide`: norms in 32 bits at least, also of narrower gradients.
+    `clip` and `accumulate` are as in `in_backward`. `wide`: norms in at least 32 bits.
     """
 
     def __init__(self, owner: GradientOwner, *, clip: str | None = None, accumulate: int = 1, wide: bool = False) -> None:
@@ -126,17 +126,17 @@ class Consumer:
         self.clip, self._accumulate, self._wide = clip, accumulate, wide
         self._hooked: set[int] = set()
         self.fired: list[Tensor] = []  # in this step
-        self.knows = False  # the norm of this step
-        self._was_asked = False  # by the loop itself
-        self._is_quiet = False  # the loop's backwards are led from outside
-        self._gathered: dict[int, Tensor] | None = None  # norms by parameter, while a norm pass is under way
+        self.knows = False  # is the norm of this step known?
+        self._was_asked = False  # the loop itself asked for the norm
+        self._is_quiet = False  # inside `led`: the caller runs the backwards
+        self._gathered: dict[int, Tensor] | None = None  # norms by parameter, during a norm pass
         self._made = 0  # backwards of this step that brought gradients
-        self._reached = False  # by this backward
+        self._reached = False  # this backward brought gradients
         if clip is not None or accumulate > 1:
             watch_backward(self)
 
     def watch(self, param: Tensor) -> None:
-        """Take this parameter's gradients from now on; frozen ones are taken when they are no longer frozen."""
+        """Consume this parameter's gradients from now on; those of a frozen parameter once it is unfrozen."""
         if not param.requires_grad or id(param) in self._hooked:
             return
         mine = weakref.ref(self)
@@ -152,7 +152,9 @@ class Consumer:
     # gradients
 
     def _arrive(self, param: Tensor) -> None:
-        if param.grad is None or (self._gathered is None and in_first_pass()):  # for the norms of others; it comes again
+        if param.grad is None or (
+            self._gathered is None and in_first_pass()
+        ):  # the norm pass of another optimizer; the second pass brings it again
             return
         _refuse_sparse(param.grad)
         self._reached = True
@@ -160,13 +162,13 @@ class Consumer:
             self._take(param)
 
     def _waits(self) -> bool:
-        """Whether gradients stay until a later backward, or the end of this one."""
+        """Are gradients held until a later backward, or until the end of this one?"""
         owner = self._owner()
         holds = self.clip == "hold" and owner is not None and owner.needs_norm
         return holds or self._made + 1 < self._accumulate
 
     def _take(self, param: Tensor, *, is_prepared: bool = False) -> None:
-        """Use up the gradient that the parameter has now."""
+        """Apply and free the parameter's current gradient."""
         grad, owner = param.grad, self._owner()
         if grad is None or owner is None:
             return
@@ -188,7 +190,8 @@ class Consumer:
         self.fired.append(param)
 
     def _settle(self) -> None:
-        """Use up all that is there: held, set by hand, or of parameters that were frozen when hooks were put on."""
+        """Apply all gradients that are left: held ones, ones set by hand, and those of parameters frozen when hooks were
+        added."""
         owner = self._owner()
         there = [p for p in self.params() if p.grad is not None and not isinstance(p.grad, Spent)]
         if owner is None or not there:
@@ -210,7 +213,7 @@ class Consumer:
 
     @contextmanager
     def gathering(self, *, was_asked: bool = False) -> Iterator[None]:
-        """Inside, backward updates nothing: each gradient becomes its norm. `was_asked`: it is for the backward after it."""
+        """Inside, backward updates nothing and records norms. `was_asked`: they are for the next backward."""
         if any(isinstance(p.grad, Spent) for p in self.fired):
             if not was_asked:
                 raise _too_many()
@@ -250,7 +253,7 @@ class Consumer:
         for param in self.params():
             self.watch(param)
         if not self._was_asked and not self._is_quiet and all(p.grad is None for p in self.params()):
-            self._restart()  # the step before was given up
+            self._restart()  # the previous step was abandoned
 
     def wants_norm(self) -> bool:
         owner = self._owner()
@@ -264,7 +267,7 @@ class Consumer:
 
     @contextmanager
     def led(self) -> Iterator[None]:
-        """Inside, backwards are walked once, whatever the loop said: the norm is found another way."""
+        """Inside, every backward runs once, whatever `clip` says: the caller computes the norm in another way."""
         quiet, self._is_quiet = self._is_quiet, True
         try:
             yield
@@ -272,7 +275,7 @@ class Consumer:
             self._is_quiet = quiet
 
     def run(self, closure: Callable[[], Any]) -> Any:
-        """A closure that calls backward: once, or twice with the same random numbers if the norm must be known first."""
+        """Run a closure that calls backward: once, or twice with the same random numbers if the norm must be known first."""
         owner = self._owner()
         assert owner is not None
         with torch.enable_grad():
@@ -288,7 +291,7 @@ class Consumer:
     # the end of a step
 
     def flush(self) -> bool:
-        """End a step: take what is still there, and let every `.grad` be None. Whether the norm was known."""
+        """End a step: apply the gradients that are left and set every `.grad` to None. Returns whether the norm was known."""
         self._settle()
         self.clear()
         knew = self.knows
@@ -306,7 +309,7 @@ class Consumer:
         self._made = 0
 
     def close(self) -> None:
-        """Remove every hook; gradients that are held stay, as without this."""
+        """Remove all hooks; held gradients stay in `.grad`."""
         self.clear()
         self._let_go()
 
@@ -322,7 +325,7 @@ class Consumer:
 
 def _refuse_sparse(grad: Tensor | None) -> None:
     if grad is not None and grad.is_sparse:
-        raise Unsupported("sparse gradients cannot be used up in backward", hint="make the embedding with `sparse=False`")
+        raise Unsupported("updates in backward do not support sparse gradients", hint="make the embedding with `sparse=False`")
 
 
 def nothing_came() -> InvalidInput:

@@ -1,13 +1,12 @@
-"""The base of optimizers that use gradients up in backward: clipping, loss scaling and the end of a step.
+"""The base of optimizers that update in backward: clipping, loss scaling and the end of a step.
 
-The loop stays `loss.backward(); opt.step(); opt.zero_grad()`. Backward updates; `step()` ends the step: it takes gradients
-that no hook saw and makes way for the next backward. Clipping by the global norm is exact, and must wait until every gradient
-was seen. With `clip="hold"` gradients are held until backward is over, with `clip="twice"` `loss.backward()` walks its graph
-twice (see `_clipping`). Without either the loop leads: `opt.step(closure)` (the closure, which calls backward, is run twice
-with the same random numbers: one more forward and backward), or `opt.grad_norm(loss, retain_graph=True)` before
-`loss.backward()` (one more backward; activations live through both). A forward that counts (BatchNorm's running statistics)
-counts twice.
-`accumulate`: backwards per step, whose gradients are held until the last adds to each.
+The loop stays `loss.backward(); opt.step(); opt.zero_grad()`. Backward updates; `step()` ends the step: it applies gradients
+that no hook saw and prepares the next backward. Clipping by the global norm is exact, so it needs all gradients first. With
+`clip="hold"` they are held until the end of backward; with `clip="twice"` `loss.backward()` runs its backward twice (see
+`clipping.py`). Without `clip` the loop calls `opt.step(closure)` (the closure, which calls backward, runs twice with the same
+random numbers: one more forward and backward) or `opt.grad_norm(loss, retain_graph=True)` before `loss.backward()` (one more
+backward; activations are kept for both). Side effects of a forward, such as BatchNorm's running statistics, then happen twice.
+`accumulate`: backwards per step; their gradients are held until the last of them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from holdall.optim._in_backward.clipping import coefficient, norm_of
 from holdall.optim._in_backward.consumer import Consumer, nothing_came
 from holdall.optim._math.per_parameter import Group, PerParameter
 
-PIECE = 1 << 20  # elements widened at a time: bounds what fp32 arithmetic on narrow parameters takes
+PIECE = 1 << 20  # elements converted to fp32 at a time: bounds the temporaries of 16-bit parameters
 _SCALE = {
     "scale": 2.0**32,
     "clean_steps": 0,
@@ -36,7 +35,7 @@ _WINDOW, _FACTOR, _LEAST = 1000, 2.0, 1.0
 
 
 class ConsumingOptimizer(PerParameter):
-    """Subclasses write the rule as for `PerParameter`."""
+    """Subclasses define the update rule as for `PerParameter`."""
 
     consumes_gradients: ClassVar[bool] = True
 
@@ -57,30 +56,35 @@ class ConsumingOptimizer(PerParameter):
         limits = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value, "clip_param_norm": clip_param_norm}
         given = [name for name, limit in limits.items() if limit is not None]
         if len(given) > 1:
-            raise InvalidInput(f"gradients are clipped one way: {' and '.join(given)} were given", hint=f"keep `{given[0]}`")
+            raise InvalidInput(
+                f"only one kind of clipping can be used, but {' and '.join(given)} were given", hint=f"keep `{given[0]}`"
+            )
         if any(limit is not None and not limit > 0 for limit in limits.values()):
             raise InvalidInput(f"`{given[0]}` is {limits[given[0]]}, not above 0", hint="leave it out to not clip")
         if isinstance(loss_scale, str) and loss_scale != "dynamic":
             raise InvalidInput(f"`loss_scale` is {loss_scale!r}", hint='give a number, or "dynamic"')
         self._limits = limits
         self._dynamic = loss_scale == "dynamic"
-        self._overflows = self._dynamic  # gradients may be infinite, which must be known before the first parameter changes
+        self._overflows = self._dynamic  # gradients may overflow, which must be known before the first update
         self._process_group = process_group
         if process_group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             _log.warning("%s without `process_group` updates each rank by itself, also inside DDP", type(self).__name__)
         if accumulate > 1 and clip_grad_norm is not None and clip is None:
-            raise InvalidInput("the norm is that of all backwards of a step together", hint='give clip="hold" too')
+            raise InvalidInput(
+                "clipping by the norm with `accumulate` needs the gradients of all backwards of a step",
+                hint='give clip="hold" too',
+            )
         self.accumulate = accumulate
         self._consumer = Consumer(self, clip=clip, accumulate=accumulate, wide=True)
         self._group_number: dict[int, int] = {}
-        self.norm: Tensor | None = None  # of the last step's gradients, before they were clipped; None: nobody needed it
-        self.skips = False  # they overflowed, and nothing is updated
+        self.norm: Tensor | None = None  # of the last step's gradients before clipping; None: not computed
+        self.skips = False  # gradients overflowed: this step updates nothing
         scale = dict(_SCALE) if self._dynamic else {"scale": float(loss_scale), "clean_steps": 0} if loss_scale else {}
         super().__init__(params, {**options, **scale}, unknown)
 
     def __getstate__(self) -> dict[str, Any]:
         hint = "make another over the copied model's parameters, and use `state_dict` and `load_state_dict`"
-        raise Unsupported(f"{type(self).__name__} cannot be copied: it lives in hooks of its parameters", hint=hint)
+        raise Unsupported(f"{type(self).__name__} cannot be copied or pickled: it has hooks on its parameters", hint=hint)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -93,21 +97,21 @@ class ConsumingOptimizer(PerParameter):
     def _check(self, group: Group) -> None:
         if "scale" not in group and any(p.dtype == torch.float16 for p in group["params"]):
             raise InvalidInput(
-                "fp16 parameters need their loss scaled",
+                "fp16 parameters need loss scaling",
                 hint='give `loss_scale="dynamic"` and call `opt.scale(loss)`, or use bf16',
             )
 
-    # -- what the loop calls
+    # -- called by the loop
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale; the update divides by it."""
+        """The loss multiplied by the loss scale; the update divides by it."""
         scale: float = self.param_groups[0].get("scale", 1.0)
         return loss * scale
 
     def grad_norm(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
-        """A backward that updates nothing: the global norm of the (unscaled) gradients, by which the next backward clips.
+        """Run a backward without updates; returns the global norm of the (unscaled) gradients, which clips the next backward.
 
-        Costs one backward, and one more forward unless the graph is retained for the second; gradients are freed one by one.
+        Costs one backward, and one forward unless the graph is retained; gradients are freed one by one.
         """
         with self._consumer.gathering(was_asked=True):
             loss.backward(retain_graph=retain_graph)
@@ -127,13 +131,13 @@ class ConsumingOptimizer(PerParameter):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Gradients are None: there is nothing that could be set to zero."""
+        """Does nothing: gradients are already None."""
         self._consumer.clear()
         for param in self.params():
             param.grad = None
 
     def close(self) -> None:
-        """Remove the hooks; from then on backward leaves gradients as without this optimizer."""
+        """Remove the hooks; backward then leaves gradients in `.grad` as usual."""
         self._consumer.close()
 
     def __enter__(self) -> Any:
@@ -144,7 +148,7 @@ class ConsumingOptimizer(PerParameter):
 
     @property
     def held_norm(self) -> float | None:
-        """The global norm for which gradients are held until backward is over; None: they are not."""
+        """The maximal global norm for which gradients are held until the end of backward; None: they are not held."""
         return self._limits["clip_grad_norm"] if self._consumer.clip == "hold" else None
 
     # -- for the consumer
@@ -193,7 +197,7 @@ def _adjust_scale(group: Group, *, overflowed: bool) -> None:
 
 
 def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Stretches of tensors of one shape, small enough to widen; the whole where they are not laid out alike."""
+    """Slices of tensors of one shape, small enough to convert; the whole tensors if their layouts differ."""
     if tensors[0].numel() <= PIECE or not all(t.is_contiguous() for t in tensors):
         return [tensors]
     flat = [t.view(-1) for t in tensors]

@@ -1,7 +1,7 @@
-"""Update in backward: a parameter is updated the moment its gradient is complete, and the gradient is freed at once.
+"""Updates in backward: a parameter is updated as soon as its gradient is complete, and the gradient is freed at once.
 
-For any `torch.optim` class whose rule treats each parameter by itself; `_consuming` is the base of the optimizers that always
-live this way, `_consumer` what both have in common, `_clipping` the norm.
+For any `torch.optim` class that updates each parameter on its own. `consuming.py` is the base of optimizers that always update
+this way, `consumer.py` the part that both share, `clipping.py` the norm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdall.updates.parts import Part, is_separable, snapshot
 
 
 class BackwardUpdates:
-    """Any separable `torch.optim` class, stepped per parameter in backward. Made by `in_backward`."""
+    """A `torch.optim` optimizer stepped parameter by parameter in backward. Made by `in_backward`."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, clip: str = "hold", accumulate: int = 1
@@ -39,7 +39,7 @@ class BackwardUpdates:
             raise InvalidInput(f"`max_norm` is {max_norm}, not above 0", hint="leave it out to not clip")
         self.optimizer = optimizer
         self.max_norm = max_norm
-        self.norm: Tensor | None = None  # of the last step's gradients, before they were clipped
+        self.norm: Tensor | None = None  # of the last step's gradients, before clipping
         self._factor: Tensor | None = None
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._place = {id(p): n for n, p in enumerate(self._params)}
@@ -49,7 +49,7 @@ class BackwardUpdates:
         self._ended = optimizer.register_step_pre_hook(self._end)
         for param in self._params:
             self._consumer.watch(param)
-        if hasattr(optimizer, "sketches_are_gradients"):  # CompAct's: else they do not come past the hooks
+        if hasattr(optimizer, "sketches_are_gradients"):  # CompAct's sketches: without this, the hooks do not see them
             optimizer.sketches_are_gradients = True
 
     @property
@@ -64,7 +64,7 @@ class BackwardUpdates:
         return iter(self._params)
 
     def prepare(self, grad: Tensor) -> None:
-        """Gradients are used as they come."""
+        """Does nothing: gradients are applied unchanged."""
 
     def found(self, norm: Tensor) -> None:
         assert self.max_norm is not None
@@ -80,13 +80,13 @@ class BackwardUpdates:
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure") or next((a for a in args if callable(a)), None)
         if closure is not None and self._clip != "twice":
-            raise Unsupported("a closure cannot be given where updates happen in backward", hint="call backward, then `step()`")
+            raise Unsupported("`step(closure)` cannot be used with updates in backward", hint="call backward, then `step()`")
         loss = None if closure is None else self._consumer.run(closure)
         self._consumer.flush()
         self._factor = None
         return (
             None if closure is None else ((optimizer, lambda: loss), {})
-        )  # every gradient is None: nothing is left to the step
+        )  # every gradient is None, so the optimizer's own step does nothing
 
     def close(self) -> None:
         self._consumer.close()
@@ -98,15 +98,15 @@ class BackwardUpdates:
 def in_backward(
     optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, clip: str = "hold", accumulate: int = 1
 ) -> Iterator[BackwardUpdates]:
-    """Inside, each parameter is updated in backward; `step()` and `zero_grad()` of the loop stay, and only end the step.
+    """Inside, each parameter is updated in backward; the loop's `step()` and `zero_grad()` stay and only end the step.
 
-    The bits are those of the same class without its foreach or fused form.
+    The result is bitwise equal to the same class with `foreach=False, fused=False`.
 
-    `max_norm`: before, gradients are clipped as by `clip_grad_norm_` over the optimizer's parameters; `made.norm` is the norm.
-    With `clip="hold"` that takes the bytes of all gradients until backward is over. With `clip="twice"` it takes one more
-    backward over a graph that is retained, or one more forward and backward with `optimizer.step(closure)`; the loop's own
-    hooks see both. `accumulate`: backwards per step, whose gradients are held until the last adds to each. (`Flora` holds them
-    as small sketches instead: see its `sketching`.)
+    `max_norm`: gradients are first clipped as by `clip_grad_norm_` over the optimizer's parameters; `made.norm` is the norm.
+    With `clip="hold"` that takes the bytes of all gradients until the end of backward. With `clip="twice"` it takes one more
+    backward over a retained graph, or one more forward and backward with `optimizer.step(closure)`; the loop's own hooks run in
+    both. `accumulate`: backwards per step; their gradients are held until the last of them. (`Flora` holds them as small
+    sketches instead: see its `sketching`.)
     """
     made = BackwardUpdates(optimizer, max_norm=max_norm, clip=clip, accumulate=accumulate)
     try:

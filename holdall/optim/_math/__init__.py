@@ -1,1 +1,1 @@
-"""What several optimizers compute with."""
+"""Arithmetic that several optimizers share."""

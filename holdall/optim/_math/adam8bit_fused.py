@@ -1,6 +1,6 @@
-"""One step of 8-bit Adam as one op, for GPUs with Triton. Elsewhere the plain ops of `adam8bit.py` do the same.
+"""A step of 8-bit Adam as one op per parameter, for GPUs with Triton. Elsewhere the plain ops of `adam8bit.py` do the same.
 
-A trace sees one op a parameter, without temporaries, where the plain ops are hundreds of them.
+A trace records one op per parameter, without temporaries, instead of hundreds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _kernel() -> Any:
 
 
 def is_there() -> bool:
-    """Whether updates on this machine's GPU are one kernel each."""
+    """Can updates on this machine's GPU run as one kernel each?"""
     return torch.cuda.is_available() and _kernel() is not None
 
 
 def works_on(value: Tensor, grad: Tensor) -> bool:
-    """Whether the kernel does this update: 32 bits or less, in order, on a GPU with Triton."""
+    """Does the kernel support this update: at most 32 bits, contiguous, on a GPU with Triton?"""
     narrow = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (value, grad))
     return value.device.type == "cuda" and narrow and value.is_contiguous() and _kernel() is not None
 
@@ -83,16 +83,17 @@ def _op(
 
 @_op.register_fake
 def _(*_: Any) -> None:
-    """Nothing is made."""
+    """The fake of the op: it writes in place and returns nothing."""
 
 
 def _tables(like: Tensor) -> Tensor:
-    """(4, 256): levels with signs and without, and the middles between them. Made once: that waits for the device."""
+    """(4, 256): levels with signs and without, and the middles between them. Made once: making it synchronises with the
+    device."""
     found = _TABLES.get(like.device)
     if found is None or type(like) is not type(found):
         levels = torch.tensor([dynamic_table(signed=signed) for signed in (True, False)], device=like.device)
         middles = torch.nn.functional.pad((levels[:, 1:] + levels[:, :-1]) / 2, (0, 1))
         found = torch.cat([levels, middles])
-        if type(found) is Tensor:  # and not a stand-in of a trace
+        if type(found) is Tensor:  # not a fake tensor of a trace
             _TABLES[like.device] = found
     return found

@@ -19,7 +19,7 @@ def is_factored(shape: Sequence[int]) -> bool:
 
 
 def factored_elements(shape: Sequence[int]) -> int:
-    """How many numbers the moment of a tensor of this shape takes."""
+    """The number of elements in the factored moment of a tensor of this shape."""
     if not is_factored(shape):
         return prod(shape)
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
@@ -32,7 +32,7 @@ def make_factors(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def average_factors(row: torch.Tensor, col: torch.Tensor, square: torch.Tensor, beta: float) -> None:
-    """Let the means follow those of `square`."""
+    """Update the running means with those of `square`."""
     row.mul_(beta).add_(square.mean(dim=-1, keepdim=True), alpha=1 - beta)
     col.mul_(beta).add_(square.mean(dim=-2, keepdim=True), alpha=1 - beta)
 

@@ -24,7 +24,7 @@ def moment_bytes(numel: int, bits: int, itemsize: int) -> int:
 
 
 def read_moment(state: State, key: str, like: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """A moment shaped as `like`, zero at first. What is kept in 32 bits is handed out itself, codes as a decoded copy."""
+    """A moment in the shape of `like`, zero at first: the tensor itself if stored in 32 bits, else a decoded copy."""
     if key not in state:
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
     if f"{key}_scale" not in state:
@@ -38,7 +38,7 @@ def write_moment(state: State, key: str, value: torch.Tensor, *, bits: int, sign
         state[key] = value
         return
     codes, scales = encode(value, signed=signed)
-    if key in state:  # into the same memory, so that it does not wander
+    if key in state:  # into the same memory, so that its address stays
         state[key].copy_(codes)
         state[f"{key}_scale"].copy_(scales)
     else:
@@ -46,7 +46,7 @@ def write_moment(state: State, key: str, value: torch.Tensor, *, bits: int, sign
 
 
 def adam_direction(grad: torch.Tensor, state: State, *, betas: tuple[float, float], eps: float, bits: int = 32) -> torch.Tensor:
-    """m / (sqrt(v) + eps) after the moments have taken in `grad`; not yet corrected for their start at zero."""
+    """m / (sqrt(v) + eps) after updating both moments with `grad`; without bias correction."""
     beta1, beta2 = betas
     m = read_moment(state, "exp_avg", grad, signed=True).mul_(beta1).add_(grad, alpha=1.0 - beta1)
     v = read_moment(state, "exp_avg_sq", grad, signed=False).mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
@@ -69,5 +69,5 @@ def adamw_(value: torch.Tensor, grad: torch.Tensor, moments: Sequence[torch.Tens
 
 
 def corrected(lr: float, step: int, betas: tuple[float, float]) -> float:
-    """The learning rate of step number `step` (from 1), corrected for moments that began at zero."""
+    """The learning rate of step number `step` (from 1), with bias correction."""
     return lr * math.sqrt(1.0 - betas[1] ** step) / (1.0 - betas[0] ** step)

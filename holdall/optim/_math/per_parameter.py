@@ -1,8 +1,8 @@
-"""What the optimizers of this folder share: a step that treats each parameter alone, in 32 bits, with options that are checked.
+"""The base of the optimizers in this folder: a step that updates each parameter on its own, in 32 bits, with checked options.
 
 A rule gets the parameter's values and its gradient in the precision it computes in. For parameters of 16 bits these are
 copies (4 bytes an element each) that live while that one parameter is updated; for others they are the tensors themselves.
-Where a rule looks at each element alone, a large parameter is updated a stretch at a time, and so are its temporaries.
+Where a rule is elementwise, a large parameter is updated a slice at a time, which bounds the temporaries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FOREIGN = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "
 
 
 class PerParameter(torch.optim.Optimizer):
-    """Members define `_update`, `state_bytes` by way of `_bytes`, and `_check` for what a group may ask."""
+    """Members define `_update`, `_bytes` (for `state_bytes`), and `_check` for the options of a group."""
 
     name: ClassVar[str]
     paper: ClassVar[str]
@@ -40,7 +40,7 @@ class PerParameter(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; the gradients stay as they are."""
+        """Update every parameter that has a gradient; gradients are unchanged."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -58,7 +58,7 @@ class PerParameter(torch.optim.Optimizer):
         return self._bytes(param, self._group_of(param)) if param.requires_grad else 0
 
     def is_by_element(self, param: torch.Tensor) -> bool:
-        """Whether `param` is updated element by element, or a few neighbours at a time."""
+        """Is `param` updated elementwise, or in small blocks?"""
         return bool(self._alone(self._group_of(param)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class PerParameter(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, but states keep their precision: torch would turn them into the parameter's, codes included."""
+        """As torch does, but states keep their dtype: torch would convert them to the parameter's, codes included."""
         super().load_state_dict(state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -120,21 +120,22 @@ class PerParameter(torch.optim.Optimizer):
         state.update({key: kept for key, kept in part.items() if key not in shaped})
 
     def _alone(self, group: Group) -> Sequence[str]:  # noqa: ARG002
-        """If the rule looks at each element alone in this group: the states that it changes in place, each as the parameter."""
+        """If the rule is elementwise in this group: the names of the states that it updates in place, each in the parameter's
+        shape."""
         return ()
 
     def _update(self, value: torch.Tensor, grad: torch.Tensor, state: State, group: Group) -> None:
-        """Change `value` in place. `grad` is only read; an empty or missing state is made."""
+        """Update `value` in place. `grad` is only read; a missing state is created."""
         raise NotImplementedError
 
     def _bytes(self, p: torch.Tensor, group: Group) -> int:
         raise NotImplementedError
 
     def _check(self, group: Group) -> None:
-        """Refuse what the rule cannot do with the parameters of a new group."""
+        """Raise if the rule does not support the parameters or options of a new group."""
 
     def _refuse_codes(self, group: Group) -> None:
-        """A rule that reaches into a parameter's memory would find codes there, or lose what it writes."""
+        """Raise for 8-bit weights: a rule that accesses a parameter's memory would find codes there."""
         decodes = type(self)._apply is PerParameter._apply and not getattr(self, "forward_only", False)
         if not decodes and any(isinstance(p, Int8Weight) for p in group["params"]):
             raise Unsupported(f"{self.name} does not train weights of 8 bits", hint="use `holdall.optim.galore.GaLore`")
@@ -143,16 +144,19 @@ class PerParameter(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(p is param for p in group["params"]):
                 return group
-        raise InvalidInput(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's", hint="add its group")
+        raise InvalidInput(
+            f"a parameter of shape {tuple(param.shape)} does not belong to this optimizer",
+            hint="call `optimizer.add_param_group({'params': [parameter]})`",
+        )
 
 
 def compute_dtype(p: torch.Tensor) -> torch.dtype:
-    """The precision of the computation and of the state: 32 bits, or more where the parameter has more."""
+    """The dtype of the computation and of the state: float32, or the parameter's if that is wider."""
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def number_seeds(optimizer: PerParameter, group: Group) -> None:
-    """Give each parameter of a new group its own seed, by its place among all: the same on every rank, kept in its state."""
+    """Give each parameter of a new group its own seed by its index, the same on every rank; it is kept in the state."""
     before = sum(len(g["params"]) for g in optimizer.param_groups) - len(group["params"])
     for place, p in enumerate(group["params"], before + 1):
         if p.requires_grad:
@@ -160,12 +164,12 @@ def number_seeds(optimizer: PerParameter, group: Group) -> None:
 
 
 def seed_of(state: State, group: Group) -> int:
-    """The parameter's own seed; the group's where the state came without one."""
+    """The parameter's own seed; the group's if the state has none."""
     return int(state.get("seed") or group["seed"])
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
-    """Root of the mean square, as a tensor: nothing waits for the device."""
+    """The root mean square as a tensor, without synchronising with the device."""
     norm: torch.Tensor = torch.linalg.vector_norm(x)
     return norm / math.sqrt(max(1, x.numel()))
 
@@ -185,7 +189,7 @@ def _dense(grad: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _check_numbers(group: Group) -> None:
-    """The numbers that many rules have, each within its bounds."""
+    """Check the bounds of options that many rules have."""
     for key in ("lr", "weight_decay"):
         if key in group and not float(group[key]) >= 0:
             raise InvalidInput(f"`{key}` is {group[key]}, but must not be below 0", hint=f"give {key} as 0 or more")

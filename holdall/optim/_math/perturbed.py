@@ -1,8 +1,8 @@
 """A model that computes with perturbed parameters while the parameters themselves never change.
 
-While the mode is on, every op that reads one of the parameters is given a stand-in instead, made on the spot and dropped with
-the op. So one parameter's worth of memory is enough whatever the size of the model, nothing has to be restored, and an error
-in the middle of a forward leaves the parameters as they were. Views made of a parameter before the mode was on are followed.
+While the mode is on, every op that reads one of the parameters gets a perturbed copy, which is made for that op and freed after
+it. So the extra memory is that of one parameter whatever the size of the model, nothing has to be restored, and an error in the
+middle of a forward leaves the parameters unchanged. Views made of a parameter before the mode was on are handled too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Perturbed(TorchDispatchMode):
-    """`make(n, param)` gives the stand-in for parameter number n: a new tensor of its shape and dtype, laid out alike."""
+    """`make(n, param)` returns the perturbed copy of parameter number n: a new tensor of its shape, dtype and strides."""
 
     supports_higher_order_operators = True
 
@@ -59,18 +59,18 @@ class Perturbed(TorchDispatchMode):
 
 @lru_cache(maxsize=1024)
 def _written(func: torch._ops.OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Places and names of the arguments that an op writes to: those are meant as they are."""
+    """Positions and names of the arguments that an op writes to: those are not replaced."""
     written = [(n, a.name) for n, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     return tuple(n for n, _ in written), tuple(name for _, name in written)
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements of storage between its first and its last."""
+    """Elements of storage from the tensor's first to its last."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
 
 
 def _view(made: Tensor, tensor: Tensor, offset: int, param: Tensor) -> Tensor:
-    """Of the stand-in, what `tensor` is of the parameter."""
+    """The view of the perturbed copy that corresponds to the view `tensor` of the parameter."""
     if made.stride() != param.stride():  # the parameter has gaps, which a new tensor does not
         made = torch.empty_strided(param.shape, param.stride(), dtype=made.dtype, device=made.device).copy_(made)
     return made.as_strided(tensor.shape, tensor.stride(), offset)

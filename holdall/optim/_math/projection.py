@@ -1,6 +1,6 @@
-"""From a matrix to a small one and back: the shorter side is projected onto a few directions.
+"""Low-rank projection of a matrix and back: the shorter side is projected onto `rank` directions.
 
-A projector is always held as (rank, short), one direction a row, whichever side it is for.
+A projector is always stored as (rank, short), one direction per row, whichever side it is for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DRAWS = 15  # the next seed is this draw of a generator with the old one
 
 
 def is_left(shape: torch.Size) -> bool:
-    """Whether the shorter side is the rows; the columns where both are equal."""
+    """Are there fewer rows than columns?"""
     return shape[0] < shape[1]
 
 
@@ -34,9 +34,7 @@ def up(low: torch.Tensor, projector: torch.Tensor, *, left: bool) -> torch.Tenso
 
 def gaussian(seed: int, rank: int, short: int, like: torch.Tensor) -> torch.Tensor:
     """N(0, 1/rank) from the seed alone, so that E[up(down(x))] = x; the global generators are not touched."""
-    if (
-        like.device.type == "cuda" and not torch.cuda.is_available()
-    ):  # a trace for a machine elsewhere: the shape is all it needs
+    if like.device.type == "cuda" and not torch.cuda.is_available():  # a trace for another machine: only the shape matters
         return like.new_empty(rank, short)
     generator = torch.Generator(device=like.device).manual_seed(seed)
     drawn = torch.randn(rank, short, generator=generator, device=like.device, dtype=like.dtype).div_(rank**0.5)
@@ -45,7 +43,7 @@ def gaussian(seed: int, rank: int, short: int, like: torch.Tensor) -> torch.Tens
         return drawn
     from torch.distributed.tensor import DTensor, Replicate
 
-    # a sharded parameter: every rank has drawn the same
+    # a sharded parameter: every rank draws the same numbers
     return DTensor.from_local(drawn, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
@@ -57,7 +55,7 @@ def next_seed(seed: int) -> int:
 
 
 def check_matrices(name: str, group: Group) -> None:
-    """A group that asks for a rank has matrices only, none smaller than the rank."""
+    """Raise unless a group with a rank has only matrices whose sides are at least the rank."""
     if group["rank"] is None:
         return
     for p in group["params"]:

@@ -33,12 +33,12 @@ def dynamic_table(*, signed: bool) -> tuple[float, ...]:
 
 
 def table_on(device: torch.device, *, signed: bool) -> torch.Tensor:
-    """The levels as a tensor. Making one waits for the device, so whoever works in pieces makes it once."""
+    """The levels as a tensor. Making it synchronises with the device, so callers that work in pieces make it once."""
     return torch.tensor(dynamic_table(signed=signed), device=device)
 
 
 def coded_bytes(numel: int) -> int:
-    """A byte an element and four a block."""
+    """Bytes of the codes: one per element and four per block."""
     return numel + 4 * ceil(numel / BLOCK)
 
 
@@ -78,7 +78,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool, table: to
 
 
 def _pieces(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """(elements, their blocks): so many at a time that what is made on the way stays small."""
+    """(slice of elements, slice of blocks) of each piece; pieces bound the temporaries."""
     numel, piece = flat.numel(), piece_of(flat.device, on_gpu=ON_GPU)
     for begin in range(0, numel, piece):
         end = min(begin + piece, numel)

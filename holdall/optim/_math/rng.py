@@ -1,4 +1,4 @@
-"""Random numbers that are the optimizer's own, and forwards that draw the same ones twice."""
+"""Random generators of the optimizers' own, and forwards that draw the same random numbers again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mix(*numbers: int) -> int:
 
 
 def generator(device: torch.device, *numbers: int) -> torch.Generator:
-    """A generator of its own for these numbers; the global stream is not touched."""
+    """A new generator seeded by these numbers; the global one is not touched."""
     made = torch.Generator(device=device)
     made.manual_seed(mix(*numbers))
     return made
@@ -30,7 +30,7 @@ def generator(device: torch.device, *numbers: int) -> torch.Generator:
 
 @contextmanager
 def rewound(devices: Iterable[torch.device]) -> Iterator[None]:
-    """After the block the global streams are where they were: the forward that follows draws the same numbers (dropout)."""
+    """Restores the global random state afterwards, so that the next forward draws the same numbers (dropout)."""
     cuda = sorted({d.index if d.index is not None else torch.cuda.current_device() for d in devices if d.type == "cuda"})
     with torch.random.fork_rng(devices=cuda):
         yield

@@ -12,7 +12,8 @@ _COLD, _WARM = 6, 2  # rounds of the iteration from random directions, and from 
 
 
 def leading(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first left and right singular vectors as rows, (rank, n) and (rank, m), by a full SVD, which makes three more."""
+    """The first left and right singular vectors as rows, (rank, n) and (rank, m), by a full SVD, whose temporaries are three
+    matrices of full size."""
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     # own memory: a slice would keep all of u or vh alive
     return u.mT[:rank].clone(memory_format=torch.contiguous_format), vh[:rank].clone(memory_format=torch.contiguous_format)

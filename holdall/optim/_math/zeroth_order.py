@@ -1,6 +1,7 @@
-"""Gradients from losses alone: by coordinates (CGE), along random directions (RGE), and losses that need not begin anew.
+"""Gradient estimates from losses alone: by coordinates (CGE) or along random directions (RGE), and losses that can be
+restarted.
 
-The closures return a loss and call no backward. Every evaluation draws the same random numbers, and parameters keep their bits.
+Closures return a loss and call no backward. Every evaluation draws the same random numbers, and parameters are unchanged.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Closure = Callable[[], Any]
 
 
 class ChainLoss:
-    """The loss of a chain of modules, which can be taken again from the module where something changed.
+    """The loss of a chain of modules; it can be recomputed from the module whose parameter changed.
 
-    Calling it runs the whole chain and keeps what goes into every module; `restart(param)` runs from the module that has the
-    parameter. Both give the same bits. Buffers (BatchNorm's statistics) are advanced by whole runs only.
+    Calling it runs the whole chain and keeps the input of every module; `restart(param)` runs from the module that has the
+    parameter. Both give the same bits. Buffers (BatchNorm's statistics) are updated by whole runs only.
     """
 
     def __init__(self, chain: nn.Sequential | Sequence[nn.Module], x: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
@@ -53,7 +54,7 @@ class ChainLoss:
         return loss
 
     def restart(self, param: Tensor) -> Tensor:
-        """The loss with this parameter as it is now, all before it being as at the last whole run."""
+        """The loss with the current value of this parameter; earlier modules are as in the last whole run."""
         k = self._place.get(id(param))
         if k is None or not self._inputs:
             raise InvalidInput(
@@ -71,7 +72,7 @@ class ChainLoss:
         return loss
 
     def cost(self, param: Tensor) -> float:
-        """Seconds that a restart for this parameter takes, as the last whole run measured."""
+        """Seconds of a restart for this parameter, as measured in the last whole run."""
         return self._ends[self._place[id(param)]] if self._ends else 1.0
 
     def _refuse_chance(self) -> None:
@@ -104,11 +105,13 @@ def coordinate_slopes(param: Tensor, indices: Sequence[int], closure: Closure, b
 
 
 def base_loss(closure: Closure, device: torch.device) -> float:
-    """The loss where we are; a ChainLoss keeps what later evaluations begin from."""
+    """The loss at the current parameters; a `ChainLoss` keeps the inputs for restarts."""
     with rewound([device]):
         loss = float(closure())
     if not math.isfinite(loss):
-        raise InvalidInput(f"the loss is {loss}", hint="nothing was changed: begin from other parameters, or use another batch")
+        raise InvalidInput(
+            f"the loss is {loss}, so the step was not made", hint="use another batch, or start from other parameters"
+        )
     return loss
 
 
@@ -171,7 +174,7 @@ class ParameterSpan:
 
 
 def share(counts: Sequence[int], costs: Sequence[float], worker: int, workers: int) -> list[ParameterSpan]:
-    """What one of several workers evaluates: a stretch of all coordinates, with an equal part of the cost."""
+    """The coordinates that one of several workers evaluates: a range with an equal share of the cost."""
     total = sum(count * cost for count, cost in zip(counts, costs, strict=True))
     spans, start = [], 0.0
     for n, (count, cost) in enumerate(zip(counts, costs, strict=True)):

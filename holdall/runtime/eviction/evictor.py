@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ _aten = torch.ops.aten
 MakePool = Callable[["Evictor", int], EvictionPool]  # (driver, bytes in use at the start of a step) -> pool
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Handle)
 See = Callable[[torch.UntypedStorage, str], None]
+
+
+@dataclass(slots=True)
+class _OpCall:
+    """One op as it is dispatched: its arguments, whole and flattened, and the handles among them."""
+
+    func: Any
+    nature: Nature
+    args: Any
+    kwargs: Any
+    flat: list[Any]
+    spec: Spec
+    handles: list[Handle]
+    backward: bool
+    accumulates: bool  # its result becomes a gradient of a parameter
 
 
 class Evictor(TorchDispatchMode):
@@ -134,7 +150,7 @@ class Evictor(TorchDispatchMode):
                 out = func(*real_args, **real_kwargs)
             else:
                 backward = node is not None or (not self._depth and func is _aten.ones_like.default)
-                out = self._op(func, nature, args, kwargs, flat, spec, handles, backward, accumulates)
+                out = self._op(_OpCall(func, nature, args, kwargs, flat, spec, handles, backward, accumulates))
                 self.ops += 1
         self.seconds += time.perf_counter() - began
         return out
@@ -153,38 +169,18 @@ class Evictor(TorchDispatchMode):
         out = func(*args, **kwargs)
         return map_tensors(out, lambda t: Handle(t, t.storage_offset(), source.cell, self, source.device))
 
-    def _op(
-        self,
-        func: Any,
-        nature: Nature,
-        args: Any,
-        kwargs: Any,
-        flat: list[Any],
-        spec: Spec,
-        handles: list[Handle],
-        backward: bool,
-        accumulates: bool,
-    ) -> Any:
-        pool, label = self.pool, str(func)
-        altered = changed_arguments(func, nature, args, kwargs) if nature.changed or nature.is_batch_norm else []
-        cells = list({id(h.cell): h.cell for h in handles}.values())
+    def _op(self, call: _OpCall) -> Any:
+        """Run an op: make room, run it on the real tensors, and record how its results can be made again."""
+        pool, label = self.pool, str(call.func)
+        changed, outside = self._changed_by(call)
+        cells = list({id(h.cell): h.cell for h in call.handles}.values())
         inputs = tuple(cell.value for cell in cells)
         at = {id(cell): n for n, cell in enumerate(cells)}
-        changed = [t.cell for t in altered if isinstance(t, Handle)]
-        outside = {id(t): t for t in altered if not isinstance(t, Handle)}
-        if outside and not nature.is_batch_norm:
-            pool.changes_outside([t.untyped_storage()._cdata for t in outside.values()])
-        key = self._outlook.key(func, flat, len(args))
-        sizes = self._outlook.sizes(key, func, args, kwargs)
+        key = self._outlook.key(call.func, call.flat, len(call.args))
+        sizes = self._outlook.sizes(key, call.func, call.args, call.kwargs)
         pool.prepare(inputs, sizes or (), label)
         try:
-            real = [over(x.cell.value.bytes, geometry(x)) if isinstance(x, Handle) else x for x in flat]
-            random = RandomState(self._device(real)) if nature.is_random else None
-            real_args, real_kwargs = unflatten(real, spec)
-            paused = time.perf_counter()
-            with self._quiet() if sizes is None else nullcontext():
-                out = self._run(lambda: func(*real_args, **real_kwargs))
-            self.seconds -= time.perf_counter() - paused
+            out, real, random = self._execute(call, is_known=sizes is not None)
         except BaseException:
             pool.failed(inputs)
             raise
@@ -195,35 +191,47 @@ class Evictor(TorchDispatchMode):
             self._outlook.learn(key, got)
             if sum(got) > sum(sizes or ()):
                 pool.make_room(got, label)
-        cost = self._outlook.cost(key, func, args, kwargs, out)
+        cost = self._outlook.cost(key, call.func, call.args, call.kwargs, out)
         maker = Maker(inputs=inputs, cost=cost, label=label, scratch=sum(t.nbytes for t in outside.values()))
-        wraps = not accumulates
-        made = []
-        if wraps:
-            for storage, size in zip(fresh, got, strict=True):
-                s = Storage(label, size, maker)
-                s.bytes = storage
-                made.append(s)
-        changes = []
-        for cell in dict.fromkeys(changed):
-            new = Storage(label, cell.value.size, maker)
-            new.bytes, cell.value.bytes = cell.value.bytes, None
-            changes.append((cell.value, new))
-            cell.value = new
+        made = [] if call.accumulates else [_stored(label, size, maker, s) for s, size in zip(fresh, got, strict=True)]
+        changes = _replace(changed, label, maker)
+        forms: list[Any] = []
         if made or changes:
-            forms: list[Any] = [self._form(x, at, outside) for x in flat]
-            maker.payload = OpRecipe(func, forms, spec, random)
-        for t in flat:
+            forms = [self._form(x, at, outside) for x in call.flat]
+            maker.payload = OpRecipe(call.func, forms, call.spec, random)
+        for t in call.flat:
             if isinstance(t, torch.Tensor) and not isinstance(t, Handle):
                 self._see(t.untyped_storage(), label)
         for storage in fresh:
             self._see(storage, label)
         self._tick()
-        pool.made(maker, made, changes=changes, backward=backward)
+        pool.made(maker, made, changes=changes, backward=call.backward)
         if made or changes:
             constants = [x for x in forms if isinstance(x, Constant) and not x.changed]
             pool.reads_outside(maker, [x.tensor.untyped_storage()._cdata for x in constants])
-        return self._wrap(out, real, flat, made, handles)
+        return self._wrap(out, real, call.flat, made, call.handles)
+
+    def _changed_by(self, call: _OpCall) -> tuple[list[Cell], dict[int, torch.Tensor]]:
+        """What an op changes in place: handles' cells, and tensors outside of the pool, whose readers are told."""
+        nature = call.nature
+        if not nature.changed and not nature.is_batch_norm:
+            return [], {}
+        altered = changed_arguments(call.func, nature, call.args, call.kwargs)
+        outside = {id(t): t for t in altered if not isinstance(t, Handle)}
+        if outside and not nature.is_batch_norm:
+            self.pool.changes_outside([t.untyped_storage()._cdata for t in outside.values()])
+        return [t.cell for t in altered if isinstance(t, Handle)], outside
+
+    def _execute(self, call: _OpCall, *, is_known: bool) -> tuple[Any, list[Any], RandomState | None]:
+        """(result, real arguments, random state before a random op). `is_known`: the sizes of its results are."""
+        real = [over(x.cell.value.bytes, geometry(x)) if isinstance(x, Handle) else x for x in call.flat]
+        random = RandomState(self._device(real)) if call.nature.is_random else None
+        args, kwargs = unflatten(real, call.spec)
+        paused = time.perf_counter()
+        with nullcontext() if is_known else self._quiet():
+            out = self._run(lambda: call.func(*args, **kwargs))
+        self.seconds -= time.perf_counter() - paused
+        return out, real, random
 
     def _form(self, x: Any, at: dict[int, int], outside: dict[int, torch.Tensor]) -> Any:
         if isinstance(x, Handle):
@@ -310,6 +318,23 @@ class Evictor(TorchDispatchMode):
 
     def drop(self, storage: Storage) -> None:
         storage.bytes = None
+
+
+def _stored(label: str, size: int, maker: Maker, storage: torch.UntypedStorage) -> Storage:
+    made = Storage(label, size, maker)
+    made.bytes = storage
+    return made
+
+
+def _replace(changed: Sequence[Cell], label: str, maker: Maker) -> list[tuple[Storage, Storage]]:
+    """(old, new) value of each cell that an op changed in place; the new one takes over the bytes."""
+    found = []
+    for cell in dict.fromkeys(changed):
+        old = cell.value
+        cell.value = _stored(label, old.size, maker, old.bytes)
+        old.bytes = None
+        found.append((old, cell.value))
+    return found
 
 
 def _ghost(handle: Handle) -> torch.Tensor:
