@@ -34,7 +34,7 @@ def ask_largest(request: Request, kind: str, *, step: int | None, progress: Prog
     check_kind(kind)
     if request.model is None:
         raise InvalidInput(
-            "`--largest` cannot be answered for a trace", hint="name a model, as in `holdall plan gpt2 --largest batch`"
+            "`--largest` needs a model, not a trace", hint="name a model, as in `holdall plan gpt2 --largest batch`"
         )
     if kind == "model":
         names = family_by_size(request.model, progress)

@@ -27,7 +27,7 @@ def find_phases(
     if request.model is None:
         if longest_seq is not None:
             raise InvalidInput(
-                "`--longest-seq` cannot be used with a trace",
+                "`--longest-seq` needs a model, not a trace",
                 hint="name the model, as in `holdall plan gpt2 --longest-seq 2048`",
             )
         return phases(problem, plan)
