@@ -209,10 +209,10 @@ class _Rewrite(Updates):
             each = len(shaped) // len(placed.unit.grads)
             size = sum(self.schedule.info(x).nbytes for x in (shaped if self.is_narrow else placed.unit.weights))
             masters = size // each if self.is_narrow else size
-            self.units[placed.unit.id] = replace(placed, masters=masters, sections=each + (0 if self.is_narrow else 1))
+            self.units[placed.unit.id] = replace(placed, far_bytes=masters, sections=each + (0 if self.is_narrow else 1))
         if away:
             away = [p for p in self.units if p.states]
-            room = stretch_bytes((p.masters for p in away), self.place.stretch) * max(p.sections for p in away)
+            room = stretch_bytes((p.far_bytes for p in away), self.place.stretch) * max(p.sections for p in away)
             like = self.trace.tensors[away[0].unit.weights[0]]
             for _ in range(self.place.buffers):
                 self.stretches.append(self.schedule.add(like, name="room for a stretch", kind=Kind.STATE, nbytes=room))

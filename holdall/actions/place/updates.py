@@ -34,7 +34,7 @@ class PlacedUpdate:
     cast: bool = False  # its weights are streamed: cast from masters on the device
     tier: str = ""  # the tier of its tensors that are not on the device
     states: str = ""  # the tier of its masters and states, if they are updated in stretches
-    masters: int = 0  # bytes of its masters there
+    far_bytes: int = 0  # of its masters there
     sections: int = 0  # flat buffers of so many bytes: the masters and each kind of state
 
 
@@ -162,15 +162,15 @@ class Updates:
     def _in_stretches(self, placed: PlacedUpdate, touched: tuple[TensorId, ...], seconds: float) -> list[Step]:
         """Read, update and write each; who has the same buffer goes one after the other."""
         steps: list[Step] = []
-        for begin, end in stretches(placed.masters, self.place.stretch):
+        for begin, end in stretches(placed.far_bytes, self.place.stretch):
             room = self.stretches[self._turn % len(self.stretches)]
             self._turn += 1
             nbytes = placed.sections * (end - begin)
-            weights = touched if end == placed.masters else ()  # what is fetched next is written by then
+            weights = touched if end == placed.far_bytes else ()  # what is fetched next is written by then
             name = placed.unit.name
             steps += [
                 Copy(tensors=(), nbytes=nbytes, src=placed.states, dst=self.far, uses=(room,), lane="states", name=name),
-                _host_run(placed.unit, (room, *touched), seconds * (end - begin) / placed.masters),
+                _host_run(placed.unit, (room, *touched), seconds * (end - begin) / placed.far_bytes),
                 Copy(
                     tensors=(), nbytes=nbytes, src=self.far, dst=placed.states, uses=(room, *weights), lane="states", name=name
                 ),

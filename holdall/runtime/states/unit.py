@@ -92,7 +92,7 @@ class PlacedUnit:
         self.buffer: Ticket | None = None
         self.source: Ticket | None = None  # host memory that working weights are fetched from
         self.homes: Ticket | None = None  # host memory of the masters
-        self.masters: Ticket | None = None  # trained ones in a farther tier, if they are updated in stretches
+        self.far_masters: Ticket | None = None  # trained ones in a farther tier, if they are updated in stretches
         self.is_torn = False  # an error interrupted an update in stretches: some are new, some are old
         self.is_here = True  # the working weights are on the device or being fetched
         self.updated: tuple[int, ...] = ()  # trained members changed by the latest update
@@ -216,14 +216,14 @@ class PlacedUnit:
         """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
         for m in self.members:
             grad, m.home.grad = m.home.grad, None
-            is_ours = in_store or (self.homes if m in at_home(self) else self.masters) is not None
+            is_ours = in_store or (self.homes if m in at_home(self) else self.far_masters) is not None
             m.home.data = m.home.data.clone() if is_ours else m.home.data
             if m.home.device != m.came_from:
                 m.home.data = m.home.data.to(m.came_from)
             m.work = m.home
             if grad is not None and not self.needs_work:  # a gradient of its own, not one of ours
                 m.home.grad = grad.to(m.came_from)
-        for ticket in {id(t): t for t in (self.homes, self.masters, self.buffer, self.source) if t is not None}.values():
+        for ticket in {id(t): t for t in (self.homes, self.far_masters, self.buffer, self.source) if t is not None}.values():
             if store is not None:
                 store.free(ticket)
         if self.flat is not None:  # a loss that the loop still holds refers to the working weights; free their memory
@@ -289,7 +289,7 @@ class PlacedUnit:
             assert self.flat is not None
             for view, m in zip(self.layout.views(self.flat), self.members, strict=True):
                 copy_tensor(view, m.home.data)
-        if self.is_streamed and not self.is_cast and self.source not in (self.homes, self.masters):
+        if self.is_streamed and not self.is_cast and self.source not in (self.homes, self.far_masters):
             assert store is not None and self.source is not None
             for view, m in zip(self.layout.views(store.memory(self.source)), self.members, strict=True):
                 copy_tensor(view, m.home.data)
@@ -378,12 +378,12 @@ def at_home(unit: PlacedUnit) -> list[Member]:
 def _settle_masters(unit: PlacedUnit, store: Keepers | None) -> None:
     """Masters that are updated in stretches, to their tier; working weights of the same precision come from there."""
     assert store is not None and (unit.is_narrow or len(unit.trained) == len(unit.members))
-    unit.masters = store.reserve(unit.wide.nbytes, tier=unit.placement.states)
-    for m, view in zip(unit.trained, unit.wide.views(store.memory(unit.masters)), strict=True):
+    unit.far_masters = store.reserve(unit.wide.nbytes, tier=unit.placement.states)
+    for m, view in zip(unit.trained, unit.wide.views(store.memory(unit.far_masters)), strict=True):
         copy_tensor(view, m.home.data)
         m.home.data = view
     if not unit.is_narrow:
-        unit.source = unit.masters
+        unit.source = unit.far_masters
 
 
 def find_members(model: torch.nn.Module, names: Sequence[str], trained: set[int]) -> Iterator[Member]:

@@ -98,9 +98,9 @@ class InStretches:
         """Take room for the states of these units, with those that there are, and for stretches."""
         away = [unit for unit in units if unit.is_away]
         for unit in away:
-            assert unit.masters is not None
+            assert unit.far_masters is not None
             tier = unit.placement.states
-            tickets = {MASTERS: unit.masters} | {k: self._lane.reserve(unit.wide.nbytes, tier=tier) for k in self._keys(unit)}
+            tickets = {MASTERS: unit.far_masters} | {k: self._lane.reserve(unit.wide.nbytes, tier=tier) for k in self._keys(unit)}
             views = {key: unit.wide.views(self._lane.memory(ticket)) for key, ticket in tickets.items()}
             self._sections[unit.name] = Sections(unit.wide, tickets, views)
             self._away.append(unit)
