@@ -180,10 +180,16 @@ def asked(folder: Path, options, of: str) -> dict[str, Any]:
     """What `holdall.plan` and `holdall.fit` are given for a budget, which may name its planner."""
     budget, _, planner = of.partition(":")
     name, _, option = planner.partition("-")
-    extra = {"host": {"through": False}, "through": {"through": True}}.get(option, {})
+    extra = {"host": {"via_device": False}, "through": {"via_device": True}}.get(option, {})
     known = folder / "hardware.json"
-    clips, hardware = not options.no_clip, known if known.exists() else options.hardware or None
-    return {"budget": f"{budget}GiB", "hardware": hardware, "planner": name or options.planner, "clips": clips, **extra}
+    reads_gradients, hardware = not options.no_clip, known if known.exists() else options.hardware or None
+    return {
+        "budget": f"{budget}GiB",
+        "hardware": hardware,
+        "planner": name or options.planner,
+        "reads_gradients": reads_gradients,
+        **extra,
+    }
 
 
 def make_plan(folder: Path, options, of: str) -> None:

@@ -30,7 +30,7 @@ def variants(trace):
     layers = [u.name for u in trace.units if ".layers." in u.name]
     recompute = [Recompute.of(trace, [b]) for b in trace.blocks if ".layers." in b.name]
 
-    def placed(first, rest, weights="resident", when="spill", device=0, slots=2):
+    def placed(first, rest, weights="resident", when="overlap_forward", device=0, slots=2):
         """`device`: so many layers updated on the device; of the rest every other as `first` and `rest` say."""
         rows = {}
         for n, name in enumerate(layers):
@@ -41,11 +41,11 @@ def variants(trace):
     return {
         "all-device": [Place.all(trace), *recompute],
         "host": placed("host", "host"),
-        "through": placed("through", "through"),
-        "mixed": placed("through", "host"),
-        "mixed-device4": placed("through", "host", device=4),
+        "via_device": placed("via_device", "via_device"),
+        "mixed": placed("via_device", "host"),
+        "mixed-device4": placed("via_device", "host", device=4),
         "host-backward": placed("host", "host", when="backward"),
-        "mixed-backward": placed("through", "host", when="backward"),
+        "mixed-backward": placed("via_device", "host", when="backward"),
         "streamed": placed("host", "host", weights="streamed"),
     }
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--shape", default="3b", choices=SHAPES)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--variants", default="host,through,mixed,mixed-device4,host-backward,streamed,all-device")
+    parser.add_argument("--variants", default="host,via_device,mixed,mixed-device4,host-backward,streamed,all-device")
     parser.add_argument("--out", default="engine_variants.csv")
     parser.add_argument("--profile", default="")
     options = parser.parse_args()
@@ -78,7 +78,7 @@ def main() -> None:
             trace=cost_trace(trace, hardware),
             hardware=hardware,
             budget={t.name: t.capacity for t in hardware.tiers},
-            clips="backward" not in name,
+            reads_gradients="backward" not in name,
         )
         row = {"variant": name}
         try:
@@ -93,7 +93,7 @@ def main() -> None:
                 clock.append(time.perf_counter())
                 loss = model(**batch).loss
                 loss.backward()
-                if problem.clips:
+                if problem.reads_gradients:
                     began = time.perf_counter()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     waits.append(time.perf_counter() - began)
@@ -104,7 +104,7 @@ def main() -> None:
             for _ in range(options.steps):
                 loss = model(**batch).loss
                 loss.backward()
-                if problem.clips:
+                if problem.reads_gradients:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -112,7 +112,7 @@ def main() -> None:
             torch.cuda.synchronize()
             steady = (time.perf_counter() - began) / options.steps
             if options.profile:
-                _profile(model, batch, optimizer, problem.clips, f"{options.profile}/{name}.json")
+                _profile(model, batch, optimizer, problem.reads_gradients, f"{options.profile}/{name}.json")
             measured = harness.measured()
             harness.close()
             tokens = batch["input_ids"].numel()
@@ -152,14 +152,14 @@ def main() -> None:
         writer.writerows({**r, **about} for r in rows)
 
 
-def _profile(model, batch, optimizer, clips, path):
+def _profile(model, batch, optimizer, reads_gradients, path):
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
         for _ in range(2):
             loss = model(**batch).loss
             loss.backward()
-            if clips:
+            if reads_gradients:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -126,7 +126,7 @@ def pose(trace: Trace, hardware: Hardware, limit: int | None, method: Method) ->
     if not method.in_backward:
         allow.add("place")
     budget = {home.name: home.capacity if limit is None else limit}
-    return Problem(trace=trace, hardware=hardware, budget=budget, allow=frozenset(allow), clips=False)
+    return Problem(trace=trace, hardware=hardware, budget=budget, allow=frozenset(allow), reads_gradients=False)
 
 
 def trace_file(optimizer: str) -> str:

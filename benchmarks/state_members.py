@@ -3,7 +3,7 @@
 python benchmarks/state_members.py [--models tiny-gpt2,tiny-llama,llama-3.2-3b] [--out FILE]
 
 Tiny models are planned for a CPU with a slow link, budgets in shares of plain training's peak; the others for an H200 with bf16
-working copies, budgets in GiB. `clips=False` has updates in backward.
+working copies, budgets in GiB. `reads_gradients=False` has updates in backward.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def main() -> None:
     rows = []
     for name in options.models.split(","):
         trace, hardware, budgets = world(name, options.batch, options.seq, [int(size) for size in options.gib.split(",")])
-        for clips in (True, False):
+        for reads_gradients in (True, False):
             for budget in budgets:
-                for row in compare(trace, hardware, budget, options.members.split(","), clips=clips):
-                    rows.append({"model": name, "clips": clips, "budget": budget, **row})
+                for row in compare(trace, hardware, budget, options.members.split(","), reads_gradients=reads_gradients):
+                    rows.append({"model": name, "reads_gradients": reads_gradients, "budget": budget, **row})
                     print(rows[-1], flush=True)
     for row in rows:
         if row["over_auto"] and row["over_auto"] < 0.999:
@@ -72,14 +72,14 @@ def world(name: str, batch: int, seq: int, sizes: list[int]) -> tuple[Trace, Har
 
 
 def compare(
-    trace: Trace, hardware: Hardware, budget: int, members: list[str], *, clips: bool
+    trace: Trace, hardware: Hardware, budget: int, members: list[str], *, reads_gradients: bool
 ) -> Iterator[dict[str, str | float | None]]:
     """A row for every planner: predicted seconds, their ratio to auto's, how long planning took."""
     auto = None
     for planner in ("auto", *members):
         began = time.perf_counter()
         try:
-            plan = holdall.plan(trace, planner=planner, budget=budget, hardware=hardware, clips=clips)
+            plan = holdall.plan(trace, planner=planner, budget=budget, hardware=hardware, reads_gradients=reads_gradients)
         except (holdall.Infeasible, holdall.Unsupported):
             yield {
                 "planner": planner,

@@ -105,7 +105,7 @@ def plan(
     planner: str = "auto",
     hardware: Hardware | str | Path | None = None,
     allow: Iterable[str] | None = None,
-    clips: bool = True,
+    reads_gradients: bool = True,
     accumulate: int = 1,
     progress: Progress = silent,
     **options: Any,
@@ -114,16 +114,23 @@ def plan(
 
     `budget`: bytes of the accelerator's memory as a number, "24GiB", a fraction of the device, "auto" (all of it), or one value
     per tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None to
-    probe this machine. `allow`: names of the actions that may be used. `clips`: whether the loop reads or changes gradients
-    between backward and step; if not, parameters may be updated in backward. `accumulate`: backwards per step. `options` go to
-    the planner.
+    probe this machine. `allow`: names of the actions that may be used. `reads_gradients`: whether the loop reads or changes
+    gradients between backward and step; if not, parameters may be updated in backward. `accumulate`: backwards per step.
+    `options` go to the planner.
     """
     from holdall.fitting.remembering import remember_plan
 
+    reads_gradients = options.pop("clips", reads_gradients)  # its older name
     chosen = build_member("planners", planner, options, f"planner {planner}")
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
     problem = make_problem(
-        read, budget=budget, hardware=hardware, allow=allow, clips=clips, accumulate=accumulate, progress=progress
+        read,
+        budget=budget,
+        hardware=hardware,
+        allow=allow,
+        reads_gradients=reads_gradients,
+        accumulate=accumulate,
+        progress=progress,
     )
     with _no_collection():
         return remember_plan(problem, chosen, lambda: chosen(problem))
@@ -235,7 +242,7 @@ def fit(
     precision: Precision = None,
     autocast: Autocast = None,
     head: str | int = "auto",
-    clips: bool = True,
+    reads_gradients: bool = True,
     accumulate: int = 1,
     enforce: bool = True,
     lengths: str | Iterable[Any] | None = None,
@@ -262,6 +269,7 @@ def fit(
     from holdall.fitting.request import FitRequest
     from holdall.fitting.start import start
 
+    reads_gradients = options.pop("clips", reads_gradients)  # its older name
     request = FitRequest(
         budget=budget,
         planner=planner,
@@ -272,7 +280,7 @@ def fit(
         precision=precision,
         autocast=autocast,
         head=head,
-        clips=clips,
+        reads_gradients=reads_gradients,
         accumulate=accumulate,
         enforce=enforce,
         lengths=lengths,

@@ -161,7 +161,7 @@ def _of_optimizer(cls: Any) -> tuple[Verdict, str]:
         return Verdict(level=REFUSED, why=f"{cls.name} takes no gradients", hint="train without a plan"), ""
     if getattr(cls, "consumes_gradients", False):
         why = f"{cls.name} updates in backward by hooks of its own"
-        return Verdict(level=REFUSED, why=why, hint="plan for SGD with `clips=False`"), ""
+        return Verdict(level=REFUSED, why=why, hint="plan for SGD with `reads_gradients=False`"), ""
     return Verdict(why=f"exact: as {cls.name} trains without a plan"), ""
 
 

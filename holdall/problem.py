@@ -25,7 +25,7 @@ from holdall.units import parse_bytes
 
 Budget = str | int | float | Mapping[str, str | int | float]
 
-PROBLEM = ("budget", "hardware", "allow", "clips", "accumulate", "progress")
+PROBLEM = ("budget", "hardware", "allow", "reads_gradients", "accumulate", "progress")
 
 
 def make_problem(
@@ -34,7 +34,7 @@ def make_problem(
     budget: Budget = "auto",
     hardware: Hardware | str | Path | None = None,
     allow: Iterable[str] | None = None,
-    clips: bool = True,
+    reads_gradients: bool = True,
     accumulate: int = 1,
     progress: Progress = silent,
 ) -> Problem:
@@ -42,7 +42,7 @@ def make_problem(
     progress("looking at this machine", 0, 0, "")
     machine = hardware_for(trace, hardware, budget)
     progress("planning", 0, 0, "")
-    given: dict[str, Any] = {"allow": allow, "clips": clips, "accumulate": accumulate, "progress": progress}
+    given: dict[str, Any] = {"allow": allow, "reads_gradients": reads_gradients, "accumulate": accumulate, "progress": progress}
     return bare_problem(cost_trace(trace, machine), machine, budget=budget, **given)
 
 
@@ -52,7 +52,7 @@ def bare_problem(
     *,
     budget: Budget = "auto",
     allow: Iterable[str] | None = None,
-    clips: bool = True,
+    reads_gradients: bool = True,
     accumulate: int = 1,
     progress: Progress = silent,
 ) -> Problem:
@@ -62,7 +62,7 @@ def bare_problem(
         hardware=hardware,
         budget=resolve_budget(budget, hardware),
         allow=resolve_allow(allow),
-        clips=clips,
+        reads_gradients=reads_gradients,
         accumulate=accumulate,
         progress=progress,
     )

@@ -130,9 +130,9 @@ class _Late:
                 members = [unit.trained[n] for n in which]
                 states = updater.states(members)
                 is_first = not any(states)
-                updater.part(unit).update([m.home.detach() for m in members], grads, states, groups, which)
+                updater.part(unit).update([m.master.detach() for m in members], grads, states, groups, which)
                 for m, state in zip(members, states, strict=True):
-                    optimizer.state[m.home] = state
+                    optimizer.state[m.master] = state
                     if is_first:
                         updater.outside += sum(getattr(v, "nbytes", 0) for v in state.values())
 
@@ -151,11 +151,11 @@ class _Late:
         which, grads = [], []
         with self._quiet():
             for n in held.which:
-                grad = unit.trained[n].home.grad
+                grad = unit.trained[n].master.grad
                 if grad is not None:
                     which.append(n)
                     grads.append(grad.value() if isinstance(grad, Gradient) else grad.clone())
-                    unit.trained[n].home.grad = None  # else the engine would use it in this step
+                    unit.trained[n].master.grad = None  # else the engine would use it in this step
         del engine.held[unit.name]
         if held.sum is not None and engine.store is not None:
             engine.store.free(held.sum)

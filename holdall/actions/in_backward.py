@@ -41,7 +41,7 @@ class InBackward(Facts):
     exact: ClassVar[bool] = True
     rank: ClassVar[int] = 35  # after every action that moves tensors of backward
     settles_states: ClassVar[bool] = True
-    what: ClassVar[str] = "parameters are updated in backward, as gradients are made (clips=False)"
+    what: ClassVar[str] = "parameters are updated in backward, as gradients are made (reads_gradients=False)"
 
     @staticmethod
     def of(trace: Trace, actions: Iterable[Action] = (), *, max_norm: float | None = None, accumulate: int = 1) -> Action:
@@ -102,10 +102,10 @@ def _refuse(problem: Problem, action: InBackward) -> None:
             "the model computes with working copies, which `in_backward` cannot update",
             hint='use `place` with when="backward", which `InBackward.of(trace, actions)` returns',
         )
-    if problem.clips and action.max_norm is None:
+    if problem.reads_gradients and action.max_norm is None:
         raise Unsupported(
             "clipping by the global norm needs all gradients before the first update, so none can be made in backward",
-            hint="plan with clips=False; or compute the norm in a second backward (`Lomo.grad_norm`: twice the time); "
+            hint="plan with reads_gradients=False; or compute the norm in a second backward (`Lomo.grad_norm`, twice as slow); "
             "or hold the gradients (`InBackward.of(..., max_norm=...)`: as many bytes as trained weights)",
         )
     if problem.accumulate != action.accumulate or (action.accumulate > 1 and action.max_norm is None):

@@ -72,7 +72,7 @@ def _of_states(problem: Problem) -> list[Alternative]:
     """States and updates on the host, simulated whole."""
     if not problem.permits(Place) or problem.hardware.far is None or not problem.trace.units:
         return []
-    when = "spill" if problem.hardware.overlap else "step"
+    when = "overlap_forward" if problem.hardware.overlap else "step"
     plain = simulate(problem, [Place.all(problem.trace)] if problem.trace.about.precision else [])
     placed = simulate(problem, [Place.all(problem.trace, update="host", when=when)])
     freed = plain.peak[problem.home] - placed.peak[problem.home]

@@ -103,7 +103,7 @@ class Ladder:
             hardware=self.machine,
             budget={home.name: home.capacity if limit is None else limit},
             allow=frozenset(settings.allow),
-            clips=not settings.in_backward,
+            reads_gradients=not settings.in_backward,
         )
         return decide(posed, settings.planner, settings.options, in_backward=settings.in_backward)
 

@@ -45,7 +45,7 @@ def check_arguments(model: Any, optimizer: Any, batch: Any, request: FitRequest)
         raise InvalidInput(f"`accumulate` is {accumulate!r}", hint="use the number of backwards per step, such as accumulate=4")
     if lengths is not None and lengths != "auto" and (isinstance(lengths, str) or not isinstance(lengths, Iterable)):
         raise InvalidInput(f"`lengths` is {lengths!r}", hint='use lengths="auto", or a list such as lengths=[512, 2048]')
-    for name in ("clips", "enforce", "repeat"):
+    for name in ("reads_gradients", "enforce", "repeat"):
         if not isinstance(value := getattr(request, name), bool):
             raise InvalidInput(f"`{name}` is {value!r}", hint=f"use {name}=True or {name}=False")
 

@@ -71,7 +71,7 @@ class Corrector:
             "hardware": _json.pack(problem.hardware),
             "budget": dict(problem.budget),
             "allow": sorted(problem.allow),
-            "clips": problem.clips,
+            "reads_gradients": problem.reads_gradients,
             "accumulate": problem.accumulate,
             "clipped": problem.clipped,
             "seconds": seconds,
@@ -162,7 +162,7 @@ def main(folder: Path, parent: int) -> None:
         hardware=hardware,
         budget=asked["budget"],
         allow=frozenset(asked["allow"]),
-        clips=asked["clips"],
+        reads_gradients=asked["reads_gradients"],
         accumulate=asked["accumulate"],
         clipped=asked["clipped"],
     )

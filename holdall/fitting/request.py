@@ -27,7 +27,7 @@ class FitRequest:
     precision: Precision = None
     autocast: Autocast = None
     head: str | int = "auto"
-    clips: bool = True
+    reads_gradients: bool = True
     accumulate: int = 1
     enforce: bool = True
     lengths: str | Iterable[Any] | None = None
@@ -41,6 +41,8 @@ class FitRequest:
     @staticmethod
     def of(**arguments: Any) -> FitRequest:
         """From keyword arguments of `holdall.fit`: unknown ones go to the planner."""
+        if "clips" in arguments:  # its older name
+            arguments["reads_gradients"] = arguments.pop("clips")
         named = {f.name for f in fields(FitRequest)} - {"options"}
         own = {name: value for name, value in arguments.items() if name in named}
         return FitRequest(**own, options={name: value for name, value in arguments.items() if name not in named})

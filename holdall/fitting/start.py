@@ -60,7 +60,7 @@ def start(
     told = request.progress or silent
     on = request.device if request.device is not None else device_of_batch(batch)
     cast = resolve_autocast(request.autocast, target_device(model, on).type) or False
-    planning = {**request.asked, "clips": request.clips}
+    planning = {**request.asked, "reads_gradients": request.reads_gradients}
 
     def adjust(plan: Plan, trace: Trace) -> Plan:
         made = to_be_compiled(planning, plan, trace) if is_compiled else plan

@@ -5,8 +5,8 @@ Pudipeddi et al. 2020, arXiv 2002.05645 ("constant memory"). A fixed rule, which
 - weights of a layer are loaded for its forward and again for its backward, into one of two slots, and dropped after it;
 - only the inputs of layers are kept ("stashed"), on the device or, for memory that does not grow with depth, on the host;
   backward runs every layer again;
-- the eager parameter server: the host updates a layer as soon as its gradients are there (`clips=False`), else beside the next
-  forward, which waits for each layer's own update. Plain L2L (`eager=False`) updates after backward.
+- the eager parameter server: the host updates a layer as soon as its gradients are there (`reads_gradients=False`), else beside
+  the next forward, which waits for each layer's own update. Plain L2L (`eager=False`) updates after backward.
 
 Embedding and head are layers too where one block alone uses them; what several use stays, updated by the host.
 

@@ -3,8 +3,8 @@
 Liao et al., ICDE 2025 (first as LoHan, arXiv 2403.06504): one device, little host memory, many disks.
 
 - Weights and masters live in the farthest tier and are streamed, two layers ahead; the host updates a layer while backward is
-  at the layers before (active gradient offloading). That needs a loop that does not look at gradients (`clips=False`): Ratel
-  has no clipping by the global norm. Where the loop clips, updates wait for it, which is exact.
+  at the layers before (active gradient offloading). That needs a loop that does not look at gradients
+  (`reads_gradients=False`): Ratel has no clipping by the global norm. Where the loop clips, updates wait, which is exact.
 - Inputs of blocks always leave for the host. Of the rest, blocks are swapped (their saved tensors leave, too, and nothing runs
   again) or recomputed, in the order of benefit, seconds of recomputation for each byte, most first. With that order the time
   of a step is convex in the bytes swapped, so the search stops at the first block that makes it longer.

@@ -5,8 +5,8 @@ Sun et al., SC 2022. With a window of m layers:
 - the first m layers, and what several blocks share or is in none, stay on the device and are updated there;
 - of the others, layer j sets out when the computation of layer j - m begins (in backward, j + m): 2m are there at most;
 - the last m layers are still there when backward begins: they are loaded once in a step, the layers before them twice;
-- the host updates a layer as soon as its gradients are there, where the loop permits (`clips=False`), else beside the next
-  forward, which waits for each layer's own update.
+- the host updates a layer as soon as its gradients are there, where the loop permits (`reads_gradients=False`), else
+  beside the next forward, which waits for each layer's own update.
 
 m is the smallest window that hides all loads: with the profiled seconds of every layer, load j is over when the computation
 reaches it, loads one after the other on the one link there is; in backward, gradients on their way out count with the loads, as

@@ -91,5 +91,5 @@ def place_tail(problem: Problem, tail: int, *, flows: bool) -> Place:
         if n >= tail or (is_narrow and not unit.numel):
             rows[unit.name] = ("streamed" if unit.name in can and n >= tail else "resident", "host")
     when = update_moment(problem)
-    ahead = when == "spill" and is_narrow and problem.accumulate == 1
+    ahead = when == "overlap_forward" and is_narrow and problem.accumulate == 1
     return Place.of(trace, rows, when=when, share=problem.accumulate == 1, ahead=ahead)

@@ -39,7 +39,7 @@ class ZeroOffload:
         self._check(problem)
         actions: list[Action] = []
         why = []
-        place = place_states(problem.trace, when="spill" if self.overlap else "step")
+        place = place_states(problem.trace, when="overlap_forward" if self.overlap else "step")
         if place is not None:
             actions.append(place)
             why.append(_reason(problem.trace, place))

@@ -58,6 +58,6 @@ def place_in_tier(place: Place, problem: Problem, tier: str) -> Place:
 
 def update_moment(problem: Problem) -> str:
     """When the host updates, where a paper lets it begin as gradients come: as early as the loop permits."""
-    if not problem.clips and problem.accumulate == 1:
+    if not problem.reads_gradients and problem.accumulate == 1:
         return "backward"
-    return "spill" if problem.hardware.overlap else "step"
+    return "overlap_forward" if problem.hardware.overlap else "step"

@@ -72,8 +72,8 @@ class Near:
         for unit in units:
             for m in unit.trained:
                 drive = loads.index(min(loads))
-                loads[drive] += m.home.numel()
-                self._at[id(m.home)] = str(len(self._at)), drive, m.home
+                loads[drive] += m.master.numel()
+                self._at[id(m.master)] = str(len(self._at)), drive, m.master
             engine.updater.part(unit).update = self._updating(unit)  # type: ignore[method-assign]
         self.give()
 
@@ -81,14 +81,14 @@ class Near:
         optimizer = self._harness.optimizer
         plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         extras = plain and optimizer is not None and any(g.get("amsgrad") for g in optimizer.param_groups)
-        if not plain or extras or any(m.home.dtype != torch.float32 for u in units for m in u.trained):
+        if not plain or extras or any(m.master.dtype != torch.float32 for u in units for m in u.trained):
             raise Unsupported(
                 "drives update float32 parameters by Adam or AdamW without `amsgrad`",
                 hint='use torch.optim.AdamW, or another planner such as "zero_infinity"',
             )
 
     def _updating(self, unit: PlacedUnit) -> Any:
-        homes = [m.home for m in unit.trained]
+        masters = [m.master for m in unit.trained]
 
         def update(
             values: Sequence[torch.Tensor],
@@ -106,18 +106,18 @@ class Near:
             found = []
             for at, (n, value, grad) in enumerate(zip(which, values, grads, strict=True)):
                 wide = grad.to(value.dtype) if scale is None else grad.to(value.dtype) * scale
-                found.append(self._send(homes[n], value, wide, groups[numbers[at]]))
+                found.append(self._send(masters[n], value, wide, groups[numbers[at]]))
             for at, (value, answer) in enumerate(zip(values, found, strict=True)):
                 new = answer.result().view(value.shape)
                 value.copy_(new)
-                self._seen[self._at[id(homes[which[at]])][0]] = _digest(new)
+                self._seen[self._at[id(masters[which[at]])][0]] = _digest(new)
                 if narrow is not None:
                     narrow[at].copy_(new)
 
         return update
 
-    def _send(self, home: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Future[Any]:
-        key, number, _ = self._at[id(home)]
+    def _send(self, master: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Future[Any]:
+        key, number, _ = self._at[id(master)]
         drive, thread = self._drives[number], self._threads[number]
         if self._seen.get(key) != _digest(value):  # the loop has written to it
             thread.submit(drive.set, key, value.detach().clone()).result()
@@ -132,26 +132,26 @@ class Near:
         """The optimizer has a copy of all states."""
         optimizer = self._harness.optimizer
         assert optimizer is not None
-        for key, number, home in self._at.values():
+        for key, number, master in self._at.values():
             if key in self._seen:
                 step, first, second = self._threads[number].submit(self._drives[number].moments, key).result()
                 if step:
-                    moments = {"exp_avg": first.view(home.shape), "exp_avg_sq": second.view(home.shape)}
-                    optimizer.state[home] = {"step": torch.tensor(step), **moments}
+                    moments = {"exp_avg": first.view(master.shape), "exp_avg_sq": second.view(master.shape)}
+                    optimizer.state[master] = {"step": torch.tensor(step), **moments}
 
     def leave(self) -> None:
         """The optimizer has none: they are with the drives."""
         optimizer = self._harness.optimizer
         assert optimizer is not None
-        for _, _, home in self._at.values():
-            optimizer.state.pop(home, None)
+        for _, _, master in self._at.values():
+            optimizer.state.pop(master, None)
 
     def give(self) -> None:
         """The drives take over the states that the optimizer has."""
         optimizer = self._harness.optimizer
         assert optimizer is not None
-        for key, number, home in self._at.values():
-            state = optimizer.state.pop(home, None) or {}
+        for key, number, master in self._at.values():
+            state = optimizer.state.pop(master, None) or {}
             if "exp_avg" in state:
                 given = (float(state["step"]), *(state[k].detach().contiguous().cpu() for k in ("exp_avg", "exp_avg_sq")))
                 self._threads[number].submit(self._drives[number].set_moments, key, *given).result()

@@ -41,9 +41,9 @@ FAMILIES = (*(name for name in PLAIN if name != "branching"), *READERS, *HUGGING
 KINDS = (
     ("resident", "device"),
     ("resident", "host"),
-    ("resident", "through"),
+    ("resident", "via_device"),
     ("streamed", "host"),
-    ("streamed", "through"),
+    ("streamed", "via_device"),
     ("streamed", "device"),
 )
 CLIPPED: dict[str, tuple[float | None, ...]] = {
@@ -94,7 +94,7 @@ def draw(seed: int, number: int, families: Iterable[str] = FAMILIES, *, disk: bo
     name = rng.choice(sorted(families))
     has_head = name in UNTIED
     accumulate = rng.choice([1, 1, 1, 2])
-    when = rng.choice(["step", "spill", "spill", "spill", "backward"])
+    when = rng.choice(["step", "overlap_forward", "overlap_forward", "overlap_forward", "backward"])
     narrow = name not in ("tiny-mixtral", "recurrent", "convnet", "choosing") and rng.random() < 0.5
     return Draw(
         number=f"{seed}/{number}",
@@ -107,7 +107,7 @@ def draw(seed: int, number: int, families: Iterable[str] = FAMILIES, *, disk: bo
         accumulate=1 if when == "backward" or name == "choosing" else accumulate,  # two backwards must have the same experts
         when=when,
         kind=rng.choice([None, *KINDS]),
-        ahead=when == "spill" and rng.random() < 0.6,
+        ahead=when == "overlap_forward" and rng.random() < 0.6,
         overlap=rng.random() < 0.7,
         share=accumulate == 1 and rng.random() < 0.6,
         activations=rng.random() < 0.5,

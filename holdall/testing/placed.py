@@ -91,7 +91,9 @@ def check_fit(name: str, budget: Any, planner: str, *, clip: float | None = 0.1,
     expected, weights = plainly(name, clip)
     model, batch = family(name)
     optimizer = adamw(model)
-    with holdall.fit(model, optimizer, batch, budget=budget, planner=planner, clips=clip is not None, **options) as harness:
+    with holdall.fit(
+        model, optimizer, batch, budget=budget, planner=planner, reads_gradients=clip is not None, **options
+    ) as harness:
         assert train(model, batch, optimizer, clip=clip) == expected
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), weights, strict=True))
     assert harness.plan.planner == planner

@@ -41,14 +41,16 @@ def plan_family(name: str, planner: str, share: float = 1.0, *, hardware: Hardwa
     )
 
 
-def train_clipped(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer, *, clips: bool = True) -> list[float]:
+def train_clipped(
+    model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer, *, reads_gradients: bool = True
+) -> list[float]:
     """Three steps; seeded, so that dropout can be compared."""
     torch.manual_seed(1)
     losses = []
     for _ in range(3):
         loss = default_loss(model, batch)
         loss.backward()
-        if clips:
+        if reads_gradients:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,7 +59,7 @@ def train_clipped(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Opt
 
 
 def run_beside_plain(
-    name: str, plan: Plan | None = None, *, seed: int | None = None, clips: bool = True, **fit: Any
+    name: str, plan: Plan | None = None, *, seed: int | None = None, reads_gradients: bool = True, **fit: Any
 ) -> tuple[bool, Harness]:
     """Train a family plainly and under a plan, or under `holdall.fit(..., **fit)`: (same bits everywhere, the harness).
 
@@ -65,16 +67,16 @@ def run_beside_plain(
     """
     model, batch = family(name)
     reference = copy.deepcopy(model)
-    expected = train_clipped(reference, batch, adamw(reference), clips=clips)
+    expected = train_clipped(reference, batch, adamw(reference), reads_gradients=reads_gradients)
     optimizer = adamw(model)
     gc.collect()
     with chaos(seed=seed) if seed is not None else nullcontext():
         if plan is None:
-            harness = holdall.fit(model, optimizer, batch, clips=clips, **fit)
+            harness = holdall.fit(model, optimizer, batch, reads_gradients=reads_gradients, **fit)
         else:
             harness = holdall.apply(plan, model, optimizer, enforce=False)
         with harness:
-            losses = train_clipped(model, batch, optimizer, clips=clips)
+            losses = train_clipped(model, batch, optimizer, reads_gradients=reads_gradients)
     mine, theirs = model.state_dict(), reference.state_dict()
     return losses == expected and all(torch.equal(mine[k], theirs[k]) for k in theirs), harness
 

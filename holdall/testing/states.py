@@ -13,7 +13,7 @@ from holdall.types import Trace
 KINDS = {
     "device": ("resident", "device"),
     "host": ("resident", "host"),
-    "through": ("resident", "through"),
+    "via_device": ("resident", "via_device"),
     "streamed": ("streamed", "host"),
 }
 
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 def place_of(trace: Trace, place: str) -> Place:
-    """`host spill`: every unit that allows it, updated there and then; `mixed`: all kinds in turn."""
+    """`host overlap_forward`: every unit that allows it, updated there and then; `mixed`: all kinds in turn."""
     kind, when = place.split()
     can = streamable(trace)
     turn = list(KINDS.values()) if kind == "mixed" else [KINDS[kind]]

@@ -239,5 +239,5 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         hint = "train without a plan: `optimizer.step(closure)` needs little more memory than a forward does"
         raise Unsupported(f"{who} takes no gradients, and a plan is for steps with a backward", hint=hint)
     if getattr(optimizer, "consumes_gradients", False):
-        hint = "plan for torch.optim.SGD with `clips=False`: parameters are then updated in backward, too"
+        hint = "plan for torch.optim.SGD with `reads_gradients=False`: parameters are then updated in backward, too"
         raise Unsupported(f"{who} updates in backward by hooks of its own, which a plan cannot see", hint=hint)

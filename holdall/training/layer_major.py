@@ -115,7 +115,7 @@ class LayerMajor:
             unit.make_work()
             unit.make_buffers(self._keepers, share=True)
             unit.resize(False)
-        self._move_rest({id(m.home) for u in units for m in u.members})
+        self._move_rest({id(m.master) for u in units for m in u.members})
         self._streaming = Streaming(
             self.model, units, list(layers), store=self._keepers, device=self.device, tell=self._tell, prefetch=1
         )
@@ -145,8 +145,8 @@ class LayerMajor:
     def close(self) -> None:
         """Parameters, and gradients that nobody has used, are where the parameters came from."""
         self._updates.shutdown(wait=True)
-        homes = [m.home for layer in self.layers for m in layer.unit.members]
-        kept = [(home, home.grad.clone()) for home in homes if home.grad is not None]
+        masters = [m.master for layer in self.layers for m in layer.unit.members]
+        kept = [(home, home.grad.clone()) for home in masters if home.grad is not None]
         self._undo.close()
         for home, grad in kept:
             home.grad = grad.to(home.device)
@@ -241,7 +241,7 @@ class LayerMajor:
             return
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        rest = [p for p in self.model.parameters() if all(p is not m.home for y in self.layers for m in y.unit.members)]
+        rest = [p for p in self.model.parameters() if all(p is not m.master for y in self.layers for m in y.unit.members)]
         self._ledger = None if is_cuda else Ledger(seed=rest)
         try:
             with self._ledger or nullcontext():
@@ -279,26 +279,26 @@ class LayerMajor:
         unit = layer.unit
         if unit.buffer is None:
             return
-        before = [None if m.home.grad is None else m.home.grad.clone() for m in unit.trained]
+        before = [None if m.master.grad is None else m.master.grad.clone() for m in unit.trained]
         flat = torch.zeros(unit.grads.nbytes, dtype=torch.uint8, device=self.device)
         for m, view in zip(unit.trained, unit.grads.views(flat), strict=True):
-            if m.work.grad is not None:
-                view.copy_(m.work.grad)
+            if m.working.grad is not None:
+                view.copy_(m.working.grad)
         self._keepers.push(unit.buffer, flat)
         self._keepers.arrived(unit.buffer)
         for m, grad, view in zip(unit.trained, before, unit.grads.views(self._keepers.memory(unit.buffer)), strict=True):
-            has_one, m.work.grad = m.work.grad is not None, None
+            has_one, m.working.grad = m.working.grad is not None, None
             if has_one:
-                m.home.grad = view if grad is None else view.add_(grad)
+                m.master.grad = view if grad is None else view.add_(grad)
 
     def _update(self, groups: list[dict[str, Any]], updates: list[Future[None]], layer: Layer) -> None:
         if self.optimizer is not None:
-            homes = [m.home for m in layer.unit.trained if m.home.grad is not None]
-            updates.append(self._updates.submit(update_now, self.optimizer, groups, homes))
+            masters = [m.master for m in layer.unit.trained if m.master.grad is not None]
+            updates.append(self._updates.submit(update_now, self.optimizer, groups, masters))
 
     def _update_rest(self, groups: list[dict[str, Any]]) -> None:
         if self.optimizer is not None:
-            own = {id(m.home) for layer in self.layers for m in layer.unit.members}
+            own = {id(m.master) for layer in self.layers for m in layer.unit.members}
             rest = [p for p in self.model.parameters() if id(p) not in own and p.grad is not None]
             update_now(self.optimizer, groups, rest)
 

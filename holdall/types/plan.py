@@ -34,7 +34,7 @@ class Problem:
     hardware: Hardware
     budget: Mapping[str, int]  # tier -> bytes; a tier that is not named has its capacity
     allow: frozenset[str] = field(default_factory=allowed_by_default)  # names of actions that may be used
-    clips: bool = True  # the loop looks at gradients between backward and step
+    reads_gradients: bool = True  # the loop reads or changes gradients between backward and step
     accumulate: int = 1  # backwards per step
     clipped: bool = True  # gradients are clipped in every step, so that an update begun ahead of that was in vain
     progress: Progress = silent

@@ -240,7 +240,7 @@ def test_narrow_parameters_on_the_host_are_updated_by_their_own_optimizer():
     reference, batch = copy.deepcopy(model), torch.randn(4, WIDTH).bfloat16()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
     trace = holdall.trace(model, batch, optimizer=optimizers[0])
-    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="host", when="spill")])
+    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="host", when="overlap_forward")])
     with holdall.apply(plan, model, optimizers[0]):
         for trained, optimizer in zip((model, reference), optimizers, strict=True):
             for _ in range(3):

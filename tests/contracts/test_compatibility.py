@@ -144,7 +144,7 @@ def plan_for(features):
     """As a user would who says what the loop does; the budget is what is predicted and not a byte more."""
     trace = traced(frozenset(features) & ALIKE)
     looks = bool({"clip", "scaler"} & set(features)) or "in_backward" not in features
-    problem = replace(problem_for(trace), clips=looks, accumulate=2 if "accumulate" in features else 1)
+    problem = replace(problem_for(trace), reads_gradients=looks, accumulate=2 if "accumulate" in features else 1)
     made = finish(Nop(), problem, actions_for(features, trace))
     room = made.predicted.peak["cpu"] + verdict(*features).extra
     return replace(made, budget={**made.budget, "cpu": room})

@@ -158,12 +158,12 @@ WHAT = {  # what lies on the disk
     "everything": {"elsewhere": True, "states": True},
 }
 PLACED = [  # device, precision, weights, when
-    *(("cpu", precision, weights, "spill") for precision in (None, "bf16") for weights in ("streamed", "resident")),
+    *(("cpu", precision, weights, "overlap_forward") for precision in (None, "bf16") for weights in ("streamed", "resident")),
     *(
         ("cuda", precision, weights, when)
         for precision in (None, "bf16")
         for weights in ("streamed", "resident")
-        for when in ("step", "spill", "backward")
+        for when in ("step", "overlap_forward", "backward")
         if torch.cuda.is_available()
     ),
 ]

@@ -31,10 +31,10 @@ HIDDEN, LAYERS, VOCABULARY = 256, 4, 1024
 ROWS, LENGTH = 8, 128
 PROMPT, TOKENS = 4, 8
 KINDS = {  # where updates happen, what the model computes in, when updates begin
-    "host": ("host", None, "spill"),
+    "host": ("host", None, "overlap_forward"),
     "host in bf16": ("host", "bf16", "step"),
-    "spilled in bf16": ("host", "bf16", "spill"),
-    "through in bf16": ("through", "bf16", "spill"),
+    "spilled in bf16": ("host", "bf16", "overlap_forward"),
+    "through in bf16": ("via_device", "bf16", "overlap_forward"),
     "made when used": ("device", "bf16", "step"),
 }
 

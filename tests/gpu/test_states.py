@@ -98,9 +98,9 @@ PLACED = {
     "device": ("resident", "device", {}),
     "host": ("resident", "host", {}),
     "ahead": ("resident", "host", {"ahead": True}),
-    "through": ("resident", "through", {}),
+    "via_device": ("resident", "via_device", {}),
     "streamed": ("streamed", "host", {}),
-    "streamed through": ("streamed", "through", {}),
+    "streamed via_device": ("streamed", "via_device", {}),
 }
 
 
@@ -116,7 +116,7 @@ def test_wherever_states_live_the_training_is_the_same(kind, max_norm, world, ha
     rows = {u.name: (weights if u.name in can else "resident", update) for u in trace.units}
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
     recompute = [Recompute.of(problem.trace, [b]) for b in problem.trace.blocks if ".layers." in b.name]
-    plan = finish(Nop(), problem, [Place.of(problem.trace, rows, when="spill", **more), *recompute])
+    plan = finish(Nop(), problem, [Place.of(problem.trace, rows, when="overlap_forward", **more), *recompute])
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         got = loop(model, batch, optimizer, max_norm)
         assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -138,7 +138,7 @@ def test_programs_leave_while_weights_come_and_go(world, hardware):
     can = streamable(trace)
     rows = {u.name: ("streamed" if u.name in can else "resident", "host") for u in trace.units}
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
-    actions = [Place.of(problem.trace, rows, when="spill")]
+    actions = [Place.of(problem.trace, rows, when="overlap_forward")]
     for block in [b for b in problem.trace.blocks if ".layers." in b.name]:
         ops, count = region(problem.trace, block)
         program = Reschedule.of(problem.trace, block, [*range(count - 4, count), *range(count, len(ops))])
@@ -151,7 +151,7 @@ def test_programs_leave_while_weights_come_and_go(world, hardware):
     assert harness.notes == []
 
 
-@pytest.mark.parametrize("kind", ["host", "through", "streamed", "streamed through"])
+@pytest.mark.parametrize("kind", ["host", "via_device", "streamed", "streamed via_device"])
 def test_updates_in_backward_wherever_states_live(kind, world, hardware):
     """Nothing is clipped then, and every unit is updated as soon as its gradient is there."""
     model, batch = copy.deepcopy(world[0]), world[1]
@@ -162,7 +162,7 @@ def test_updates_in_backward_wherever_states_live(kind, world, hardware):
     can = streamable(trace)
     rows = {u.name: (weights if u.name in can else "resident", update) for u in trace.units}
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
-    plan = finish(Nop(), replace(problem, clips=False), [Place.of(problem.trace, rows, when="backward")])
+    plan = finish(Nop(), replace(problem, reads_gradients=False), [Place.of(problem.trace, rows, when="backward")])
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         got = loop(model, batch, optimizer, None)
     assert got == pytest.approx(expected, rel=2e-2)
@@ -176,7 +176,7 @@ SHRUNK = {
 }
 
 
-@pytest.mark.parametrize("when", ["backward", "spill"])
+@pytest.mark.parametrize("when", ["backward", "overlap_forward"])
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("kind", SHRUNK)
 def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, weights, when, world, probed):
@@ -189,8 +189,8 @@ def test_states_that_a_step_adds_or_replaces_pass_through_the_device(kind, weigh
     hardware = resolve_hardware(probed, "cuda")
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
     can = streamable(trace)
-    rows = {u.name: (weights if u.name in can else "resident", "through") for u in trace.units}
-    plan = finish(Nop(), replace(problem, clips=False), [Place.of(problem.trace, rows, when=when)])
+    rows = {u.name: (weights if u.name in can else "resident", "via_device") for u in trace.units}
+    plan = finish(Nop(), replace(problem, reads_gradients=False), [Place.of(problem.trace, rows, when=when)])
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         got = loop(model, batch, optimizer, None)
     assert got == pytest.approx(expected, rel=2e-2)
@@ -205,7 +205,7 @@ def test_adam_need_not_be_fused_for_the_fast_kernel_of_the_host(world, hardware)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trace = holdall.trace(model, batch, optimizer=optimizer, device="cuda", precision="bf16", head="whole")
     problem = Problem(trace=cost_trace(trace, hardware), hardware=hardware, budget={t.name: t.capacity for t in hardware.tiers})
-    plan = finish(Nop(), problem, [Place.all(problem.trace, update="host", when="spill")])
+    plan = finish(Nop(), problem, [Place.all(problem.trace, update="host", when="overlap_forward")])
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
         got = loop(model, batch, optimizer, 0.5)
         assert harness.engine.updater.rate is not None

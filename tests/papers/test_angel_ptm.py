@@ -186,9 +186,9 @@ def test_steps_are_plain_trainings_bit_for_bit(name):
 
 
 def test_updates_in_backward_are_plain_trainings_too():
-    plan = plan_family("tied", "angel_ptm", 0.5, clips=False)
+    plan = plan_family("tied", "angel_ptm", 0.5, reads_gradients=False)
     assert place_of(plan).when == "backward"
-    same, harness = run_beside_plain("tied", plan, clips=False)
+    same, harness = run_beside_plain("tied", plan, reads_gradients=False)
     assert same and measured_as_predicted(harness)
 
 

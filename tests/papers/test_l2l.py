@@ -47,9 +47,9 @@ def test_steps_are_those_of_plain_training_with_the_predicted_bytes(name, stash)
 
 @pytest.mark.parametrize("name", ["tiny-llama", "convnet"])
 def test_the_eager_server_updates_in_backward_where_the_loop_does_not_clip(name):
-    assert place_of(planned(name, clips=False)).when == "backward"
-    assert place_of(planned(name, clips=False, eager=False)).when == "step"
-    check_under(planned(name, clips=False, stash="host"), name, clip=None, around=chaos(seed=5))
+    assert place_of(planned(name, reads_gradients=False)).when == "backward"
+    assert place_of(planned(name, reads_gradients=False, eager=False)).when == "step"
+    check_under(planned(name, reads_gradients=False, stash="host"), name, clip=None, around=chaos(seed=5))
 
 
 def test_late_copies_change_nothing():

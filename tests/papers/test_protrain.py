@@ -73,7 +73,7 @@ def paper_ticks(profile, setting):
         fixed += max(0, stage.out - after.forward) + max(0, stage.back - after.backward)
     return {
         "backward": fixed + forward + max(backward + on_device, on_host),
-        "spill": fixed + max(forward, on_host) + backward + on_device,
+        "overlap_forward": fixed + max(forward, on_host) + backward + on_device,
         "step": fixed + forward + backward + on_device + on_host,
     }[profile.when]
 
@@ -169,7 +169,7 @@ def random_profile(rng, largest=6):
         spans=tuple(spans),
         step=base + rng.randint(0, 30),
         rest=rng.randint(0, 5),
-        when=rng.choice(["backward", "spill", "step"]),
+        when=rng.choice(["backward", "overlap_forward", "step"]),
         overlap=rng.random() < 0.7,
         sums_workspace=rng.random() < 0.5,
     )
@@ -290,13 +290,13 @@ def test_the_papers_memory_model_is_never_low_and_seldom_high(layers, precision,
         assert statistics.mean(ratios) <= 1.05
 
 
-@pytest.mark.parametrize("clips", [True, False], ids=["spill", "backward"])
-def test_the_papers_runtime_model_ranks_settings_as_the_simulator_does(clips):
+@pytest.mark.parametrize("reads_gradients", [True, False], ids=["overlap_forward", "backward"])
+def test_the_papers_runtime_model_ranks_settings_as_the_simulator_does(reads_gradients):
     """Check (2), times: rank correlation of at least 0.9, median error of at most 15 %, where link and host are slow."""
     hardware = replace(machine(overlap=True, read=3e7, write=3e7), updates=1e6)
-    problem = problem_on(traced(6), hardware=hardware, clips=clips)
+    problem = problem_on(traced(6), hardware=hardware, reads_gradients=reads_gradients)
     profile = profile_of(problem)
-    assert profile.when == ("spill" if clips else "backward")
+    assert profile.when == ("overlap_forward" if reads_gradients else "backward")
     pairs = []
     for found in some_settings(profile, 1, 25):
         outcome = simulate(problem, with_traced(problem, actions_of(problem, profile, found.setting)))
@@ -414,9 +414,13 @@ def test_a_chain_without_units_has_its_blocks_decided():
 
 def test_updates_are_made_in_backward_only_where_that_is_exact():
     trace = traced()
-    for options, when in (({}, "spill"), ({"clips": False}, "backward"), ({"clips": False, "accumulate": 2}, "spill")):
+    for options, when in (
+        ({}, "overlap_forward"),
+        ({"reads_gradients": False}, "backward"),
+        ({"reads_gradients": False, "accumulate": 2}, "overlap_forward"),
+    ):
         assert profile_of(problem_on(trace, **options)).when == when
-    assert profile_of(problem_on(trace, overlap=False, clips=False)).when == "step"
+    assert profile_of(problem_on(trace, overlap=False, reads_gradients=False)).when == "step"
 
 
 @pytest.mark.parametrize(("device", "alpha", "share"), [("cuda", 1.25, 0.8), ("cuda", 1.0, 1.0), ("cpu", 1.25, 1.0)])
@@ -496,10 +500,12 @@ def test_a_model_trains_to_the_same_weights_under_every_budget(overlap):
             assert_runs_as_planned(plan)
 
 
-@pytest.mark.parametrize(("overlap", "clip"), [(False, True), (True, True), (True, False)], ids=["step", "spill", "backward"])
+@pytest.mark.parametrize(
+    ("overlap", "clip"), [(False, True), (True, True), (True, False)], ids=["step", "overlap_forward", "backward"]
+)
 def test_every_mix_of_modes_trains_to_the_same_weights(overlap, clip):
     """Check (4): units persistent, hits and misses; blocks kept, swapped and run again, with updates at all three moments."""
-    problem = problem_on(traced(), overlap=overlap, clips=clip)
+    problem = problem_on(traced(), overlap=overlap, reads_gradients=clip)
     profile = profile_of(problem)
     for setting in (Setting(2, 1, 1, 2), Setting(0, 0, 2, 2)):
         actions = actions_of(problem, profile, setting)

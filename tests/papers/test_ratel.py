@@ -152,7 +152,7 @@ def test_a_fast_link_swaps_everything_and_a_slow_one_nothing():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_updates_as_gradients_arrive_train_to_the_bits_of_plain_steps(name):
     """Check (3): no clipping; states of the weights in files; two blocks swapped, the others run again."""
-    plan = planned(name, clips=False, swap=2)
+    plan = planned(name, reads_gradients=False, swap=2)
     assert place_of(plan).when == "backward" and set(rows_of(plan).values()) >= {("streamed", "host")}
     measured = check_under(plan, name, clip=None)
     assert measured.traffic["cpu->nvme"] > 0
@@ -161,7 +161,7 @@ def test_updates_as_gradients_arrive_train_to_the_bits_of_plain_steps(name):
 @needs_disk
 @pytest.mark.parametrize("name", ["tiny-llama", "convnet"])
 def test_late_copies_change_nothing(name):
-    check_under(planned(name, clips=False, swap=1), name, clip=None, around=chaos(seed=6))
+    check_under(planned(name, reads_gradients=False, swap=1), name, clip=None, around=chaos(seed=6))
 
 
 def test_a_loop_that_clips_is_waited_for():
@@ -169,13 +169,13 @@ def test_a_loop_that_clips_is_waited_for():
     plan = planned("tiny-gpt2", tier="host")
     assert place_of(plan).when != "backward"
     check_under(plan, "tiny-gpt2", clip=0.01)
-    assert place_of(planned("tiny-gpt2", tier="host", clips=False, accumulate=2)).when != "backward"
+    assert place_of(planned("tiny-gpt2", tier="host", reads_gradients=False, accumulate=2)).when != "backward"
 
 
 def test_the_host_updates_one_layer_while_backward_is_at_another():
     """Check (4), in the simulator: updates begin before backward is over."""
-    problem = make_problem(trace_of("tiny-llama"), hardware=replace(machine(overlap=True), updates=1e7), clips=False)
-    plan = holdall.plan(trace_of("tiny-llama"), planner="ratel", hardware=problem.hardware, clips=False)
+    problem = make_problem(trace_of("tiny-llama"), hardware=replace(machine(overlap=True), updates=1e7), reads_gradients=False)
+    plan = holdall.plan(trace_of("tiny-llama"), planner="ratel", hardware=problem.hardware, reads_gradients=False)
     outcome = simulate(problem, plan.actions, full=True)
     ends = max(s.end for s in outcome.lanes if s.lane == "compute")
     updates = sorted((s.start, s.end) for s in outcome.lanes if s.lane == "host")

@@ -181,8 +181,8 @@ def test_steps_are_those_of_plain_training_bit_for_bit(window, clip):
     reference = copy.deepcopy(model)
     expected = train(reference, batch, adamw(reference), clip=clip)
     optimizer = adamw(model)
-    plan = planned(window=window, clips=clip)
-    assert place_of(plan).when == ("spill" if clip else "backward")
+    plan = planned(window=window, reads_gradients=clip)
+    assert place_of(plan).when == ("overlap_forward" if clip else "backward")
     assert window * 2 >= LAYERS or any(w == "streamed" for _, w, _ in place_of(plan).units)
     gc.collect()
     with holdall.apply(plan, model, optimizer, enforce=False) as harness:
@@ -199,7 +199,7 @@ def test_as_many_layers_are_on_their_way_as_the_window_says(prefetch):
     trace = traced()
     problem = problem_for(trace, overlap=True)
     rows = {u.name: ("streamed", "host") for u in layers_of(problem)}
-    place = Place.of(trace, rows, when="spill", prefetch=prefetch)
+    place = Place.of(trace, rows, when="overlap_forward", prefetch=prefetch)
     plan = finish(Nop(), problem, [place])
     assert prefetch == 1 or plan.predicted.peak["cpu"] > simulate(problem, [replace(place, prefetch=prefetch - 1)]).peak["cpu"]
     model, batch = build()

@@ -156,15 +156,15 @@ def test_weights_flow_where_they_cannot_stay():
         planned(budget=stays // 4)
 
 
-@pytest.mark.parametrize("clips", [True, False])
-def test_in_float32_steps_are_plain_trainings_bit_for_bit(clips):
+@pytest.mark.parametrize("reads_gradients", [True, False])
+def test_in_float32_steps_are_plain_trainings_bit_for_bit(reads_gradients):
     """Through `fit`, with and without clipping; nothing to speculate on where nobody reads gradients."""
     model, batch = family("tied")
     reference = copy.deepcopy(model)
-    norms = [0.1] * 3 if clips else [HUGE] * 3
+    norms = [0.1] * 3 if reads_gradients else [HUGE] * 3
 
     def loop(model, optimizer):
-        if clips:
+        if reads_gradients:
             return train(model, batch, optimizer, norms)
         torch.manual_seed(1)
         losses = []
@@ -180,7 +180,9 @@ def test_in_float32_steps_are_plain_trainings_bit_for_bit(clips):
     plain = holdall.plan(traced(None), planner="nop", hardware=MACHINE).predicted.peak["cpu"]
     optimizer = adamw(model)
     budget = int(0.7 * plain)
-    with holdall.fit(model, optimizer, batch, budget=budget, planner="superoffload", hardware=MACHINE, clips=clips) as harness:
+    with holdall.fit(
+        model, optimizer, batch, budget=budget, planner="superoffload", hardware=MACHINE, reads_gradients=reads_gradients
+    ) as harness:
         assert loop(model, optimizer) == expected
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
     assert {a.name for a in harness.plan.actions} >= {"place"}

@@ -33,7 +33,7 @@ def test_the_benchmark_measures_fit(tmp_path, monkeypatch, capsys):
     assert all(row["plan_changed"] == "False" and row["notes"] == "" for row in rows)
     assert all(int(row["harness_peak"]) <= 0.0012 * 2**30 for row in rows)
     (given,) = fits
-    assert given["plan"].predicted.peak and given["precision"] == "bf16" and given["clips"]
+    assert given["plan"].predicted.peak and given["precision"] == "bf16" and given["reads_gradients"]
     assert "planned for 0.0012" in capsys.readouterr().out
 
 

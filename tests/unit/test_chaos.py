@@ -98,7 +98,7 @@ def test_whoever_reads_too_early_is_found(monkeypatch):
         narrow=False,
         rows=0,
         kind=("resident", "host"),
-        when="spill",
+        when="overlap_forward",
         clipped="always",
         accumulate=1,
         activations=False,

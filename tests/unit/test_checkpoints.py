@@ -179,12 +179,12 @@ def numbers_of_others():
     ("first", "then", "loaded"),
     [
         ("plain", "plain", "before"),
-        ("host spill", "plain", "before"),
-        ("plain", "through spill", "before"),
-        ("plain", "through spill", "inside"),
-        ("through spill", "host spill", "inside"),
-        ("streamed spill", "mixed spill", "before"),
-        ("mixed spill", "streamed spill", "inside"),
+        ("host overlap_forward", "plain", "before"),
+        ("plain", "via_device overlap_forward", "before"),
+        ("plain", "via_device overlap_forward", "inside"),
+        ("via_device overlap_forward", "host overlap_forward", "inside"),
+        ("streamed overlap_forward", "mixed overlap_forward", "before"),
+        ("mixed overlap_forward", "streamed overlap_forward", "inside"),
     ],
 )
 def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path, first, then, loaded, slow_host):
@@ -206,7 +206,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path, first, th
     assert differences(seen, expected) == []
 
 
-@pytest.mark.parametrize("place", ["plain", "mixed spill", "through spill"])
+@pytest.mark.parametrize("place", ["plain", "mixed overlap_forward", "via_device overlap_forward"])
 def test_a_run_may_go_back_while_its_plan_is_on(tmp_path, place):
     run = Run()
     begin()
@@ -250,7 +250,7 @@ def test_how_updates_are_made_is_not_the_checkpoints_business(tmp_path, flag):
 def test_a_run_goes_on_without_holdall(tmp_path):
     one = Run()
     begin()
-    with under("mixed spill", one):
+    with under("mixed overlap_forward", one):
         one.steps(0, 3)
         folder = one.save(tmp_path, 3)
     other = Run(seed=9)

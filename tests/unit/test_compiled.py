@@ -181,7 +181,7 @@ def test_streamed_weights_are_given_at_every_call():
     layers = layers_of(trace)
     streamed = dict.fromkeys((a.block for a in layers), ("streamed", "host"))
     place = Place.of(trace, streamed, when="backward")
-    plan = finish(Nop(), replace(problem_for(trace), clips=False), [place, *layers])
+    plan = finish(Nop(), replace(problem_for(trace), reads_gradients=False), [place, *layers])
     same, harness, _ = run_both(model, batch, plan, backend="aot_eager", steps=3)
     assert same and harness.compiler.count == 2
     _, plain, _ = run_both(without_dropout("tied")[0], batch, plan, backend=None, steps=3)

@@ -71,7 +71,7 @@ def test_no_bound_is_above_what_the_simulator_says(problem):
             return made
 
     less = bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * 6 // 10)
-    Watched(less, through=None, ahead=True).run(less)
+    Watched(less, via_device=None, ahead=True).run(less)
 
 
 @pytest.mark.parametrize("share", [80, 60, 40])
@@ -86,7 +86,7 @@ def test_leaving_candidates_out_changes_no_plan(problem, share, monkeypatch):
 
 
 def test_schedules_that_are_known_are_those_that_would_be_made(problem):
-    search = _Search(problem, through=None, ahead=True)
+    search = _Search(problem, via_device=None, ahead=True)
     lowering = Lowering(problem)
     for spread in search.placements.passing(search._least_of_all()):
         for choice in (WHOLE, replayed(late=problem.hardware.overlap), WHOLE):

@@ -52,7 +52,7 @@ WRONG = [
     ({"loss": "cross_entropy"}, "loss"),
     ({"accumulate": 0}, "accumulate"),
     ({"lengths": 512}, "lengths"),
-    ({"clips": "no"}, "clips"),
+    ({"reads_gradients": "no"}, "reads_gradients"),
 ]
 
 

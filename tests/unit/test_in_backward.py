@@ -65,7 +65,7 @@ OPTIMIZERS = {
 
 def problem(model, batch, optimizer, **about) -> Problem:
     trace = cost_trace(trace_step(model, batch, optimizer=optimizer), machine())
-    return replace(problem_for(trace), clips=False, **about)
+    return replace(problem_for(trace), reads_gradients=False, **about)
 
 
 def decide(posed: Problem, others=(), **options) -> Plan:
@@ -154,7 +154,7 @@ def test_held_gradients_are_clipped_as_the_loop_would_and_counted_to_the_byte(na
     twin = copy.deepcopy(model)
     make = OPTIMIZERS[optimizer]
     mine = make(model)
-    posed = replace(problem(model, batch, mine), clips=True, accumulate=accumulate)
+    posed = replace(problem(model, batch, mine), reads_gradients=True, accumulate=accumulate)
     others = [] if kind is None else kind.samples(posed.trace)[slice(0, 2) if kind is Reschedule else slice(1, 2)]
     plan = decide(posed, others, max_norm=LIMIT, accumulate=accumulate)
     expected, norms = clipped(twin, batch, make(twin), accumulate=accumulate)
@@ -193,7 +193,7 @@ def test_the_norm_and_updates_after_backward_are_counted_to_the_byte(layers, wid
     torch.manual_seed(0)
     model, batch = Thin(layers, width), (torch.randn(1, width),)
     optimizer = OPTIMIZERS[name](model)
-    plan = decide(replace(problem(model, batch, optimizer), clips=True), max_norm=LIMIT)
+    plan = decide(replace(problem(model, batch, optimizer), reads_gradients=True), max_norm=LIMIT)
     assert where in plan.predicted.peak_where
     with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer)
@@ -204,7 +204,7 @@ def test_a_plan_with_a_norm_takes_lomo_if_it_holds_gradients_for_the_same():
     model, batch = world("small")
     twin = copy.deepcopy(model)
     sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-    plan = decide(replace(problem(model, batch, sgd), clips=True), max_norm=LIMIT)
+    plan = decide(replace(problem(model, batch, sgd), reads_gradients=True), max_norm=LIMIT)
     expected, _ = clipped(twin, batch, torch.optim.SGD(twin.parameters(), lr=1e-2))
     for options in ({}, {"clip_grad_norm": 1.0, "clip": "hold"}, {"clip_grad_norm": LIMIT, "clip": "hold", "accumulate": 2}):
         with (
@@ -255,7 +255,7 @@ def test_a_loop_that_clips_is_refused_with_what_each_way_out_costs():
     model, batch = world("small")
     posed = problem(model, batch, torch.optim.AdamW(model.parameters()))
     with pytest.raises(Unsupported, match="global norm") as refused:
-        decide(replace(posed, clips=True))
+        decide(replace(posed, reads_gradients=True))
     assert "second backward" in refused.value.hint and "hold the gradients" in refused.value.hint
     with pytest.raises(Unsupported, match="gradients of 4 backwards"):
         decide(replace(posed, accumulate=4), accumulate=4)
@@ -294,7 +294,7 @@ def test_where_copies_are_computed_with_it_is_place():
     model, batch = world("small")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trace = cost_trace(trace_step(model, batch, optimizer=optimizer, precision=torch.bfloat16), machine())
-    posed = replace(problem_for(trace), clips=False)
+    posed = replace(problem_for(trace), reads_gradients=False)
     action = InBackward.of(trace)
     assert isinstance(action, Place) and action.when == "backward"
     with pytest.raises(Unsupported, match="working copies"):
@@ -347,7 +347,7 @@ def test_auto_uses_it_up_where_that_was_allowed_and_pays():
     trace = holdall.trace(model, batch, optimizer=optimizer)
     plain = holdall.plan(trace, planner="nop", hardware=machine()).predicted
     grads = sum(t.nbytes for t in trace.tensors.values() if t.kind.value == "grad")
-    given = {"budget": plain.peak["cpu"] - grads // 2, "hardware": machine(), "clips": False}
+    given = {"budget": plain.peak["cpu"] - grads // 2, "hardware": machine(), "reads_gradients": False}
     without = ["recompute", "offload"]
     with pytest.raises(holdall.Infeasible):
         holdall.plan(trace, **given, allow=without)
@@ -357,5 +357,7 @@ def test_auto_uses_it_up_where_that_was_allowed_and_pays():
         assert train(model, batch, optimizer, 2) == expected
     assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
-    clipping = holdall.plan(trace, **{**given, "clips": True, "budget": plain.peak["cpu"]}, allow=[*without, "in_backward"])
+    clipping = holdall.plan(
+        trace, **{**given, "reads_gradients": True, "budget": plain.peak["cpu"]}, allow=[*without, "in_backward"]
+    )
     assert not any(a.name == "in_backward" for a in clipping.actions)

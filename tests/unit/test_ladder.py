@@ -94,7 +94,7 @@ def test_plans_with_updates_in_backward_fit_or_say_that_they_do_not(share):
     model, batch = family("tied")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     trace = cost_trace(trace_step(model, batch, optimizer=optimizer), machine())
-    posed = replace(problem_for(trace), clips=False, allow=frozenset({"keep", "recompute"}))
+    posed = replace(problem_for(trace), reads_gradients=False, allow=frozenset({"keep", "recompute"}))
     plain = finish(Nop(), posed, []).predicted.peak["cpu"]
     wanted = replace(posed, budget={**posed.budget, "cpu": round(plain * share)})
     made = decide(wanted, "auto", {}, in_backward=True)

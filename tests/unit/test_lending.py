@@ -112,7 +112,7 @@ def step(model, optimizer, n):
     return loss.item()
 
 
-@pytest.mark.parametrize("when", ["step", "spill"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward"])
 def test_a_generation_fetches_weights_about_once_and_training_goes_on_as_if_nothing_had_been_lent(when):
     reference, plain = fresh()
     expected = [(step(reference, plain, n), generate(reference), evaluate(reference)) for n in range(2)]

@@ -17,7 +17,7 @@ from holdall.testing.states import Layer, differences, place_of
 
 pytestmark = pytest.mark.usefixtures("no_modes_left", "slow_host")
 
-PLACES = ["host step", "host spill", "through step", "streamed spill", "mixed spill"]
+PLACES = ["host step", "host overlap_forward", "via_device step", "streamed overlap_forward", "mixed overlap_forward"]
 every_place = pytest.mark.parametrize("place", PLACES)
 
 

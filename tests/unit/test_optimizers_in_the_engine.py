@@ -67,14 +67,14 @@ def plainly(kind):
     return train(model, batch, PASSING[kind](model), 5), model, trace
 
 
-@pytest.mark.parametrize("when", ["step", "backward", "spill"])
+@pytest.mark.parametrize("when", ["step", "backward", "overlap_forward"])
 @pytest.mark.parametrize("kind", PASSING)
 def test_states_pass_through_the_device_and_nothing_of_them_stays(kind, when):
     """Also what a first step adds to a state that was there before, and what later steps put in the place of old tensors."""
     expected, reference, trace = plainly(kind)
     model, batch = family("tied")
     optimizer = PASSING[kind](model)
-    plan = finish(Nop(), replace(problem_for(trace), clips=False), [Place.all(trace, update="through", when=when)])
+    plan = finish(Nop(), replace(problem_for(trace), reads_gradients=False), [Place.all(trace, update="via_device", when=when)])
     with holdall.apply(plan, model, optimizer) as harness:
         losses = train(model, batch, optimizer, 5)
     assert losses == expected
@@ -91,8 +91,8 @@ def test_states_of_another_rank_are_loaded_where_others_pass_through_the_device(
     optimizer, plain = of_rank(model, 4), of_rank(reference, 4)
     trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), machine())
     can = streamable(trace) if weights == "streamed" else set()
-    rows = {u.name: (weights if u.name in can else "resident", "through") for u in trace.units}
-    plan = finish(Nop(), replace(problem_for(trace), clips=False), [Place.of(trace, rows, when="step")])
+    rows = {u.name: (weights if u.name in can else "resident", "via_device") for u in trace.units}
+    plan = finish(Nop(), replace(problem_for(trace), reads_gradients=False), [Place.of(trace, rows, when="step")])
     larger = of_rank(other, 6)
     train(other, batch, larger, 3)
     found = [larger.state_dict(), of_rank(other, 4).state_dict()]

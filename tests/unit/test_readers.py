@@ -26,7 +26,7 @@ BASE = replace(draws.draw(0, 0), rule="plain", narrow=False, rows=0, tied=False,
 
 
 def as_drawn(**changes):
-    usual = {"kind": ("resident", "host"), "when": "spill", "overlap": True, "share": False, "activations": False}
+    usual = {"kind": ("resident", "host"), "when": "overlap_forward", "overlap": True, "share": False, "activations": False}
     return draws.run(replace(BASE, **usual | changes))
 
 
@@ -44,7 +44,7 @@ def test_a_late_update_of_the_head_is_waited_for(tied, rows):
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("kind", [("streamed", "host"), ("streamed", "through"), ("streamed", "device")])
+@pytest.mark.parametrize("kind", [("streamed", "host"), ("streamed", "via_device"), ("streamed", "device")])
 @pytest.mark.parametrize("name", READERS)
 def test_weights_that_come_and_go_may_be_read_by_others(name, kind, narrow):
     assert as_drawn(family=name, kind=kind, narrow=narrow and name != "choosing") == []
@@ -52,7 +52,7 @@ def test_weights_that_come_and_go_may_be_read_by_others(name, kind, narrow):
 
 def test_members_of_a_unit_that_get_no_gradient_keep_their_weights_in_bfloat16():
     """An expert without tokens: its copy must not be what lay in the gradient's buffer."""
-    for kind in [("resident", "host"), ("streamed", "host"), ("streamed", "through"), ("resident", "through")]:
+    for kind in [("resident", "host"), ("streamed", "host"), ("streamed", "via_device"), ("resident", "via_device")]:
         for share in (False, True):
             assert unused_experts(kind, share) == [], (kind, share)
 
@@ -93,7 +93,7 @@ def unused_experts(kind, share):
     trace = holdall.trace(start, (ids,), optimizer=adamw(start), precision="bf16")
     can = streamable(trace)
     rows = {u.name: (kind[0] if u.name in can else "resident", kind[1]) for u in trace.units}
-    plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows, when="spill", share=share)])
+    plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows, when="overlap_forward", share=share)])
     model, reference = copy.deepcopy(start), copy.deepcopy(start)
     mine, theirs = adamw(model), adamw(reference)
 
@@ -126,7 +126,7 @@ def unused_experts(kind, share):
 # what stands in the modules
 
 
-def placed(kind=("resident", "host"), when="spill", name="top-parameters"):
+def placed(kind=("resident", "host"), when="overlap_forward", name="top-parameters"):
     model, (ids,) = draws.start(name, False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace = holdall.trace(model, (ids,), optimizer=optimizer)
@@ -194,7 +194,7 @@ def test_logits_in_rows_are_not_computed_from_weights_of_a_later_step():
     d = replace(BASE, family="tiny-llama", rows=5)
     trace = draws.traced(d.family, False, d.rule, False, d.rows, "cpu")
     rows = {u.name: ("resident", "host") for u in trace.units}
-    plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows, when="spill")])
+    plan = finish(Nop(), problem_for(trace), [Place.of(trace, rows, when="overlap_forward")])
     model, batch = draws.start(d.family, False)
     optimizer = draws.make_optimizer(d.rule, model)
     with holdall.apply(plan, model, optimizer, enforce=False):
@@ -224,7 +224,7 @@ def test_the_simulator_waits_for_updates_of_what_no_block_reads():
     model, batch = draws.start("top-parameters", False)
     trace = holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters()))
     problem = problem_for(trace, overlap=True)
-    schedule = lower(problem, [Place.all(trace, update="host", when="spill")])
+    schedule = lower(problem, [Place.all(trace, update="host", when="overlap_forward")])
     waits = [s for s in schedule.steps() if isinstance(s, Wait)]
     names = {schedule.info(x).name for w in waits for x in w.tensors}
     assert {f"{u.name}: gradients" for u in trace.units} <= names
@@ -245,7 +245,7 @@ class Listed(torch.nn.Module):
         return (x @ self.own[0]).square().mean()
 
 
-@pytest.mark.parametrize("kind", ["host", "through"])
+@pytest.mark.parametrize("kind", ["host", "via_device"])
 @late_updates(0.02)
 def test_a_parameter_that_is_held_beside_its_module_is_updated_and_waited_for(kind):
     torch.manual_seed(0)
@@ -265,7 +265,7 @@ def test_a_parameter_that_is_held_beside_its_module_is_updated_and_waited_for(ki
 
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference))
     trace = holdall.trace(model, (x,), optimizer=optimizer)
-    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update=kind, when="spill")])
+    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update=kind, when="overlap_forward")])
     with holdall.apply(plan, model, optimizer, enforce=False):
         found = train(model, optimizer)
     assert differences(found, train(reference, plain)) == []

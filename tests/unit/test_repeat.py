@@ -403,7 +403,7 @@ def test_a_plan_that_fails_twice_is_given_up(monkeypatch):
 
 @pytest.mark.parametrize(
     ("phase", "weights", "when"),
-    [("forward", "streamed", "spill"), ("backward", "resident", "spill"), ("backward", "streamed", "step")],
+    [("forward", "streamed", "overlap_forward"), ("backward", "resident", "overlap_forward"), ("backward", "streamed", "step")],
 )
 def test_states_on_the_host_are_no_obstacle(monkeypatch, phase, weights, when):
     model, reference = make()

@@ -117,7 +117,7 @@ def test_what_a_program_keeps_may_wait_elsewhere(name):
         assert far_peak(harness) > 0 or name == "recurrent"  # whose only such block keeps nothing of its own
 
 
-@pytest.mark.parametrize("when", ["step", "spill", "backward"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward", "backward"])
 @pytest.mark.parametrize("name", ["tiny-llama", "convnet"])
 def test_programs_leave_while_weights_come_and_go(name, when):
     """What `auto` does in small budgets: op by op, what is kept elsewhere, weights streamed, updates on the host."""
@@ -132,7 +132,7 @@ def test_programs_leave_while_weights_come_and_go(name, when):
     for b in able(trace):
         program = Reschedule.of(trace, b, random_order(trace, b, rng, kept=0.6))
         actions += [program, Offload.of(trace, b, overlap=rng.random() < 0.5)]
-    plan = finish(Nop(), dataclasses.replace(problem_for(trace), clips=when != "backward"), actions)
+    plan = finish(Nop(), dataclasses.replace(problem_for(trace), reads_gradients=when != "backward"), actions)
     model.load_state_dict(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with holdall.apply(plan, model, optimizer) as harness:

@@ -42,7 +42,7 @@ def planned(*, amsgrad=False, **changed):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=amsgrad)
     batch = torch.randn(2, 4, 8)
     trace = holdall.trace(model, batch, optimizer=optimizer, precision="bf16")
-    place = replace(Place.all(trace, update="host", when="spill"), **{"ahead": True, **changed})
+    place = replace(Place.all(trace, update="host", when="overlap_forward"), **{"ahead": True, **changed})
     return model, optimizer, batch, finish(Nop(), problem_for(trace), [place])
 
 

@@ -29,7 +29,7 @@ def train(model, batch, optimizer, n):
     return float(loss.detach())
 
 
-@pytest.mark.parametrize("when", ["step", "spill"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward"])
 def test_a_plan_can_be_changed_in_the_middle_of_a_run(when):
     model, batch = family("tied")
     reference = copy.deepcopy(model)
@@ -39,7 +39,7 @@ def test_a_plan_can_be_changed_in_the_middle_of_a_run(when):
     plans = [
         finish(Nop(), problem_for(trace), [Place.all(trace, update="host", when=when)]),
         finish(Nop(), problem_for(trace), [Recompute.of(trace, [b]) for b in layers]),
-        finish(Nop(), problem_for(trace), [Place.all(trace, update="through", when=when)]),
+        finish(Nop(), problem_for(trace), [Place.all(trace, update="via_device", when=when)]),
     ]
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     expected = [train(reference, batch, plain, n) for n in range(9)]

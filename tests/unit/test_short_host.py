@@ -55,7 +55,7 @@ def needed(precision):
     trace = traced(precision)
     problem = make_problem(trace, hardware=machine(overlap=True))
     on_device = simulate(problem, [Place.all(trace)] if precision else []).peak["cpu"]
-    return on_device, simulate(problem, [Place.all(trace, update="host", when="spill")]).peak["far"]
+    return on_device, simulate(problem, [Place.all(trace, update="host", when="overlap_forward")]).peak["far"]
 
 
 def planned(precision, device, host, planner="auto", **options):

@@ -30,7 +30,7 @@ from holdall.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("no_modes_left")
 
-PLACES = ["host step", "host spill", "through step", "streamed spill", "mixed spill"]
+PLACES = ["host step", "host overlap_forward", "via_device step", "streamed overlap_forward", "mixed overlap_forward"]
 every_place = pytest.mark.parametrize("place", PLACES)
 
 
@@ -277,7 +277,9 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(place):
 # between steps
 
 
-@pytest.mark.parametrize("place", ["host spill", "streamed spill", "mixed spill", "host backward"])
+@pytest.mark.parametrize(
+    "place", ["host overlap_forward", "streamed overlap_forward", "mixed overlap_forward", "host backward"]
+)
 def test_every_parameter_is_updated_by_its_own_group_whenever_its_update_runs(place, slow_host):
     """The hook holds the user's step back after it has begun, so that updates on the host run within it."""
 
@@ -335,7 +337,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("place", ["host spill", "mixed spill"])
+@pytest.mark.parametrize("place", ["host overlap_forward", "mixed overlap_forward"])
 def test_a_parameter_read_right_after_the_step_is_the_new_one(place, read, slow_host):
     def loop(model, optimizer):
         seen = []
@@ -510,7 +512,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("change", "place"), [(change, place) for change in CHANGES for place in ("host step", "through spill", "mixed spill")]
+    ("change", "place"),
+    [(change, place) for change in CHANGES for place in ("host step", "via_device overlap_forward", "mixed overlap_forward")],
 )
 def test_changed_gradients_are_what_the_update_uses(change, place):
     def loop(model, optimizer):
@@ -546,7 +549,7 @@ def test_clipping_takes_all_gradients_in_one_call():
 
     halves = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
     model, optimizer = fresh(net, adamw)
-    with applied(net, "mixed spill", model, optimizer):
+    with applied(net, "mixed overlap_forward", model, optimizer):
         backward(model, 0)
         with Calls() as calls:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -934,7 +937,7 @@ def test_entering_and_leaving_changes_nothing(place):
     assert differences(states(model, optimizer), values) == []
 
 
-@pytest.mark.parametrize("place", ["host spill", "streamed spill", "host backward"])
+@pytest.mark.parametrize("place", ["host overlap_forward", "streamed overlap_forward", "host backward"])
 def test_an_error_in_an_update_on_the_host_reaches_the_loop_and_leaves_nothing(place):
     model, optimizer = fresh(net)
     before = footprint(model, optimizer)
@@ -950,7 +953,7 @@ def test_an_error_in_an_update_on_the_host_reaches_the_loop_and_leaves_nothing(p
 def test_a_harness_may_be_closed_twice():
     model, optimizer = fresh(net)
     before = footprint(model, optimizer)
-    harness = applied(net, "mixed spill", model, optimizer)
+    harness = applied(net, "mixed overlap_forward", model, optimizer)
     steps(model, optimizer)
     harness.close()
     harness.close()
@@ -960,7 +963,7 @@ def test_a_harness_may_be_closed_twice():
 # updates in backward
 
 
-BACKWARD = ["host backward", "through backward", "streamed backward"]
+BACKWARD = ["host backward", "via_device backward", "streamed backward"]
 
 
 @pytest.mark.parametrize("place", [*BACKWARD, "mixed backward"])
@@ -993,7 +996,7 @@ def test_gradients_that_were_used_up_in_backward_say_so(place, touch):
         backward(model)
         with pytest.raises(Unsupported, match="its update was made in backward") as refused:
             TOUCHES[touch](model)
-    assert "clips=True" in refused.value.hint
+    assert "reads_gradients=True" in refused.value.hint
 
 
 # what is refused
@@ -1040,7 +1043,7 @@ def test_a_parameter_with_hooks_of_its_own_is_refused(place, hook):
     assert calls == [1]
 
 
-@pytest.mark.parametrize("update", ["device", "through"])
+@pytest.mark.parametrize("update", ["device", "via_device"])
 def test_streamed_weights_are_updated_as_the_plan_says_or_the_plan_is_refused(update):
     model, optimizer = fresh(net)
     reference, plain = fresh(net)

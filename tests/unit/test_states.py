@@ -37,9 +37,9 @@ OPTIMIZERS = {
 KINDS = {
     "device": ("resident", "device"),
     "host": ("resident", "host"),
-    "through": ("resident", "through"),
+    "via_device": ("resident", "via_device"),
     "streamed host": ("streamed", "host"),
-    "streamed through": ("streamed", "through"),
+    "streamed via_device": ("streamed", "via_device"),
     "made when used": ("streamed", "device"),
 }
 IN_FLOAT32 = [kind for kind in KINDS if kind != "made when used"]  # which is refused
@@ -119,7 +119,7 @@ def row(trace, unit, kind):
     weights, update = KINDS[kind]
     some_frozen = unit.numel and len(unit.grads) < len(unit.weights)
     is_wide = not trace.about.precision
-    stays = unit.name not in streamable(trace) or (some_frozen and (update == "device" or (update == "through" and is_wide)))
+    stays = unit.name not in streamable(trace) or (some_frozen and (update == "device" or (update == "via_device" and is_wide)))
     return ("resident" if stays else weights), update
 
 
@@ -191,7 +191,7 @@ def assert_plain(name, rule, actions, *, accumulate=1, clip=0.5, steps=STEPS):
 def test_any_placement_gives_the_bits_of_plain_training(name, rule):
     rng = random.Random(f"{name} {rule}")
     trace = traced(name, rule)[2]
-    place = random_placement(trace, rng, IN_FLOAT32, when=rng.choice(["step", "spill"]), share=False)
+    place = random_placement(trace, rng, IN_FLOAT32, when=rng.choice(["step", "overlap_forward"]), share=False)
     assert_plain(name, rule, [place, *random_activations(trace, rng)], accumulate=2)
 
 
@@ -199,7 +199,7 @@ def test_any_placement_gives_the_bits_of_plain_training(name, rule):
 def test_any_placement_takes_the_predicted_bytes(name, rule):
     rng = random.Random(f"{rule} {name}")
     trace = traced(name, rule)[2]
-    when = rng.choice(["step", "spill", "backward"])
+    when = rng.choice(["step", "overlap_forward", "backward"])
     place = random_placement(trace, rng, ["device", "host", "streamed host"], when=when)
     actions = [place, *random_activations(trace, rng)]
     assert_predicted(assert_plain(name, rule, actions, clip=None if when == "backward" else 0.5, steps=3), actions)
@@ -210,14 +210,18 @@ def test_weights_that_are_fetched_with_frozen_ones_are_not_updated_through_the_d
     model, batch = family("tied")
     model.layers[0].get_parameter(next(name for name, _ in model.layers[0].named_parameters())).requires_grad_(False)
     trace = holdall.trace(model, batch, optimizer=make_optimizer("adamw-fused", model))
-    with pytest.raises(holdall.Unsupported, match="cannot be streamed with update='through'"):
-        make_plan(trace, [Place.of(trace, {"layers.0": ("streamed", "through")}, when="step")])
+    with pytest.raises(holdall.Unsupported, match="cannot be streamed with update='via_device'"):
+        make_plan(trace, [Place.of(trace, {"layers.0": ("streamed", "via_device")}, when="step")])
 
 
 # bytes
 
 
-EACH = [("adamw-fused", kind) for kind in IN_FLOAT32] + [("adafactor", "device"), ("adafactor", "through"), ("sgd", "through")]
+EACH = [("adamw-fused", kind) for kind in IN_FLOAT32] + [
+    ("adafactor", "device"),
+    ("adafactor", "via_device"),
+    ("sgd", "via_device"),
+]
 
 
 @pytest.mark.parametrize("when", ["step", "backward"])
@@ -227,7 +231,7 @@ def test_each_kind_of_placement_takes_the_predicted_bytes(rule, kind, when):
     assert_predicted(assert_plain("tied", rule, [place], clip=None if when == "backward" else 0.5, steps=3), place)
 
 
-@pytest.mark.parametrize("when", ["step", "spill", "backward"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward", "backward"])
 @pytest.mark.parametrize("kind", ["host", "streamed host"])
 def test_copies_that_are_waited_for_take_the_predicted_bytes_which_are_fewer(kind, when):
     trace = traced("tied", "adamw-fused")[2]
@@ -334,7 +338,7 @@ def in_bfloat16(rule, place, actions=(), *, accumulate=1, clip=0.5, width=8, fro
     return differences(inside, expected), harness
 
 
-WHEN = [("step", 1), ("step", 2), ("spill", 1), ("spill", 2), ("backward", 1)]
+WHEN = [("step", 1), ("step", 2), ("overlap_forward", 1), ("overlap_forward", 2), ("backward", 1)]
 
 
 @pytest.mark.parametrize(("kind", "when", "accumulate"), [(kind, *when) for kind in KINDS for when in WHEN])
@@ -346,15 +350,15 @@ def test_copies_in_bfloat16_train_as_the_reference_does(kind, when, accumulate):
     assert harness.notes == []
 
 
-@pytest.mark.parametrize("kind", ["host", "streamed host", "streamed through"])
+@pytest.mark.parametrize("kind", ["host", "streamed host", "streamed via_device"])
 def test_copies_in_bfloat16_may_be_waited_for(kind):
-    place = placement_of(small("adamw-fused")[2], kind, when="spill", share=True, overlap=False)
+    place = placement_of(small("adamw-fused")[2], kind, when="overlap_forward", share=True, overlap=False)
     assert in_bfloat16("adamw-fused", place, steps=3)[0] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_weights_have_copies_in_bfloat16_too(kind):
-    place = placement_of(small("adamw-fused", frozen=True)[2], kind, when="spill")
+    place = placement_of(small("adamw-fused", frozen=True)[2], kind, when="overlap_forward")
     different, _ = in_bfloat16("adamw-fused", place, frozen=True, steps=3)
     assert different == []
 
@@ -363,7 +367,7 @@ def test_frozen_weights_have_copies_in_bfloat16_too(kind):
 def test_any_placement_of_copies_in_bfloat16_trains_as_the_reference_does(rule):
     rng = random.Random(rule)
     trace = small(rule)[2]
-    for when, accumulate in [("spill", 2), (rng.choice(["step", "backward"]), 1)]:
+    for when, accumulate in [("overlap_forward", 2), (rng.choice(["step", "backward"]), 1)]:
         actions = random_activations(trace, rng)
         place = random_placement(trace, rng, KINDS, when=when, share=accumulate == 1)
         different, _ = in_bfloat16(rule, place, actions, accumulate=accumulate, clip=None if when == "backward" else 0.5)
@@ -402,7 +406,7 @@ def test_updates_begun_before_it_is_known_whether_gradients_are_clipped_are_righ
     trace = small("adamw-fused")[2]
     if kind == "shared" and "accumulate" in LOOPS[loop]:
         pytest.skip("gradients take the place of weights, which a second backward needs")
-    options = {"when": "spill", "share": kind == "shared", "ahead": True}
+    options = {"when": "overlap_forward", "share": kind == "shared", "ahead": True}
     if kind == "mixed":
         place = random_placement(trace, random.Random(3), KINDS, **options)
     else:
@@ -418,7 +422,7 @@ def test_updates_begun_before_it_is_known_whether_gradients_are_clipped_are_righ
 def test_a_step_that_is_skipped_or_late_leaves_streamed_weights_as_they_were(ahead):
     """Gradients lie where the weights were fetched from: a forward before the step must not compute with them."""
     start, batch, trace = small("adamw-fused")
-    place = placement_of(trace, "streamed host", when="spill", share=True, ahead=ahead)
+    place = placement_of(trace, "streamed host", when="overlap_forward", share=True, ahead=ahead)
     different, _ = in_bfloat16("adamw-fused", place, steps=7, **LOOPS["skipped"])
     assert different == []
     weights, losses = [], []
@@ -486,7 +490,7 @@ def test_gradients_read_after_the_step_are_still_the_gradients_or_say_that_they_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("when", ["step", "spill"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward"])
 def test_evaluation_computes_with_the_copies_and_reads_the_parameters(kind, when):
     start, batch, trace = small("adamw-fused")
     model = copy.deepcopy(start)

@@ -135,7 +135,7 @@ def check_equal(found, expected):
 
 @pytest.mark.parametrize("on", [False, True], ids=["calm", "chaos"])
 @pytest.mark.parametrize("weights", ["streamed", "resident"])
-@pytest.mark.parametrize("when", ["step", "spill", "backward"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward", "backward"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_the_bits_and_bytes_of_states_on_disk(precision, when, weights, on, monkeypatch):
     near, plan = planned(precision=precision, when=when, weights=weights)
@@ -162,7 +162,7 @@ def test_any_elementwise_rule_and_number_of_buffers(rule, buffers):
 
 
 @pytest.mark.parametrize("how", [{"clip": 1e-2}, {"clip": 1e6}, {"backwards": 2, "clip": 0.1}], ids=["clip", "vain", "twice"])
-@pytest.mark.parametrize("when", ["step", "spill"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward"])
 def test_loops_that_clip_and_accumulate(how, when):
     _, plan = planned(when=when, share=False, accumulate=how.get("backwards", 1))
     check_equal(trained(plan, **how), trained(None, **how))
@@ -170,7 +170,7 @@ def test_loops_that_clip_and_accumulate(how, when):
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_everything_on_disk(precision):
-    near, plan = planned(precision=precision, elsewhere=True, when="spill")
+    near, plan = planned(precision=precision, elsewhere=True, when="overlap_forward")
     found = trained(plan)
     check_equal(found, trained(near if precision else None))
     assert dict(found[2].traffic) == dict(plan.predicted.traffic)
@@ -303,7 +303,7 @@ def test_every_budget_is_kept_and_a_full_disk_refused_before_anything_is_written
 # errors of the disk
 
 
-@pytest.mark.parametrize("when", ["step", "spill"])
+@pytest.mark.parametrize("when", ["step", "overlap_forward"])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_an_error_in_an_update_is_one_clear_line_and_what_is_torn_is_not_saved(call, when, monkeypatch, tmp_path):
     _, plan = planned(when=when, weights="resident")
@@ -341,7 +341,7 @@ def test_an_error_in_an_update_is_one_clear_line_and_what_is_torn_is_not_saved(c
 
 
 def test_a_slow_disk_is_waited_for(monkeypatch):
-    _, plan = planned(when="spill")
+    _, plan = planned(when="overlap_forward")
     for call in ("preadv", "pwritev"):
         plain = getattr(os, call)
         monkeypatch.setattr(os, call, lambda *given, plain=plain: time.sleep(0.01) or plain(*given))
@@ -353,7 +353,7 @@ def test_a_slow_disk_is_waited_for(monkeypatch):
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_checkpoint_of_states_on_disk_goes_on_under_any_plan(tmp_path, precision):
-    near, plan = planned(precision=precision, when="spill")
+    near, plan = planned(precision=precision, when="overlap_forward")
     expected = trained(near)[0]
     for first, second in ((plan, near), (near, plan), (plan, plan)):
         out = tmp_path / str(id(first) + id(second))
@@ -441,7 +441,7 @@ with holdall.apply(plan, model, optimizer):
 
 
 def test_killed_while_states_are_written_a_run_goes_on_from_its_last_checkpoint(tmp_path, disk):
-    _, plan = planned(when="spill")
+    _, plan = planned(when="overlap_forward")
     plan.save(tmp_path / "plan.json")
     where = {"here": os.path.dirname(__file__), "plan": str(tmp_path / "plan.json"), "out": str(tmp_path / "run")}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

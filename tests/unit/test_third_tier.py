@@ -351,7 +351,7 @@ def test_states_that_neither_device_nor_host_have_room_for_spill_to_a_third_tier
 
 def test_a_unit_passes_through_the_device_from_the_nearest_tier_alone():
     trace = traced()
-    place = replace(Place.all(trace, update="through"), elsewhere=((trace.units[0].name, "attic"),))
+    place = replace(Place.all(trace, update="via_device"), elsewhere=((trace.units[0].name, "attic"),))
     with pytest.raises(Unsupported, match="via the device"):
         simulate(Problem(trace=trace, hardware=with_attic(), budget={}), [place])
     with pytest.raises(InvalidInput, match="unknown unit"):

@@ -98,13 +98,13 @@ def test_units_pass_through_the_device_where_the_host_is_slow_enough_for_it_to_s
     whole = holdall.plan(trace, planner="nop", hardware=machine).predicted.peak["gpu"]
     plan = holdall.plan(trace, budget=int(0.6 * whole), hardware=machine)
     ways = {update for a in plan.actions if isinstance(a, Place) for _, _, update in a.units}
-    assert ("through" in ways) == passes
+    assert ("via_device" in ways) == passes
     assert "host" in ways
     if passes:  # in backward the device would wait for every unit that passes; beside the next forward it need not
-        free = holdall.plan(trace, budget=int(0.6 * whole), hardware=machine, clips=False)
+        free = holdall.plan(trace, budget=int(0.6 * whole), hardware=machine, reads_gradients=False)
         (place,) = (a for a in free.actions if isinstance(a, Place))
-        assert "through" in {update for _, _, update in place.units}
-        assert place.when == "spill"
+        assert "via_device" in {update for _, _, update in place.units}
+        assert place.when == "overlap_forward"
 
 
 def test_equal_shapes_in_other_groups_are_updated_otherwise():
@@ -115,7 +115,7 @@ def test_equal_shapes_in_other_groups_are_updated_otherwise():
     units = {u.name: u for u in trace.units}
     assert units["lm_head"].weights != units["model.embed_tokens"].weights
     assert units["lm_head"].workspace > 2 * units["model.embed_tokens"].workspace
-    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="through", when="step")])
+    plan = finish(Nop(), problem_for(trace), [Place.all(trace, update="via_device", when="step")])
     with holdall.apply(plan, model, optimizer) as harness:
         train(model, batch, optimizer, 2)
     assert harness.step_peaks[-1] == pytest.approx(plan.predicted.peak["cpu"], rel=2e-3)
@@ -127,7 +127,7 @@ def test_a_step_that_waits_for_the_host_takes_longer_where_activations_leave():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     fast = replace(machine(overlap=True), updates=1e6)
     trace = cost_trace(holdall.trace(model, batch, optimizer=optimizer), fast)
-    place = Place.all(trace, update="host", when="spill")
+    place = Place.all(trace, update="host", when="overlap_forward")
     leaving = [Offload.of(trace, b, overlap=True) for b in trace.blocks if b.saves and b.backward is not None]
 
     def seconds(actions, beside):

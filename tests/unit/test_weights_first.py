@@ -67,7 +67,7 @@ def planned(kind, when, ahead):
     return finish(Nop(), problem_for(trace), [Place.of(trace, rows, when=when, ahead=ahead)])
 
 
-def begin(kind, when="spill", ahead=True):
+def begin(kind, when="overlap_forward", ahead=True):
     model = copy.deepcopy(traced()[0])
     optimizer = adamw(model)
     return model, optimizer, holdall.apply(planned(kind, when, ahead), model, optimizer, enforce=False)
@@ -107,7 +107,7 @@ def rests(monkeypatch):
 def both_ways(kind, loop):
     """What a loop sees, with updates in two parts and in one piece, and what is left in the end."""
     found = []
-    for when, ahead in (("spill", True), ("step", False)):
+    for when, ahead in (("overlap_forward", True), ("step", False)):
         model, optimizer, harness = begin(kind, when, ahead)
         with harness:
             seen = loop(model, optimizer)
@@ -160,7 +160,7 @@ def test_where_the_fast_kernel_has_other_bits_torch_makes_the_updates_in_the_sam
     with host_adam_by(step_by_torch):
         reference, _ = loop("step", False)
     with host_adam_by(wrong, is_exact=False):
-        ours, harness = loop("spill", True)
+        ours, harness = loop("overlap_forward", True)
     assert differences(ours, reference) == []
     assert rests[1] if norm < 1 else all(harness.were_ahead[2:])
 
@@ -262,7 +262,7 @@ def test_a_backward_without_a_step_leaves_the_weights(kind, rests):
 def test_leaving_at_once_leaves_the_new_values(kind, rests):
     rests[0][0] = 0.01
     found = []
-    for when, ahead in (("spill", True), ("step", False)):
+    for when, ahead in (("overlap_forward", True), ("step", False)):
         model, optimizer, harness = begin(kind, when, ahead)
         with harness:
             for n in range(2):
@@ -353,7 +353,7 @@ def rests_said(*, takes, overlap=True):
     hardware = machine(overlap=True)
     trace = cost_trace(traced()[1], hardware)
     rows = {u.name: ("streamed" if u.name in streamable(trace) else "resident", "host") for u in trace.units}
-    place = Place.of(trace, rows, when="spill", ahead=True, overlap=overlap)
+    place = Place.of(trace, rows, when="overlap_forward", ahead=True, overlap=overlap)
     runs = [s for s in lower(problem_for(trace, overlap=True), [place]).steps() if isinstance(s, Run)]
     rate = sum(u.numel for u in trace.units) / (takes * sum(r.seconds for r in runs if r.stream == "compute"))
     problem = replace(problem_for(trace), hardware=replace(hardware, updates=rate))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.actions.place.schedule import rewrite_placed, states_stay, streamable
 from holdall.errors import InvalidInput, unknown_name
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "states_stay", "streamable"]
 
-Row = tuple[str, str, str]  # unit; "resident" or "streamed"; "device", "host" or "through"
+Row = tuple[str, str, str]  # unit; "resident" or "streamed"; "device", "host" or "via_device"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Facts):
     units: tuple[Row, ...]  # every unit of the trace, in its order
-    when: str = "step"  # time of updates: "step", "spill" (overlapping the next forward) or "backward" (as gradients are made)
+    when: str = "step"  # time of updates: "step", "overlap_forward" (of the next step) or "backward" (as gradients are made)
     slots: int = 2  # units that may be updated via the device at once
     # Speculative updates: overlapped host updates begin in backward, as if gradients were not clipped. If they are, the weights
     # that the next forward needs are computed first, the rest during the next backward. Takes host memory for a second set of
@@ -61,6 +61,14 @@ class Place(Facts):
     @property
     def tiers(self) -> frozenset[str]:
         return frozenset({"", *(tier for _, tier in (*self.elsewhere, *self.states))})
+
+    @staticmethod
+    def from_older(entry: Mapping[str, Any]) -> dict[str, Any]:
+        """An entry of an older plan file by today's words."""
+        words = {"through": "via_device", "spill": "overlap_forward"}
+        rows = [(*row[:2], words.get(row[2], row[2])) for row in entry.get("units", ()) if len(row) == 3]
+        older = {"units": tuple(rows)} if len(rows) == len(entry.get("units", ())) else {}
+        return {**entry, **older, "when": words.get(entry.get("when", "step"), entry.get("when", "step"))}
 
     @staticmethod
     def all(
@@ -113,7 +121,7 @@ class Place(Facts):
         if not trace.units:
             return []
         can = streamable(trace)
-        kinds = [("resident", "device"), ("resident", "host"), ("streamed", "host"), ("resident", "through")]
+        kinds = [("resident", "device"), ("resident", "host"), ("streamed", "host"), ("resident", "via_device")]
         mixed = {u.name: kinds[n % 4] for n, u in enumerate(trace.units) if n % 4 != 2 or u.name in can}
         every_other = dict.fromkeys(sorted(can)[::2], ("streamed", "host"))
         return [Place.all(trace, update="host"), Place.of(trace, every_other), Place.of(trace, mixed)]
@@ -167,7 +175,7 @@ class Place(Facts):
 
 def _check(rows: Iterable[Row]) -> None:
     for unit, weights, update in rows:
-        if weights not in ("resident", "streamed") or update not in ("device", "host", "through"):
+        if weights not in ("resident", "streamed") or update not in ("device", "host", "via_device"):
             raise InvalidInput(
                 f"`{unit}` cannot have weights={weights!r} with update={update!r}",
                 hint="weights: resident or streamed; update: device, host or through",

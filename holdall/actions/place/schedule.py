@@ -164,10 +164,10 @@ class _Rewrite(Updates):
             is_mixed = not self.is_narrow and len(unit.grads) < len(
                 unit.weights
             )  # trained and frozen weights would not be contiguous
-            if streamed and unit.numel and not cast and (update == "device" or (update == "through" and is_mixed)):
+            if streamed and unit.numel and not cast and (update == "device" or (update == "via_device" and is_mixed)):
                 raise Unsupported(
                     f"`{unit.name}` cannot be streamed with update={update!r}",
-                    hint='use update="host"' + ("" if is_mixed else ' or update="through"'),
+                    hint='use update="host"' + ("" if is_mixed else ' or update="via_device"'),
                 )
             made = [max((k for k in self.trace.uses(g) if k <= self.end), default=-1) for g in unit.grads]
             last = [self.trace.node_ends.get(k, k) for k in made]  # a node of the graph hands its gradients on when it ends
@@ -179,8 +179,8 @@ class _Rewrite(Updates):
     def _tier(self, unit: Unit, update: str) -> str:
         """The tier of a unit's tensors that are not on the device."""
         named = dict(self.place.elsewhere).get(unit.name, "")
-        if named and (update == "through" or self.place.ahead):
-            how = "updated via the device" if update == "through" else "updated speculatively"
+        if named and (update == "via_device" or self.place.ahead):
+            how = "updated via the device" if update == "via_device" else "updated speculatively"
             raise Unsupported(
                 f"`{unit.name}` cannot be {how} from `{named}`: its states must be in host memory",
                 hint='leave it out of `elsewhere`, or use update="host" with when="step"',
@@ -247,28 +247,28 @@ class _Rewrite(Updates):
         for x in unit.states:
             info = schedule.info(x)
             schedule.start[x] = placed.states if info.shape and placed.states else self.far
-            if (placed.update == "through" or placed.states) and info.shape:
+            if (placed.update == "via_device" or placed.states) and info.shape:
                 # flat buffers, tensors aligned in them; scalar counters stay where they are
                 schedule.added[x] = replace(info, nbytes=round_up(info.nbytes, ALIGN))
         like = self.trace.tensors[unit.weights[0]]
         grads = flat_bytes(self.trace.tensors[g].nbytes for g in unit.grads)
         weights = sum(schedule.info(x).nbytes for x in unit.weights)
-        homes: tuple[TensorId, ...] = ()
+        masters: tuple[TensorId, ...] = ()
         if placed.streamed:  # streamed weights have a permanent copy in the tier
             for x in unit.weights:
                 schedule.start[x] = self.source(placed)
                 schedule.holds[x] = []
-            homes = () if self.is_narrow else unit.weights
+            masters = () if self.is_narrow else unit.weights
         elif not self.is_narrow:
-            homes = (schedule.add(like, name=f"{unit.name}: homes", nbytes=weights),)
-            self._there(homes[0], self.source(placed))
+            masters = (schedule.add(like, name=f"{unit.name}: masters", nbytes=weights),)
+            self._there(masters[0], self.source(placed))
         if grads and placed.update != "device":
             if placed.streamed and self.is_narrow and self.place.share and grads == weights:
                 buffer = unit.weights
             else:
                 buffer = (schedule.add(like, name=f"{unit.name}: gradients", kind=Kind.GRAD, nbytes=grads),)
                 self._there(buffer[0], placed.tier)
-            self.units[unit.id] = replace(placed, buffer=buffer, homes=homes)
+            self.units[unit.id] = replace(placed, buffer=buffer, masters=masters)
             if self.is_ahead(placed):
                 values = flat_bytes(self.trace.tensors[x].nbytes for x in unit.states)
                 self._there(schedule.add(like, name=f"{unit.name}: ahead", kind=Kind.STATE, nbytes=values + grads))
@@ -286,11 +286,13 @@ class _Rewrite(Updates):
     def _move_into_chunks(self) -> None:
         """With updates via the device, parameters move next to their states on the host when the states are made. While the
         units move one by one, the old memory of the moving unit's parameters is still in use."""
-        passing = [p.unit for p in reversed(self.units) if p.update == "through" and p.unit.numel]  # in the order of gradients
-        homes = [sum(self.schedule.info(x).nbytes for x in u.weights) * (2 if self.is_narrow else 1) for u in passing]
+        passing = [
+            p.unit for p in reversed(self.units) if p.update == "via_device" and p.unit.numel
+        ]  # in the order of gradients
+        masters = [sum(self.schedule.info(x).nbytes for x in u.weights) * (2 if self.is_narrow else 1) for u in passing]
         states = [sum(self.schedule.info(x).nbytes for x in u.states) for u in passing]
-        chunks = [s if self.is_narrow else s + h for s, h in zip(states, homes, strict=True)]  # narrow: masters are states
-        moving = [sum(chunks[: k + 1]) + sum(homes[k:]) for k in range(len(passing))]
+        chunks = [s if self.is_narrow else s + h for s, h in zip(states, masters, strict=True)]  # narrow: masters are states
+        moving = [sum(chunks[: k + 1]) + sum(masters[k:]) for k in range(len(passing))]
         more = max(moving, default=0) - sum(chunks)
         if more > 0:
             like = self.trace.tensors[passing[0].weights[0]]

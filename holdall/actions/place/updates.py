@@ -29,7 +29,7 @@ class PlacedUpdate:
     block: Block | None  # the first block that reads its weights
     ready: OpId  # the op after which its gradients are complete; -1: it has none
     buffer: tuple[TensorId, ...] = ()  # host memory of its gradients
-    homes: tuple[TensorId, ...] = ()  # host memory of its masters, where they have the precision of the weights
+    masters: tuple[TensorId, ...] = ()  # host memory of its masters, where they have the precision of the weights
     first: OpId = -1  # where the step first waits for its weights: start of its block, or the op that reads them; -1: nowhere
     cast: bool = False  # its weights are streamed: cast from masters on the device
     tier: str = ""  # the tier of its tensors that are not on the device
@@ -50,7 +50,7 @@ class Updates:
         self.home = problem.home
         self.end = next((op.id for op in self.trace.ops if op.site.phase is Phase.STEP), len(self.trace.ops)) - 1
         self.is_narrow = bool(self.trace.about.precision)
-        self.beside = place.when == "spill" and self.hardware.overlap
+        self.beside = place.when == "overlap_forward" and self.hardware.overlap
         self.units: list[PlacedUpdate] = []
         self.stretches: list[TensorId] = []  # host memory for updates in stretches, taken by turns
         self._turn = 0
@@ -107,7 +107,7 @@ class Updates:
 
     def _keep_room_of_libraries(self) -> None:
         """Updates via the device run on a stream of their own, and libraries keep a workspace per stream."""
-        those = [p.unit for p in self.units if p.update == "through" and p.buffer and p.unit.products]
+        those = [p.unit for p in self.units if p.update == "via_device" and p.buffer and p.unit.products]
         room = self.hardware.resident // 2  # `resident` counts two workspaces
         if those and room:
             like = self.trace.tensors[those[0].weights[0]]
@@ -155,7 +155,7 @@ class Updates:
         if not placed.streamed:
             back = Copy(tensors=placed.buffer, src=placed.tier, dst=self.home, lands=False, lane="weights", name=unit.name)
             if placed.states and not self.is_narrow:  # from the masters
-                back = replace(back, tensors=placed.homes, src=placed.states, uses=placed.buffer)
+                back = replace(back, tensors=placed.masters, src=placed.states, uses=placed.buffer)
             steps.append(back)
         return steps
 
@@ -182,8 +182,8 @@ class Updates:
         if placed.tier == self.far:
             return 0.0
         fetched = placed.unit.weights if placed.streamed and self.source(placed) == placed.tier else ()
-        homes = () if placed.states else placed.homes
-        there = sum(self.schedule.info(x).nbytes for x in dict.fromkeys((*placed.buffer, *homes, *fetched)))
+        masters = () if placed.states else placed.masters
+        there = sum(self.schedule.info(x).nbytes for x in dict.fromkeys((*placed.buffer, *masters, *fetched)))
         return copy_seconds(there, self.hardware, placed.tier, self.far) + copy_seconds(
             there, self.hardware, self.far, placed.tier
         )
@@ -195,7 +195,7 @@ class Updates:
             slot = self._slot([placed])
             steps.append(Run(op=-1, reads=(), writes=(slot,), name="room for updates"))
             schedule.holds[slot] = []
-        kept = (*unit.states, *placed.homes)
+        kept = (*unit.states, *placed.masters)
         moving = (*kept, *placed.buffer)
         steps += [
             self._aside(moving, out=False, slot=slot, name=unit.name),
@@ -239,20 +239,20 @@ class Updates:
 
     def _beside(self) -> None:
         """The last step's updates overlap this forward; a unit's forward waits for its own update."""
-        passing = [p for p in self.units if p.update == "through" and p.buffer]
+        passing = [p for p in self.units if p.update == "via_device" and p.buffer]
         slots = [self._slot(passing) for _ in range(min(self.place.slots, len(passing)))]
         steps: list[Step] = [Run(op=-1, reads=(), writes=(s,), name="room for updates") for s in slots]
         first = self._weights_first()
         for placed in self.units:
             if not placed.buffer:
                 continue
-            if placed.update == "through":
+            if placed.update == "via_device":
                 steps += self._through_steps(placed, slots[passing.index(placed) % len(slots)])
             else:
                 begun = 1 if self.is_ahead(placed) and not self.problem.clipped else 0
                 steps += self.host_steps(placed, weights_first=placed.unit.name in first)[begun:]
             if not placed.streamed and placed.first >= 0:
-                done = placed.unit.weights if placed.update == "through" else placed.buffer
+                done = placed.unit.weights if placed.update == "via_device" else placed.buffer
                 self.before(placed.first, [Wait(tensors=done)])
         steps += [
             Run(op=-1, reads=(), writes=(), seconds=seconds, name=f"rest of the update of {unit}", stream="host")

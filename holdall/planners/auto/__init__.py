@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from holdall.actions.in_backward import InBackward
 from holdall.actions.place import Place
@@ -44,16 +44,21 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    through: bool | None = None  # allow updates via the device; None: if a gain is predicted
+    via_device: bool | None = None  # allow updates via the device; None: if a gain is predicted
     ahead: bool = True  # allow speculative host updates
 
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "ours; after pofo (NeurIPS 2021), ProTrain (arXiv 2406.08334) and Chen et al. (arXiv 1604.06174)"
     weighs_budget: ClassVar[bool] = True
 
+    @staticmethod
+    def from_older(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options by today's names: `via_device` was `through`."""
+        return {"via_device" if name == "through" else name: value for name, value in options.items()}
+
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
-        search = _Search(problem, through=self.through, ahead=self.ahead)
+        search = _Search(problem, via_device=self.via_device, ahead=self.ahead)
         plain = search.require("keep everything", ())
         less = usable(problem)
         if not over_budget(less, plain.outcome):
@@ -74,7 +79,7 @@ class Auto:
 
     def _with_updates_in_backward(self, problem: Problem) -> Plan | None:
         """The best mix of activations with updates in backward: only if allowed, since the loop never sees the gradients."""
-        is_asked = problem.permits(InBackward) and not problem.clips and problem.accumulate == 1
+        is_asked = problem.permits(InBackward) and not problem.reads_gradients and problem.accumulate == 1
         copies = problem.trace.about.precision is not None  # `place` updates working copies in backward
         if not is_asked or copies or not any(op.site.phase is Phase.STEP for op in problem.trace.ops):
             return None
@@ -88,12 +93,12 @@ class Auto:
 class _Search(Search):
     """Placements of model states, and the actions on activations for each."""
 
-    def __init__(self, problem: Problem, *, through: bool | None, ahead: bool) -> None:
+    def __init__(self, problem: Problem, *, via_device: bool | None, ahead: bool) -> None:
         super().__init__(problem)
-        self.through = through
+        self.via_device = via_device
         self.placements = Placements(problem)
         is_narrow = problem.trace.about.precision is not None
-        self._may_be_ahead = ahead and is_narrow and self.placements.when == "spill"
+        self._may_be_ahead = ahead and is_narrow and self.placements.when == "overlap_forward"
         self._sizes = {u.name: u.numel for u in problem.trace.units}
         self._guesses = Guesses()
         self._not_clipped: dict[tuple[Action, ...], float] = {}
@@ -146,43 +151,43 @@ class _Search(Search):
         for streamed in sorted({0, can // 2, can}):
             counts = self._on_device(problem, streamed)
             if counts is not None:
-                seconds = self._least_seconds(problem, PlacementShape(counts.most, streamed, through=False))
+                seconds = self._least_seconds(problem, PlacementShape(counts.most, streamed, via_device=False))
                 levels.append((seconds, streamed, counts.most, counts.fewest))
         if not levels:
             full = self._most_on_device(problem, can)  # where host memory is short, this needs the least of it
-            return [PlacementShape(n, can, through=False) for n in dict.fromkeys((full or 0, 0))]
+            return [PlacementShape(n, can, via_device=False) for n in dict.fromkeys((full or 0, 0))]
         seconds, streamed, most, fewest = min(levels)
         found = _fewer(most, streamed, fewest=fewest)
         how = self._how_to_pass(problem, found)
         if how is not None:
-            found = [*(replace(spread, through=True, spills=how.spills) for spread in found), *found]
+            found = [*(replace(spread, via_device=True, overlap_forward=how.overlap_forward) for spread in found), *found]
         close = [level for level in levels if level[1] != streamed and level[0] < CLOSE * seconds]
         found += [spread for _, other, count, least in close for spread in _fewer(count, other, _SHARES[:3], fewest=least)]
-        resident = PlacementShape(levels[0][2], levels[0][1], through=False)
+        resident = PlacementShape(levels[0][2], levels[0][1], via_device=False)
         if resident.streamed != streamed:
             found += [resident] if resident not in found else []
             how = self._how_to_pass_resident(problem, resident, seconds)
             if how is not None:
                 counts_of = _fewer(resident.device, 0, fewest=levels[0][3])
-                passing = (replace(spread, through=True, spills=how.spills) for spread in counts_of)
+                passing = (replace(spread, via_device=True, overlap_forward=how.overlap_forward) for spread in counts_of)
                 found = [*passing, *found]
         return found
 
     def _how_to_pass_resident(self, problem: Problem, fewest: PlacementShape, seconds: float) -> PlacementShape | None:
         """The updates via the device of units that must keep their weights resident for it, if a step becomes shorter by more
         than the threshold. It does with optimizers that are slow on the host."""
-        if fewest.streamed or self.through is False or not (self.through or problem.hardware.updates_beside):
+        if fewest.streamed or self.via_device is False or not (self.via_device or problem.hardware.updates_beside):
             return None
-        below = (1.0 if self.through else _SHOWS) * seconds
+        below = (1.0 if self.via_device else _SHOWS) * seconds
         found, how = self._fastest_passing(problem, [fewest], below=below)
         return how if found < below else None
 
     def _how_to_pass(self, problem: Problem, spreads: Sequence[PlacementShape]) -> PlacementShape | None:
         """The updates via the device, if allowed: as asked for, or if the predicted gain is above the threshold."""
-        if self.through is False or not (self.through or problem.hardware.updates_beside):
+        if self.via_device is False or not (self.via_device or problem.hardware.updates_beside):
             return None
-        if self.through:
-            return self._fastest_passing(problem, spreads)[1] or replace(spreads[0], through=True)
+        if self.via_device:
+            return self._fastest_passing(problem, spreads)[1] or replace(spreads[0], via_device=True)
         without = math.inf
         for spread in spreads:
             without = min(without, self._least_seconds(problem, spread, below=without))
@@ -241,16 +246,16 @@ class _Search(Search):
         fewer exceed the host. None: no number fits both."""
         for choices in (self._least, self._lean(moving=False)):  # offloaded tensors take host memory
             most = self._most_on_device(problem, streamed, choices)
-            if most is not None and self._fits_least(problem, PlacementShape(most, streamed, through=False), choices):
+            if most is not None and self._fits_least(problem, PlacementShape(most, streamed, via_device=False), choices):
                 break
         else:
             return None
         low, high = 0, most
-        if self._fits_least(problem, PlacementShape(0, streamed, through=False)):
+        if self._fits_least(problem, PlacementShape(0, streamed, via_device=False)):
             high = 0
         while low < high:
             middle = (low + high) // 2
-            fits = self._fits_least(problem, PlacementShape(middle, streamed, through=False))
+            fits = self._fits_least(problem, PlacementShape(middle, streamed, via_device=False))
             low, high = (low, middle) if fits else (middle + 1, high)
         return _Counts(fewest=high, most=most)
 
@@ -268,7 +273,7 @@ class _Search(Search):
         most = len(self.placements.movable) - (0 if self.placements.castable else streamed)
 
         def excess(choice: Choice, count: int) -> int:
-            outcome = self._least_of(self.placements.at(PlacementShape(count, streamed, through=False)), choice)
+            outcome = self._least_of(self.placements.at(PlacementShape(count, streamed, via_device=False)), choice)
             return outcome.peak[problem.home] - problem.limit(problem.home) if outcome is not None else NEVER
 
         found: int | None = None
@@ -299,20 +304,20 @@ class _Search(Search):
 
     def _least_of_all(self) -> PlacementShape:
         """Everything streamed, without overlap: slow, the last resort."""
-        return PlacementShape(0, len(self.placements.streamable), through=False, overlap=False)
+        return PlacementShape(0, len(self.placements.streamable), via_device=False, overlap=False)
 
     def tightest(self) -> list[tuple[Action, ...]]:
         """Placements that take the least device memory."""
         if not self.placements.is_possible:
             return [()]
-        spreads = [self._least_of_all(), PlacementShape(0, 0, through=False)]
+        spreads = [self._least_of_all(), PlacementShape(0, 0, via_device=False)]
         return [(self.placements.at(spread),) for spread in spreads]
 
 
 def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int = 0) -> list[PlacementShape]:
     """`most` units on the device, and fewer."""
     counts = dict.fromkeys(max(fewest, round(most * share)) for share in shares)
-    return [PlacementShape(n, streamed, through=False) for n in counts]
+    return [PlacementShape(n, streamed, via_device=False) for n in counts]
 
 
 def _lacking(problem: Problem, candidate: Candidate) -> tuple[int, int]:
@@ -323,9 +328,9 @@ def _lacking(problem: Problem, candidate: Candidate) -> tuple[int, int]:
 def _describe(spread: PlacementShape, count: int) -> str:
     text = f"{spread.device} of {count} units updated on the device"
     text += f", {spread.streamed} streamed" if spread.streamed else ""
-    text += ", updates overlap the next forward" if spread.spills else ""
+    text += ", updates overlap the next forward" if spread.overlap_forward else ""
     text += "" if spread.overlap else ", copies do not overlap"
-    return text if spread.through else f"{text}, none updated via the device"
+    return text if spread.via_device else f"{text}, none updated via the device"
 
 
 def _why(problem: Problem, plain: Candidate, best: Candidate, found: list[Candidate]) -> list[str]:

@@ -29,8 +29,8 @@ class PlacementShape:
 
     device: int
     streamed: int
-    through: bool = True  # allow updates via the device, which take device memory
-    spills: bool = False  # updates overlap the next forward, instead of blocking in backward
+    via_device: bool = True  # allow updates via the device, which take device memory
+    overlap_forward: bool = False  # updates overlap the next forward, instead of blocking in backward
     overlap: bool = True  # copies of weights and gradients overlap computation, which takes memory too
 
 
@@ -68,14 +68,17 @@ class Placements:
     def when(self) -> str:
         """The time of updates: as early as the loop's use of gradients permits."""
         p = self.problem
-        if not p.clips and p.accumulate == 1:
+        if not p.reads_gradients and p.accumulate == 1:
             return "backward"
-        return "spill" if p.hardware.overlap else "step"
+        return "overlap_forward" if p.hardware.overlap else "step"
 
     def passing(self, spread: PlacementShape) -> list[PlacementShape]:
         """The variants of this placement with updates via the device."""
-        can_spill = self.when == "backward" and self.problem.hardware.overlap
-        return [replace(spread, through=True, spills=spills) for spills in (False, True)[: 1 + can_spill]]
+        can_overlap = self.when == "backward" and self.problem.hardware.overlap
+        return [
+            replace(spread, via_device=True, overlap_forward=overlap_forward)
+            for overlap_forward in (False, True)[: 1 + can_overlap]
+        ]
 
     def at(self, spread: PlacementShape) -> Place:
         stay = {u.name for u in self.movable[: spread.device]}
@@ -91,11 +94,11 @@ class Placements:
                 rows[unit.name] = (weights, "device")
                 continue
             by_host, by_link = host + self._host_seconds(unit, spread), link + self._link_seconds(unit)
-            is_through = spread.through and self._may_pass(unit, weights) and by_link < by_host
-            rows[unit.name] = (weights, "through" if is_through else "host")
-            host, link = (host, by_link) if is_through else (by_host, link)
+            is_via_device = spread.via_device and self._may_pass(unit, weights) and by_link < by_host
+            rows[unit.name] = (weights, "via_device" if is_via_device else "host")
+            host, link = (host, by_link) if is_via_device else (by_host, link)
         share = self.problem.accumulate == 1
-        when = "spill" if spread.spills else self.when
+        when = "overlap_forward" if spread.overlap_forward else self.when
         return Place.of(self.problem.trace, rows, when=when, share=share, overlap=spread.overlap)
 
     def _may_pass(self, unit: Unit, weights: str) -> bool:
@@ -104,7 +107,7 @@ class Placements:
         return self.problem.hardware.overlap and can and unit.numel <= 2 * self._common
 
     def _host_seconds(self, unit: Unit, spread: PlacementShape) -> float:
-        return host_seconds(unit, self.problem.trace, self.problem.hardware, beside=spread.through)
+        return host_seconds(unit, self.problem.trace, self.problem.hardware, beside=spread.via_device)
 
     def _link_seconds(self, unit: Unit) -> float:
         """Seconds of the link for one unit: its states and gradient come in while others go out."""

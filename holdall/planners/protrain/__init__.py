@@ -122,7 +122,7 @@ def profile_of(problem: Problem) -> Profile:
 def _when(problem: Problem) -> str:
     if not problem.hardware.overlap:
         return "step"
-    return "spill" if problem.clips or problem.accumulate > 1 else "backward"
+    return "overlap_forward" if problem.reads_gradients or problem.accumulate > 1 else "backward"
 
 
 def _computation(trace: Trace, units: Sequence[Unit], ready: Sequence[int], end: int) -> tuple[list[Ticks], list[Ticks], Ticks]:

@@ -107,7 +107,7 @@ class Profile:
     spans: tuple[BlockSpan, ...]
     step: int = 0  # highest bytes of the optimizer's step
     rest: Ticks = 0  # computation that belongs to no unit
-    when: str = "spill"  # of updates on the host, as in `Place`
+    when: str = "overlap_forward"  # of updates on the host, as in `Place`
     overlap: bool = True  # copies run beside computation
     sums_workspace: bool = False  # all units are updated on the device at once, else one after the other
     blocks: tuple[Block, ...] = ()  # of the stages
@@ -286,7 +286,7 @@ class Mapped:
         on_host = profile.on_host[n_persist]
         if profile.when == "backward":
             return self._fixed + forward + max(backward, on_host)
-        if profile.when == "spill":
+        if profile.when == "overlap_forward":
             return self._fixed + max(forward, on_host) + backward
         return self._fixed + forward + backward + on_host
 

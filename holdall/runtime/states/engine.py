@@ -6,9 +6,9 @@ One step:
     backward   streamed weights are fetched again; when the last gradient of a unit is there, it is copied to the host
                (or kept on the device, or used by an update at once)
     step()     the user's optimizer has nothing left to do: the engine makes the updates, at once ("step"), overlapping
-               the next forward ("spill"), or has already made them ("backward")
+               the next forward ("overlap_forward"), or has already made them ("backward")
 
-Between backward and `step()` every master (in code: home) has a `.grad`; where that is not a plain tensor, it is a `Gradient`.
+Between backward and `step()` every master has a `.grad`; where that is not a plain tensor, it is a `Gradient`.
 Code that touches a master whose update is still running waits for it.
 
 The engine creates the units, receives the hooks, and calls its parts in order:
@@ -40,7 +40,7 @@ from holdall.runtime.states.placement import Placing, check_placeable
 from holdall.runtime.states.torn import check_whole
 from holdall.runtime.states.unit import HOST, Member, PlacedUnit, at_home, find_members
 from holdall.runtime.states.updating.in_stretches import InStretches
-from holdall.runtime.states.updating.optimizer_step import BACKWARD, SPILL, STEP, Stepping
+from holdall.runtime.states.updating.optimizer_step import BACKWARD, OVERLAP_FORWARD, STEP, Stepping
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.updating.pending import Pending
 from holdall.runtime.states.updating.speculative import Ahead
@@ -101,7 +101,7 @@ class Engine:
         self.streaming = Streaming(model, self.units, early, store=store, device=device, tell=tell, prefetch=placing.prefetch)
         self._evaluating = Evaluating(self, self.streaming)
         self._pending = Pending(self.units, device, self.settle)
-        is_beside = placing.ahead and self.when == SPILL  # host memory for out-of-place updates is planned
+        is_beside = placing.ahead and self.when == OVERLAP_FORWARD  # host memory for out-of-place updates is planned
         self._beside = beside = OutOfPlaceUpdate(self.updater) if self.updater is not None else None
         ahead = Ahead(beside, optimizer, is_on=is_beside) if beside is not None and optimizer is not None else None
         self.were_ahead: list[bool] = ahead.were_right if ahead is not None else []
@@ -127,8 +127,8 @@ class Engine:
         if is_beside and beside is not None:
             beside.reserve(self.units, progress)
         self._undo += [watch_calls(self), watch_clipping(self._pending)]
-        self._works = {id(m.home): m.work for u in self.units for m in u.members if m.is_swapped}
-        self._standing_for = self.homes()
+        self._working = {id(m.master): m.working for u in self.units for m in u.members if m.is_swapped}
+        self._standing_for = self.masters()
         self._install(calls)
         self._pending.watch()
 
@@ -165,7 +165,7 @@ class Engine:
             for unit in self.units:
                 unit.put_back(self.store, in_store=False)
             raise
-        self.away |= {m.home.untyped_storage()._cdata for u in self.units for m in u.members if not u.keeps(m)}
+        self.away |= {m.master.untyped_storage()._cdata for u in self.units for m in u.members if not u.keeps(m)}
 
     def _set_up_unit(self, unit: PlacedUnit, *, into_store: bool, share: bool) -> None:
         unit.settle_homes(self.store, into_store=into_store)
@@ -212,10 +212,10 @@ class Engine:
     def _hear(self, unit: PlacedUnit) -> None:
         """Register hooks for gradients of working copies; the loop may unfreeze more parameters later."""
         for m in unit.members:
-            if m.is_swapped and m.work.requires_grad and not m.is_heard:
+            if m.is_swapped and m.working.requires_grad and not m.is_heard:
                 m.is_heard = True
                 hook = self._hook(unit) if m.trained else self._other_hook(m)
-                self._undo.append(m.work.register_post_accumulate_grad_hook(hook).remove)
+                self._undo.append(m.working.register_post_accumulate_grad_hook(hook).remove)
 
     def close(self) -> None:
         """Restore everything, even after an error; then raise the error."""
@@ -246,8 +246,8 @@ class Engine:
             self._beside.free_spares()
         if self._stretched is not None:
             self._stretched.close()
-        for home, grad in kept:
-            home.grad = grad.to(home.device)
+        for master, grad in kept:
+            master.grad = grad.to(master.device)
         self.units.clear()
         self._collector.close()
         self._stepping = self._beside = self._passing = self._stretched = self.updater = None
@@ -264,10 +264,10 @@ class Engine:
             for unit in self.units:
                 for m in unit.trained:
                     if m.is_swapped:
-                        m.work.grad = None
+                        m.working.grad = None
         self._evaluating.begin(args, kwargs)
-        reads_homes = self._stepping is not None and self._stepping.reads_homes
-        if reads_homes or self._collector.held:  # no step since the backward: weights may have to be copied again
+        reads_masters = self._stepping is not None and self._stepping.reads_masters
+        if reads_masters or self._collector.held:  # no step since the backward: weights may have to be copied again
             self._pending.finish_all()
         self._collector.make_way()
         self._swap(True)
@@ -307,7 +307,7 @@ class Engine:
     def _make_new(self, unit: PlacedUnit) -> None:
         """Bring the working weights up to date with the masters: after their update and after writes by the loop."""
         self._pending.finish(unit)
-        if unit.needs_work and unit.was_written():
+        if unit.needs_working and unit.was_written():
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # copies from host memory may still be running
             unit.copy_from_homes(self.store)
@@ -382,13 +382,13 @@ class Engine:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _gradient_ready(self, unit: PlacedUnit) -> None:
-        which = tuple(n for n, m in enumerate(unit.trained) if m.work.grad is not None)
+        which = tuple(n for n, m in enumerate(unit.trained) if m.working.grad is not None)
         self._left[unit.name] = unit.expected
         if not which:
             return
-        grads = [unit.trained[n].work.grad for n in which]
+        grads = [unit.trained[n].working.grad for n in which]
         for n in which:
-            unit.trained[n].work.grad = None
+            unit.trained[n].working.grad = None
         if unit.is_whole:
             self.streaming.release(unit)  # a unit with frozen members may still be needed by earlier blocks
         held = self._collector.collect(unit, which, grads)  # type: ignore[arg-type]
@@ -466,7 +466,7 @@ class Engine:
 
     def work_of(self, tensor: Any) -> Any:
         """The working copy that currently replaces a parameter; any other tensor is returned as it is."""
-        return self._works.get(id(tensor), tensor) if self.is_swapped else tensor
+        return self._working.get(id(tensor), tensor) if self.is_swapped else tensor
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """`model.zero_grad()` between forward and backward: clear the masters' gradients."""
@@ -475,13 +475,13 @@ class Engine:
         type(self.model).zero_grad(self.model, set_to_none)
         self._swap(was_swapped)
 
-    def homes(self) -> dict[int, torch.nn.Parameter]:
+    def masters(self) -> dict[int, torch.nn.Parameter]:
         """id of a working copy -> the master parameter that it stands for."""
-        return {id(m.work): m.home for u in self.units for m in u.members if m.is_swapped}
+        return {id(m.working): m.master for u in self.units for m in u.members if m.is_swapped}
 
     def others(self) -> list[torch.nn.Parameter]:
         """Masters with working copies that this optimizer does not train."""
-        return [m.home for u in self.units for m in u.members if m.is_swapped and not m.trained]
+        return [m.master for u in self.units for m in u.members if m.is_swapped and not m.trained]
 
     def _swap(self, working: bool) -> None:
         if working == self.is_swapped:
@@ -519,7 +519,7 @@ class Engine:
         found = [u.flat for u in self.units if u.flat is not None]
         for unit in self.units:
             if unit.stays:
-                found += [m.home for m in unit.members if unit.keeps(m)]
+                found += [m.master for m in unit.members if unit.keeps(m)]
                 if self.updater is not None:
                     states = self.updater.states(unit.trained)
                     found += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
@@ -528,12 +528,12 @@ class Engine:
     def storages(self) -> list[torch.UntypedStorage]:
         """Device memory that holds parameters, so that it is not counted as activations."""
         found = [u.flat.untyped_storage() for u in self.units if u.flat is not None]
-        found += [m.home.untyped_storage() for u in self.units for m in u.members if not u.needs_work]
+        found += [m.master.untyped_storage() for u in self.units for m in u.members if not u.needs_working]
         return found
 
     @property
     def outside(self) -> int:
         """Bytes of masters and states in ordinary (not the store's) host memory."""
-        there = [u for u in self.units if u.update == HOST and u.homes is None] if self.device.type == "cuda" else []
-        homes = sum(m.home.nbytes for u in there for m in at_home(u))
-        return homes + (self.updater.outside if self.updater is not None else 0)
+        there = [u for u in self.units if u.update == HOST and u.masters is None] if self.device.type == "cuda" else []
+        masters = sum(m.master.nbytes for u in there for m in at_home(u))
+        return masters + (self.updater.outside if self.updater is not None else 0)

@@ -57,7 +57,7 @@ class Owner(Protocol):
         """Handle `parameter.data = value` by copying the value; False: let the assignment happen."""
         ...
 
-    def home_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The master of a working copy; any other tensor is returned as it is."""
         ...
 
@@ -79,7 +79,7 @@ class Reads(TorchFunctionMode):
         if isinstance(first, Gradient):
             return first.answer(func, args) if not kwargs else func(*args, **kwargs)
         if func in _GRAD:  # called twice per parameter and step
-            return func(self._owner.home_of(first), *args[1:])
+            return func(self._owner.master_of(first), *args[1:])
         if func in _READS:
             if self.is_guarding:
                 self._owner.touched(_key(first))

@@ -29,7 +29,7 @@ class Placed(Protocol):
 
     def settle(self) -> None: ...
 
-    def homes(self) -> Mapping[int, torch.nn.Parameter]:
+    def masters(self) -> Mapping[int, torch.nn.Parameter]:
         """id of a working copy -> the master parameter that it stands for."""
         ...
 
@@ -58,7 +58,7 @@ def _reduce(module: torch.nn.Module, placed: Callable[[], Placed | None], protoc
         owner.settle()
     made = list(type(module).__reduce_ex__(module, protocol))
     if len(made) > 2 and isinstance(made[2], dict):
-        made[2] = _plain(module, made[2], owner.homes() if owner is not None else {})
+        made[2] = _plain(module, made[2], owner.masters() if owner is not None else {})
     return tuple(made)
 
 
@@ -85,7 +85,7 @@ def _note(away: set[int], storage: torch.UntypedStorage) -> None:
     weakref.finalize(storage, away.discard, storage._cdata).atexit = False
 
 
-def _plain(module: torch.nn.Module, state: Mapping[str, Any], homes: Mapping[int, torch.nn.Parameter]) -> dict[str, Any]:
+def _plain(module: torch.nn.Module, state: Mapping[str, Any], masters: Mapping[int, torch.nn.Parameter]) -> dict[str, Any]:
     """A module's state without the plan's parts."""
     state = without_methods(module, state)
     left: set[Any] = set()
@@ -98,7 +98,7 @@ def _plain(module: torch.nn.Module, state: Mapping[str, Any], homes: Mapping[int
             state[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in left)
     if "_parameters" in state:
         own = state["_parameters"]
-        state["_parameters"] = {name: homes.get(id(p), p) for name, p in own.items()}
+        state["_parameters"] = {name: masters.get(id(p), p) for name, p in own.items()}
     return state
 
 

@@ -1,10 +1,10 @@
 """Units at run time: where parameters live, and what modules compute with.
 
-The user's parameter stays where its unit's update is made, in its own precision: the master (in code: *home*). Where that is
+The user's parameter stays where its unit's update is made, in its own precision: the master. Where that is
 not the device, or the model computes in a lower precision, modules get a *working* parameter while a step runs: a view into one
 flat buffer per unit on the device, so that a unit moves by one copy.
 
-    home      p.data, `optimizer.param_groups`, `state_dict()`     on the device, or in host memory
+    master    p.data, `optimizer.param_groups`, `state_dict()`     on the device, or in host memory
     working   `module._parameters[...]` from forward to the end of backward; autograd's leaf
     buffer    in host memory: the gradient on its way to the update, then the new weights on their way back
     chunk     in host memory: masters and optimizer states of a unit that is updated via the device
@@ -29,7 +29,7 @@ from holdall.tiers._chaos import current
 from holdall.tiers._keepers import Keepers
 
 RESIDENT, STREAMED = "resident", "streamed"
-DEVICE, HOST, THROUGH = "device", "host", "through"
+DEVICE, HOST, VIA_DEVICE = "device", "host", "via_device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class Placement:
 class Member:
     """One parameter of a unit."""
 
-    home: torch.nn.Parameter
-    work: torch.nn.Parameter  # `home` itself if the module can compute with it
+    master: torch.nn.Parameter
+    working: torch.nn.Parameter  # `master` itself if the module can compute with it
     slots: list[tuple[dict[str, Any], str]]  # where modules hold it
     trained: bool
     came_from: torch.device
@@ -59,19 +59,19 @@ class Member:
 
     @property
     def is_swapped(self) -> bool:
-        return self.work is not self.home
+        return self.working is not self.master
 
     def hand_over(self, *, instead: bool = False) -> None:
         """Move a gradient of the working copy that no unit's update waits for to the master, where the loop expects it."""
-        grad, self.work.grad = self.work.grad, None
+        grad, self.working.grad = self.working.grad, None
         if grad is None:
             return
         with torch.no_grad():
-            grad = grad.detach().to(device=self.home.device, dtype=self.home.dtype)
-            if self.home.grad is None or instead:
-                self.home.grad = grad
+            grad = grad.detach().to(device=self.master.device, dtype=self.master.dtype)
+            if self.master.grad is None or instead:
+                self.master.grad = grad
             else:
-                self.home.grad.add_(grad)
+                self.master.grad.add_(grad)
 
 
 class PlacedUnit:
@@ -83,15 +83,15 @@ class PlacedUnit:
         self.members = members
         self.device = device
         self.trained = [m for m in members if m.trained]
-        self.is_narrow = dtype is not None and any(m.home.dtype == torch.float32 for m in members)
+        self.is_narrow = dtype is not None and any(m.master.dtype == torch.float32 for m in members)
         self._dtype = dtype
-        self.layout = Layout.of(like(m.home, self.width(m)) for m in members)
-        self.grads = Layout.of(like(m.home, self.width(m)) for m in self.trained)
-        self.wide = Layout.of(like(m.home) for m in self.trained)  # in the masters' precision
+        self.layout = Layout.of(like(m.master, self.width(m)) for m in members)
+        self.grads = Layout.of(like(m.master, self.width(m)) for m in self.trained)
+        self.wide = Layout.of(like(m.master) for m in self.trained)  # in the masters' precision
         self.flat: torch.Tensor | None = None  # working weights
         self.buffer: Ticket | None = None
         self.source: Ticket | None = None  # host memory that working weights are fetched from
-        self.homes: Ticket | None = None  # host memory of the masters
+        self.masters: Ticket | None = None  # host memory of the masters
         self.far_masters: Ticket | None = None  # trained ones in a farther tier, if they are updated in stretches
         self.is_torn = False  # an error interrupted an update in stretches: some are new, some are old
         self.is_here = True  # the working weights are on the device or being fetched
@@ -105,8 +105,8 @@ class PlacedUnit:
 
     def width(self, member: Member) -> torch.dtype:
         """The dtype that the module computes with."""
-        narrow = self._dtype is not None and member.home.dtype == torch.float32
-        return self._dtype if narrow and self._dtype is not None else member.home.dtype
+        narrow = self._dtype is not None and member.master.dtype == torch.float32
+        return self._dtype if narrow and self._dtype is not None else member.master.dtype
 
     @property
     def update(self) -> str:
@@ -133,7 +133,7 @@ class PlacedUnit:
         return bool(self.placement.states) and self.update == HOST and bool(self.trained)
 
     @property
-    def needs_work(self) -> bool:
+    def needs_working(self) -> bool:
         """Do modules get working copies instead of the masters?"""
         return self.is_narrow or self.update != DEVICE or self.is_streamed
 
@@ -144,63 +144,63 @@ class PlacedUnit:
     @property
     def is_whole(self) -> bool:
         """Does every member get a gradient that the unit's update waits for?"""
-        return all(m.trained and m.work.requires_grad for m in self.members)
+        return all(m.trained and m.working.requires_grad for m in self.members)
 
     @property
     def expected(self) -> int:
         """Number of gradients per backward: trained members that the loop has not frozen since."""
-        return sum(m.work.requires_grad for m in self.trained)
+        return sum(m.working.requires_grad for m in self.trained)
 
     # setting up and taking down
 
     def far_bytes(self, *, into_store: bool, share: bool) -> dict[str, int]:
         """Bytes that it will ask of each tier's store when it is set up."""
         in_store = not self.stays and (into_store or not self.is_narrow)
-        homes = Layout.of(like(m.home) for m in at_home(self)).nbytes if in_store else 0
+        masters = Layout.of(like(m.master) for m in at_home(self)).nbytes if in_store else 0
         buffer = self.grads.nbytes if self.update != DEVICE and self.trained else 0
         shared = share and buffer == self.layout.nbytes
         is_fetched = self.is_streamed and self.is_narrow and not self.is_cast
         source = self.layout.nbytes if is_fetched and not shared else 0
         asked = {self.placement.tier: buffer + source}
-        asked[self._tier_of_homes] = asked.get(self._tier_of_homes, 0) + homes
+        asked[self._tier_of_masters] = asked.get(self._tier_of_masters, 0) + masters
         if self.is_away:
             asked[self.placement.states] = asked.get(self.placement.states, 0) + self.wide.nbytes
         return asked
 
     @property
-    def _tier_of_homes(self) -> str:
+    def _tier_of_masters(self) -> str:
         """Homes that are wider than the weights lie with the states, where the host updates them."""
         return "" if self.is_narrow else self.placement.tier
 
     def settle_homes(self, store: Keepers | None, *, into_store: bool) -> None:
-        """Bring every home to where its update happens. `into_store`: the host's memory is only what the store gives."""
+        """Bring every master to where its update happens. `into_store`: the host's memory is only what the store gives."""
         if self.is_away:
             _settle_masters(self, store)
         if self.stays or store is None or (self.is_narrow and not into_store):
             for m in at_home(self):
                 to = self.device if self.keeps(m) else torch.device("cpu")
-                if m.home.device != to:
-                    m.home.data = m.home.data.to(to)
+                if m.master.device != to:
+                    m.master.data = m.master.data.to(to)
             return
         if not at_home(self):
             return
-        layout = Layout.of(like(m.home) for m in at_home(self))
-        self.homes = store.reserve(layout.nbytes, pinned=not self.is_narrow, tier=self._tier_of_homes)
-        for m, view in zip(at_home(self), layout.views(store.memory(self.homes)), strict=True):
-            copy_tensor(view, m.home.data)
-            m.home.data = view
+        layout = Layout.of(like(m.master) for m in at_home(self))
+        self.masters = store.reserve(layout.nbytes, pinned=not self.is_narrow, tier=self._tier_of_masters)
+        for m, view in zip(at_home(self), layout.views(store.memory(self.masters)), strict=True):
+            copy_tensor(view, m.master.data)
+            m.master.data = view
         if not self.is_narrow:
-            self.source = self.homes
+            self.source = self.masters
 
     def make_work(self) -> None:
         """Create the working parameters and fill them from the masters."""
-        if not self.needs_work:
+        if not self.needs_working:
             return
         self.flat = torch.empty(self.layout.nbytes, dtype=torch.uint8, device=self.device)
         for m, view in zip(self.members, self.layout.views(self.flat), strict=True):
-            copy_tensor(view, m.home.data)
-            m.work = torch.nn.Parameter(view, requires_grad=m.home.requires_grad)
-            m.version, m.required = m.home._version, m.home.requires_grad
+            copy_tensor(view, m.master.data)
+            m.working = torch.nn.Parameter(view, requires_grad=m.master.requires_grad)
+            m.version, m.required = m.master._version, m.master.requires_grad
 
     def make_buffers(self, store: Keepers, *, share: bool) -> None:
         """Room on the host for gradients, and for weights that are fetched again and again."""
@@ -215,15 +215,15 @@ class PlacedUnit:
     def put_back(self, store: Keepers | None, *, in_store: bool) -> None:
         """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
         for m in self.members:
-            grad, m.home.grad = m.home.grad, None
-            is_ours = in_store or (self.homes if m in at_home(self) else self.far_masters) is not None
-            m.home.data = m.home.data.clone() if is_ours else m.home.data
-            if m.home.device != m.came_from:
-                m.home.data = m.home.data.to(m.came_from)
-            m.work = m.home
-            if grad is not None and not self.needs_work:  # a gradient of its own, not one of ours
-                m.home.grad = grad.to(m.came_from)
-        for ticket in {id(t): t for t in (self.homes, self.far_masters, self.buffer, self.source) if t is not None}.values():
+            grad, m.master.grad = m.master.grad, None
+            is_ours = in_store or (self.masters if m in at_home(self) else self.far_masters) is not None
+            m.master.data = m.master.data.clone() if is_ours else m.master.data
+            if m.master.device != m.came_from:
+                m.master.data = m.master.data.to(m.came_from)
+            m.working = m.master
+            if grad is not None and not self.needs_working:  # a gradient of its own, not one of ours
+                m.master.grad = grad.to(m.came_from)
+        for ticket in {id(t): t for t in (self.masters, self.far_masters, self.buffer, self.source) if t is not None}.values():
             if store is not None:
                 store.free(ticket)
         if self.flat is not None:  # a loss that the loop still holds refers to the working weights; free their memory
@@ -234,7 +234,7 @@ class PlacedUnit:
         """Mark the working weights of these trained members as stale, also for graphs that saved them."""
         self.due += 1
         self.turn = -1
-        torch.autograd.graph.increment_version([self.trained[n].work for n in which if self.trained[n].is_swapped])
+        torch.autograd.graph.increment_version([self.trained[n].working for n in which if self.trained[n].is_swapped])
         chaos = current()
         if chaos is not None and self.flat is not None and self.is_here:
             views = [v for v, m in zip(self.layout.views(self.flat), self.members, strict=True) if m.trained]
@@ -248,7 +248,7 @@ class PlacedUnit:
         """Raise if the weights are stale or not on the device."""
         check_whole(self)
         of = self.fetched if self.is_streamed and not self.is_cast else self.made
-        if of != self.due or self.made != self.due or (self.needs_work and not self.is_here):
+        if of != self.due or self.made != self.due or (self.needs_working and not self.is_here):
             what = f"they are of update {of}, not of {self.due}" if self.is_here else "they are not on the device"
             raise HoldallError(
                 f"the weights of `{self.name}` cannot be computed with: {what}",
@@ -263,36 +263,38 @@ class PlacedUnit:
     def _was_replaced(self, flat: torch.Tensor) -> bool:
         """Does a working weight no longer share the memory that is fetched into?"""
         with torch._C.DisableTorchFunction():
-            return any(m.is_swapped and m.work.untyped_storage()._cdata != flat.untyped_storage()._cdata for m in self.members)
+            return any(
+                m.is_swapped and m.working.untyped_storage()._cdata != flat.untyped_storage()._cdata for m in self.members
+            )
 
     def was_written(self) -> bool:
         """Was a master written to since the working copies were made?"""
-        return self.follows and (self.is_doubtful or any(m.version != m.home._version for m in self.members))
+        return self.follows and (self.is_doubtful or any(m.version != m.master._version for m in self.members))
 
     def note_versions(self) -> None:
         for m in self.members:
-            m.version = m.home._version
+            m.version = m.master._version
 
     def note_update(self) -> None:
         """The update made the working copies of the members it changed; writes by the loop to others are still pending."""
         for n in self.updated:
-            self.trained[n].version = self.trained[n].home._version
+            self.trained[n].version = self.trained[n].master._version
         self.is_doubtful &= len(self.updated) < len(self.members)
 
     def copy_from_homes(self, store: Keepers | None) -> None:
-        """The homes have new values; what was made from them follows."""
-        if not self.needs_work:
+        """The masters have new values; what was made from them follows."""
+        if not self.needs_working:
             return
         self.note_versions()
         self.is_doubtful = False
         if self.is_here:
             assert self.flat is not None
             for view, m in zip(self.layout.views(self.flat), self.members, strict=True):
-                copy_tensor(view, m.home.data)
-        if self.is_streamed and not self.is_cast and self.source not in (self.homes, self.far_masters):
+                copy_tensor(view, m.master.data)
+        if self.is_streamed and not self.is_cast and self.source not in (self.masters, self.far_masters):
             assert store is not None and self.source is not None
             for view, m in zip(self.layout.views(store.memory(self.source)), self.members, strict=True):
-                copy_tensor(view, m.home.data)
+                copy_tensor(view, m.master.data)
 
     # locations
 
@@ -300,7 +302,7 @@ class PlacedUnit:
         """Raise if a module no longer holds a parameter that was placed."""
         for m in self.members:
             for slots, name in m.slots:
-                if m.is_swapped and slots.get(name) is not m.home:
+                if m.is_swapped and slots.get(name) is not m.master:
                     raise Unsupported(
                         f"`{name}` of `{self.name}` is another parameter than when the plan was applied",
                         hint="write into it (`p.copy_(...)`), or call `harness.close()`, replace it, and call `fit` again",
@@ -312,12 +314,12 @@ class PlacedUnit:
         for m in self.members:
             if m.is_swapped:
                 for slots, name in m.slots:
-                    slots[name] = m.work
+                    slots[name] = m.working
                     if isinstance(slots, Slots):
                         slots.units[name] = self
-                if m.home.requires_grad != m.required:
-                    m.required = m.home.requires_grad
-                    m.work.requires_grad_(m.required)
+                if m.master.requires_grad != m.required:
+                    m.required = m.master.requires_grad
+                    m.working.requires_grad_(m.required)
                     is_changed = True
         return is_changed
 
@@ -325,11 +327,11 @@ class PlacedUnit:
         for m in self.members:
             if m.is_swapped:
                 for slots, name in m.slots:
-                    slots[name] = m.home
+                    slots[name] = m.master
                     if isinstance(slots, Slots):
                         slots.units.pop(name, None)
-                if m.work.requires_grad != m.required:  # changed by the loop since
-                    m.home.requires_grad_(m.work.requires_grad)
+                if m.working.requires_grad != m.required:  # changed by the loop since
+                    m.master.requires_grad_(m.working.requires_grad)
 
     def resize(self, present: bool) -> None:
         """Allocate or free the device memory of the working weights."""
@@ -348,11 +350,11 @@ class PlacedUnit:
         """Fill the working weights from masters on the device."""
         assert self.flat is not None
         with torch.no_grad():
-            torch._foreach_copy_(self.layout.views(self.flat), [m.home.detach() for m in self.members])
+            torch._foreach_copy_(self.layout.views(self.flat), [m.master.detach() for m in self.members])
 
     def weights(self) -> list[torch.Tensor]:
         """The working weights of the trained members."""
-        return [m.work.detach() for m in self.trained]
+        return [m.working.detach() for m in self.trained]
 
     @property
     def returns_in_buffer(self) -> bool:
@@ -360,7 +362,7 @@ class PlacedUnit:
         return self.is_narrow and (not self.is_streamed or self.source is self.buffer)
 
     def host_weights(self, store: Keepers) -> list[torch.Tensor]:
-        """Where the new working weights of the trained members are written on the host; empty: the homes are they."""
+        """Where the new working weights of the trained members are written on the host; empty: the masters are they."""
         if not self.is_narrow:
             return []
         if self.is_streamed and self.source is not None and self.source is not self.buffer:
@@ -380,8 +382,8 @@ def _settle_masters(unit: PlacedUnit, store: Keepers | None) -> None:
     assert store is not None and (unit.is_narrow or len(unit.trained) == len(unit.members))
     unit.far_masters = store.reserve(unit.wide.nbytes, tier=unit.placement.states)
     for m, view in zip(unit.trained, unit.wide.views(store.memory(unit.far_masters)), strict=True):
-        copy_tensor(view, m.home.data)
-        m.home.data = view
+        copy_tensor(view, m.master.data)
+        m.master.data = view
     if not unit.is_narrow:
         unit.source = unit.far_masters
 
@@ -395,4 +397,4 @@ def find_members(model: torch.nn.Module, names: Sequence[str], trained: set[int]
                 slots.setdefault(id(p), []).append((module._parameters, name))
     for name in names:
         p = model.get_parameter(name)
-        yield Member(home=p, work=p, slots=slots[id(p)], trained=id(p) in trained and p.requires_grad, came_from=p.device)
+        yield Member(master=p, working=p, slots=slots[id(p)], trained=id(p) in trained and p.requires_grad, came_from=p.device)

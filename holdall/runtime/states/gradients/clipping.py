@@ -18,7 +18,7 @@ from holdall.updates.interception import Interception
 
 
 class HasMasters(Protocol):
-    def home_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The master of a working copy; any other tensor is returned as it is."""
         ...
 
@@ -54,9 +54,9 @@ def _scale(
     """torch's `_clip_grads_with_norm_`: offloaded gradients remember the factor."""
     asked: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     with torch._C.DisableTorchFunction():
-        homes = _homes(asked, watching)
-        away = [p.grad for p in homes if type(p.grad) is Gradient]
-        here = [p for p in homes if p.grad is not None and type(p.grad) is not Gradient]
+        masters = _masters(asked, watching)
+        away = [p.grad for p in masters if type(p.grad) is Gradient]
+        here = [p for p in masters if p.grad is not None and type(p.grad) is not Gradient]
         if away:  # a parameter whose gradient is 1 gets the factor itself, as torch computes it
             unit = torch.nn.Parameter(torch.zeros_like(total_norm))
             unit.grad = torch.ones_like(total_norm)
@@ -66,10 +66,10 @@ def _scale(
             grad.times(unit.grad)  # type: ignore[union-attr]
 
 
-def _homes(parameters: Iterable[torch.Tensor], watching: Sequence[HasMasters]) -> list[torch.Tensor]:
+def _masters(parameters: Iterable[torch.Tensor], watching: Sequence[HasMasters]) -> list[torch.Tensor]:
     found = list(parameters)
     for watcher in watching:
-        found = [watcher.home_of(p) for p in found]
+        found = [watcher.master_of(p) for p in found]
     return found
 
 

@@ -49,10 +49,10 @@ class Collector:
 
     def collect(self, unit: PlacedUnit, which: tuple[int, ...], grads: list[torch.Tensor]) -> GradEntry:
         """Store the gradients of a unit's trained members `which` where its update needs them."""
-        if self._are_used_up and any(not _is_cleared(unit.trained[n].home.grad) for n in which):
+        if self._are_used_up and any(not _is_cleared(unit.trained[n].master.grad) for n in which):
             raise Unsupported(
                 "a second backward ran before `zero_grad()`, but the first has already made the updates",
-                hint="use fit(..., clips=True), or name the backwards per step, as in fit(..., accumulate=2)",
+                hint="use fit(..., reads_gradients=True), or name the backwards per step, as in fit(..., accumulate=2)",
             )
         held = self.held.get(unit.name)
         if held is not None and _are_cleared(held):
@@ -111,7 +111,7 @@ class Collector:
                 f"`{unit.name}` received gradients for other parameters than in the previous backward",
                 hint='step after every backward, or keep model states on the device: fit(..., allow={"recompute", "offload"})',
             )
-        grad_of = [unit.trained[n].home.grad for n in which]
+        grad_of = [unit.trained[n].master.grad for n in which]
         if any(not isinstance(g, Gradient) or g.here is not None or g.factor is not None for g in grad_of):
             raise Unsupported(
                 f"the gradient of `{unit.name}` was changed between two backwards of one step",
@@ -121,9 +121,9 @@ class Collector:
         if self._ahead is not None:
             self._ahead.give_up(held)
         if unit.update == DEVICE:
-            homes = [unit.trained[n].home for n in which]
-            held.here = [h.to(p.dtype) for h, p in zip(held.here, homes, strict=True)]
-            torch._foreach_add_(held.here, [g.to(p.dtype) for g, p in zip(grads, homes, strict=True)])
+            masters = [unit.trained[n].master for n in which]
+            held.here = [h.to(p.dtype) for h, p in zip(held.here, masters, strict=True)]
+            torch._foreach_add_(held.here, [g.to(p.dtype) for g, p in zip(grads, masters, strict=True)])
             held.norms = torch.stack(torch._foreach_norm(held.here, 2))
             return
         if unit.source is unit.buffer and unit.is_streamed:
@@ -174,8 +174,8 @@ class Collector:
         """After backward: give every master with a new gradient a `.grad`."""
         for held in self.held.values():
             for n in held.which:
-                home = held.unit.trained[n].home
-                grad = home.grad
+                master = held.unit.trained[n].master
+                grad = master.grad
                 if _is_cleared(grad):
                     grad = None
                 if grad is not None and not isinstance(grad, Gradient) and not self._are_used_up:
@@ -188,11 +188,11 @@ class Collector:
                         hint="call `optimizer.zero_grad()` after every step",
                     )
                 if grad is None:
-                    grad = home.grad = Gradient(home, held, n)
+                    grad = master.grad = Gradient(master, held, n)
                 assert isinstance(grad, Gradient)
                 grad.renew()
                 if self._are_used_up:
-                    grad.spent = "its update was made in backward, because of `clips=False`"
+                    grad.spent = "its update was made in backward, because of `reads_gradients=False`"
         if self._are_used_up:
             self.held = {}
 
@@ -207,8 +207,8 @@ class Collector:
         """The factor that the loop applied, if all gradients have the same; otherwise replaces the entry's gradients and
         returns None.
         """
-        grads = [held.unit.trained[n].home.grad for n in held.which]
-        kept = [n for n, m in enumerate(held.unit.trained) if m.home.grad is not None]  # includes those that the loop set
+        grads = [held.unit.trained[n].master.grad for n in held.which]
+        kept = [n for n, m in enumerate(held.unit.trained) if m.master.grad is not None]  # includes those that the loop set
         is_ours = all(isinstance(g, Gradient) and g.source is held and g.here is None for g in grads)
         if not is_ours or len(kept) != len(grads):
             self._replace(held, kept)
@@ -222,7 +222,7 @@ class Collector:
 
     def given(self, unit: PlacedUnit) -> GradEntry | None:
         """Gradients that the loop set itself, or zeroed, where no backward brought any."""
-        kept = [n for n, m in enumerate(unit.trained) if m.home.grad is not None and not _is_gone(m.home.grad)]
+        kept = [n for n, m in enumerate(unit.trained) if m.master.grad is not None and not _is_gone(m.master.grad)]
         if not kept:
             return None
         held = GradEntry(unit, self._store)
@@ -234,7 +234,7 @@ class Collector:
         unit = held.unit
         values = {}
         for n in kept:
-            grad = unit.trained[n].home.grad
+            grad = unit.trained[n].master.grad
             assert grad is not None
             values[n] = grad.value() if isinstance(grad, Gradient) else grad
         held.which = tuple(kept)
@@ -282,9 +282,9 @@ class Collector:
     def unused(self, units: Iterable[PlacedUnit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Gradients that no step has used, as plain tensors, for the time after the harness."""
         found = []
-        for home in (m.home for u in units if u.needs_work for m in u.members):
-            if home.grad is not None and not _is_gone(home.grad):
-                found.append((home, home.grad.value() if isinstance(home.grad, Gradient) else home.grad))
+        for master in (m.master for u in units if u.needs_working for m in u.members):
+            if master.grad is not None and not _is_gone(master.grad):
+                found.append((master, master.grad.value() if isinstance(master.grad, Gradient) else master.grad))
         return found
 
     def close(self) -> None:
@@ -294,14 +294,14 @@ class Collector:
 def spend(held: GradEntry) -> None:
     """Mark gradients as consumed; later reads raise."""
     for m in held.unit.trained:
-        if isinstance(m.home.grad, Gradient):
-            m.home.grad.spent = "`optimizer.step()` has used it"
-            m.home.grad.here = None
+        if isinstance(m.master.grad, Gradient):
+            m.master.grad.spent = "`optimizer.step()` has used it"
+            m.master.grad.here = None
 
 
 def is_spent(unit: PlacedUnit) -> bool:
     """Has a step used the unit's gradient, and no new one arrived since?"""
-    return any(isinstance(m.home.grad, Gradient) and bool(m.home.grad.spent) for m in unit.trained)
+    return any(isinstance(m.master.grad, Gradient) and bool(m.master.grad.spent) for m in unit.trained)
 
 
 def _is_gone(grad: torch.Tensor) -> bool:
@@ -313,4 +313,4 @@ def _is_cleared(grad: torch.Tensor | None) -> bool:
 
 
 def _are_cleared(held: GradEntry) -> bool:
-    return all(_is_cleared(held.unit.trained[n].home.grad) for n in held.which)
+    return all(_is_cleared(held.unit.trained[n].master.grad) for n in held.which)

@@ -58,7 +58,7 @@ class GradEntry:
     def known_norm(self, index: int, device: torch.device | None = None) -> torch.Tensor | None:
         if self.sum is not None or self.norms is None:
             return None
-        where = self.unit.trained[index].home.device if device is None else device
+        where = self.unit.trained[index].master.device if device is None else device
         norms, views = self._each.get(where.type, (None, ()))
         if norms is not self.norms:
             views = self._norms_on(where).unbind()
@@ -78,6 +78,6 @@ class GradEntry:
 
     def bring(self, index: int) -> torch.Tensor:
         at = self.which.index(index)
-        home = self.unit.trained[index].home
+        master = self.unit.trained[index].master
         found = self.here[at] if self.here else self.on_host()[at]
-        return found.detach().to(device=home.device, dtype=home.dtype, copy=True)
+        return found.detach().to(device=master.device, dtype=master.dtype, copy=True)

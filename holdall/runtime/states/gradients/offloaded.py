@@ -22,7 +22,7 @@ _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _ALIASES = (aten.detach.default, aten.alias.default)
 
 
-_HINT = "read gradients between backward and step, and use fit(..., clips=True), which keeps them until then"
+_HINT = "read gradients between backward and step, and use fit(..., reads_gradients=True), which keeps them until then"
 
 
 class Source(Protocol):

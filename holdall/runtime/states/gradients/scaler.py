@@ -22,14 +22,14 @@ def unscale(optimizer: torch.optim.Optimizer, units: Iterable[PlacedUnit], *, ar
     if scale is not None and are_used_up:
         raise Unsupported(
             "updates were made in backward with gradients that a GradScaler had not unscaled yet",
-            hint="a loop with a GradScaler needs fit(..., clips=True)",
+            hint="a loop with a GradScaler needs fit(..., reads_gradients=True)",
         )
     if found is not None and found.item():
         return True
     if scale is None:
         return False
     inverse = scale.reciprocal() if torch.frexp(scale).mantissa == 0.5 else None  # exact for a power of two
-    for grad in (m.home.grad for u in units if u.needs_work for m in u.trained):
+    for grad in (m.master.grad for u in units if u.needs_working for m in u.trained):
         if isinstance(grad, Gradient) and inverse is not None:
             grad.times(inverse)
         elif grad is not None:

@@ -100,7 +100,9 @@ class InStretches:
         for unit in away:
             assert unit.far_masters is not None
             tier = unit.placement.states
-            tickets = {MASTERS: unit.far_masters} | {k: self._lane.reserve(unit.wide.nbytes, tier=tier) for k in self._keys(unit)}
+            tickets = {MASTERS: unit.far_masters} | {
+                k: self._lane.reserve(unit.wide.nbytes, tier=tier) for k in self._keys(unit)
+            }
             views = {key: unit.wide.views(self._lane.memory(ticket)) for key, ticket in tickets.items()}
             self._sections[unit.name] = Sections(unit.wide, tickets, views)
             self._away.append(unit)
@@ -125,9 +127,9 @@ class InStretches:
         groups = snapshot(self._updater.optimizer)
         with self._updater.quiet(), torch.no_grad():
             for n, (member, state) in enumerate(zip(unit.trained, self._updater.states(unit.trained), strict=True)):
-                shape, own = member.home.shape, state
+                shape, own = member.master.shape, state
                 if not own:  # of the first update: made for a parameter of two elements
-                    value, own = torch.zeros(2, dtype=member.home.dtype), {}
+                    value, own = torch.zeros(2, dtype=member.master.dtype), {}
                     part.step([value], [torch.zeros_like(value)], [own], groups, [n])
                     shape = value.shape
                 keys = (key for key, v in own.items() if isinstance(v, torch.Tensor) and v.shape == shape and key != "step")
@@ -153,7 +155,7 @@ class InStretches:
     def _take(self, unit: PlacedUnit, n: int, key: str) -> None:
         """Let the optimizer's state be the section's memory."""
         view = self._sections[unit.name].views[key][n]
-        self._updater.optimizer.state[unit.trained[n].home][key] = view
+        self._updater.optimizer.state[unit.trained[n].master][key] = view
         self._updater.away.add(view.untyped_storage()._cdata)
 
     def holds(self, unit: PlacedUnit, state: torch.Tensor) -> bool:

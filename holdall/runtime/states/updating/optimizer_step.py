@@ -1,8 +1,8 @@
 """Replaces `optimizer.step()`: makes every unit's update when and where the plan says.
 
-The user's optimizer does nothing for placed parameters: they are removed from its groups while its step runs. Their updates are
-made before that: at once ("step"), overlapping the next forward ("spill"), or already when the gradients arrived ("backward").
-`updater.py` and `via_device.py` make an update; `pending.py` waits for it.
+The user's optimizer does nothing for placed parameters: they are removed from its groups while its step runs. Their updates
+are made before that: at once ("step"), overlapping the next forward ("overlap_forward"), or already when the gradients arrived
+("backward"). `updater.py` and `via_device.py` make an update; `pending.py` waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdall.errors import Unsupported
 from holdall.runtime.states.gradients.collector import Collector, is_spent, spend
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.gradients.scaler import unscale
-from holdall.runtime.states.unit import DEVICE, THROUGH, PlacedUnit
+from holdall.runtime.states.unit import DEVICE, VIA_DEVICE, PlacedUnit
 from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
 from holdall.runtime.states.updating.pending import Pending
@@ -28,7 +28,7 @@ from holdall.runtime.states.updating.weights_first import WeightsFirst
 from holdall.tiers._chaos import current
 from holdall.updates.parts import Groups, snapshot
 
-BACKWARD, SPILL, STEP = "backward", "spill", "step"
+BACKWARD, OVERLAP_FORWARD, STEP = "backward", "overlap_forward", "step"
 
 
 class Stepping:
@@ -61,7 +61,7 @@ class Stepping:
         self._device = updater.device
         self._when = when
         self._slots = slots
-        self.reads_homes = False  # gradients arrived at the masters themselves, so a forward reads these
+        self.reads_masters = False  # gradients arrived at the masters themselves, so a forward reads these
         self._aside: list[list[torch.Tensor]] = []  # the optimizer's groups, while its own step runs
 
     # around the optimizer's own step
@@ -73,7 +73,7 @@ class Stepping:
         if not is_skipped:
             self._update_all(groups)
         self._aside = [group["params"] for group in optimizer.param_groups]
-        placed = {id(m.home) for u in self._units for m in u.trained if u.needs_work}
+        placed = {id(m.master) for u in self._units for m in u.trained if u.needs_working}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in placed]
 
@@ -87,7 +87,7 @@ class Stepping:
         held = self._collector.take()
         scales = {name: self._collector.asked(h) for name, h in held.items()}
         for unit in self._units:
-            if unit.name in held or not unit.needs_work:
+            if unit.name in held or not unit.needs_working:
                 continue
             if self._when != BACKWARD and is_spent(unit):
                 raise Unsupported(
@@ -97,7 +97,7 @@ class Stepping:
             given = self._collector.given(unit)
             if given is not None:
                 held[unit.name] = given
-                self.reads_homes |= any(m.is_swapped and type(m.home.grad) is torch.Tensor for m in unit.trained)
+                self.reads_masters |= any(m.is_swapped and type(m.master.grad) is torch.Tensor for m in unit.trained)
         self._ahead.begin_step()
         self._weights_first.begin_step()
         self._prepare_room(held.values())
@@ -129,7 +129,7 @@ class Stepping:
             held.here = []
             unit.note_update()
             unit.end_update()
-        elif unit.update == THROUGH:
+        elif unit.update == VIA_DEVICE:
             self._passing.adopt(unit)
             self._pass_through(held, order)
         else:
@@ -138,7 +138,7 @@ class Stepping:
             job = first or partial(self._on_host, held, order, is_right)
             is_first = not all(updater.states([unit.trained[n] for n in held.which]))
             # a first step creates the states, which the loop may read
-            is_now = self._when == STEP or (is_first and self._when == SPILL)
+            is_now = self._when == STEP or (is_first and self._when == OVERLAP_FORWARD)
             running = None if is_now else updater.submit(job)
             self._pending.add(unit, job() if is_now else running)
             if unit.is_away:
@@ -160,7 +160,7 @@ class Stepping:
 
     def _prepare_room(self, held: Iterable[GradEntry]) -> None:
         """Allocate device memory for updates via the device, until all are done."""
-        those = [h for h in held if h.unit.update == THROUGH]
+        those = [h for h in held if h.unit.update == VIA_DEVICE]
         for h in those:
             self._passing.adopt(h.unit)
         if those and self._device.type == "cuda":
@@ -172,7 +172,7 @@ class Stepping:
         is_alone = inline or self._when == BACKWARD  # a slot for this unit alone; at a step, several units share slots
         if is_alone:
             self._passing.room(self._passing.through_bytes(held.unit, held.layout), 1)
-        self._pending.add(held.unit, self._passing.through(held.unit, order, held.ticket, held.layout))
+        self._pending.add(held.unit, self._passing.update(held.unit, order, held.ticket, held.layout))
         if is_alone:
             self._passing.leave_room()
         if inline:

@@ -80,7 +80,7 @@ class OutOfPlaceUpdate:
                 self._updater.one_pass(
                     unit,
                     order,
-                    [m.home.detach() for m in members],
+                    [m.master.detach() for m in members],
                     grads(),
                     states,
                     None,
@@ -99,24 +99,24 @@ class OutOfPlaceUpdate:
         attempt.done.result()
         self._moved.add(unit.name)
         for n, m, step in zip(attempt.which, attempt.members, attempt.steps, strict=True):
-            state = updater.optimizer.state[m.home]
-            old = (m.home.data, state["exp_avg"], state["exp_avg_sq"])
-            m.home.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
+            state = updater.optimizer.state[m.master]
+            old = (m.master.data, state["exp_avg"], state["exp_avg_sq"])
+            m.master.data, state["exp_avg"], state["exp_avg_sq"] = spare.new[n]
             spare.new[n] = old
             _poison(old)
             state["step"].copy_(step)
-            updater.away.add(m.home.untyped_storage()._cdata)
+            updater.away.add(m.master.untyped_storage()._cdata)
         if unit.is_streamed:
             for n, m in enumerate(unit.trained):
                 if n not in attempt.which:  # not updated: copy the old value
-                    copy_tensor(spare.weights[n], m.home.data)
+                    copy_tensor(spare.weights[n], m.master.data)
             self._exchange(unit, spare)
             _poison(spare.weights)
             return None
         if len(attempt.which) == len(unit.members):
             return updater.back.pull(spare.tickets[1], unit.flat, after=order.after)
         for n in attempt.which:
-            copy_tensor(unit.trained[n].work.data, spare.weights[n])
+            copy_tensor(unit.trained[n].working.data, spare.weights[n])
         return None
 
     # weights first
@@ -200,7 +200,7 @@ class OutOfPlaceUpdate:
 
 
 def _make_spare(unit: PlacedUnit, lane: Keepers) -> Spare | None:
-    layout = Layout.of(pattern for m in unit.trained for pattern in (like(m.home),) * 3)
+    layout = Layout.of(pattern for m in unit.trained for pattern in (like(m.master),) * 3)
     try:
         values = lane.reserve(layout.nbytes, pinned=False)
         weights = lane.reserve(unit.grads.nbytes)
@@ -212,7 +212,7 @@ def _make_spare(unit: PlacedUnit, lane: Keepers) -> Spare | None:
 
 
 def _masters(unit: PlacedUnit) -> list[torch.Tensor]:
-    return [m.home.detach() for m in unit.trained]
+    return [m.master.detach() for m in unit.trained]
 
 
 def _poison(used_up: Sequence[torch.Tensor]) -> None:

@@ -36,9 +36,9 @@ class Pending:
         self._settle = settle
         self._updates: dict[str, Any] = {}  # unit -> future or event of its update
         self._rests: list[tuple[PlacedUnit, Rest]] = []  # parameters and states whose new weights were computed first
-        self._homes: set[int] = set()  # storages of masters whose update is running
-        self._by_home = {id(m.home): u for u in units for m in u.members if m.is_swapped}
-        self._by_work = {id(m.work): m for u in units for m in u.members if m.is_swapped}
+        self._masters: set[int] = set()  # storages of masters whose update is running
+        self._by_master = {id(m.master): u for u in units for m in u.members if m.is_swapped}
+        self._by_working = {id(m.working): m for u in units for m in u.members if m.is_swapped}
         self.guard = Guard(self)
 
     def add(self, unit: PlacedUnit, update: Any) -> None:
@@ -99,10 +99,10 @@ class Pending:
             self.watch()
             return
         under_way = [m for u in self._units if u.name in late for m in u.trained]
-        self._homes = {m.home.untyped_storage()._cdata for m in under_way}
+        self._masters = {m.master.untyped_storage()._cdata for m in under_way}
         for m in under_way:
-            values = optimizer.state.get(m.home, {}).values()
-            self._homes |= {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
+            values = optimizer.state.get(m.master, {}).values()
+            self._masters |= {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
         if late:
             self.guard.rise()
         else:
@@ -120,17 +120,17 @@ class Pending:
 
     def written(self, tensor: torch.Tensor) -> None:
         """A master, or a tensor sharing its memory, may have been written without a new version."""
-        unit = self._by_home.get(id(tensor))
+        unit = self._by_master.get(id(tensor))
         if unit is not None:
             unit.is_doubtful = True
         elif not isinstance(tensor, torch.nn.Parameter):
             key = tensor.untyped_storage()._cdata
             for unit in self._units:
-                unit.is_doubtful |= any(m.home.untyped_storage()._cdata == key for m in unit.members if m.is_swapped)
+                unit.is_doubtful |= any(m.master.untyped_storage()._cdata == key for m in unit.members if m.is_swapped)
 
     def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        """`home.data = value`: copy the value, since a master stays where its update is made."""
-        if id(tensor) not in self._by_home:
+        """`master.data = value`: copy the value, since a master stays where its update is made."""
+        if id(tensor) not in self._by_master:
             return False
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise Unsupported(
@@ -141,12 +141,12 @@ class Pending:
             tensor.copy_(value)
         return True
 
-    def home_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        member = self._by_work.get(id(tensor))
-        return tensor if member is None else member.home
+    def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        member = self._by_working.get(id(tensor))
+        return tensor if member is None else member.master
 
     def touched(self, key: int) -> None:
         """Finish the update that owns this storage, if it is running."""
-        if key in self._homes:
-            self._homes = set()
+        if key in self._masters:
+            self._masters = set()
             self._settle()

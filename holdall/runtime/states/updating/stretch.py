@@ -104,10 +104,10 @@ class StretchedUpdate:
             self._keep(parts, s, state)
 
     def _itemsize(self, s: Slice) -> int:
-        return self._unit.trained[s.member].home.element_size()
+        return self._unit.trained[s.member].master.element_size()
 
     def _in(self, memory: torch.Tensor, s: Slice) -> torch.Tensor:
-        return memory[s.at : s.at + s.nbytes].view(self._unit.trained[s.member].home.dtype)
+        return memory[s.at : s.at + s.nbytes].view(self._unit.trained[s.member].master.dtype)
 
     def _state(self, parts: dict[str, torch.Tensor], s: Slice) -> dict[str, Any]:
         """The member's state for this slice; empty if the update is to make it."""
@@ -136,7 +136,7 @@ class StretchedUpdate:
         """Every stretch is updated: advance the counters. Returns (member, key) of new states, which lie in the sections."""
         made = []
         for n, new in self._after.items():
-            home = self._unit.trained[n].home
+            master = self._unit.trained[n].master
             own = self._states[n]
             for key, value in new.items():
                 before = own.get(key)
@@ -148,12 +148,12 @@ class StretchedUpdate:
                     self._updater.away.add(value.untyped_storage()._cdata)
                 own[key] = value
             made += [(n, key) for key in self._sections.states if key not in own]
-            if not self._updater.optimizer.state.get(home):
-                self._updater.optimizer.state[home] = own
+            if not self._updater.optimizer.state.get(master):
+                self._updater.optimizer.state[master] = own
         copied = set(range(len(self._unit.trained))).difference(self._after)
         if self._narrow and self._unit.returns_in_buffer:  # otherwise the buffer lacks weights of members without a gradient
             for n in copied:
-                copy_tensor(self._narrow[n], self._unit.trained[n].home.data)
+                copy_tensor(self._narrow[n], self._unit.trained[n].master.data)
         return made
 
 

@@ -71,7 +71,7 @@ class Updater:
 
     def take(self, unit: PlacedUnit) -> None:
         """Register a unit. The optimizer's groups are empty while a step runs, so what is needed of them is read now."""
-        self._parts[unit.name] = Part(self.optimizer, [m.home for m in unit.trained])
+        self._parts[unit.name] = Part(self.optimizer, [m.master for m in unit.trained])
         self._bring_states(unit)
 
     def part(self, unit: PlacedUnit) -> Part:
@@ -79,17 +79,17 @@ class Updater:
 
     def part_of(self, unit: PlacedUnit) -> Part:
         """The same for a unit that may not be registered yet."""
-        return self._parts.get(unit.name) or Part(self.optimizer, [m.home for m in unit.trained])
+        return self._parts.get(unit.name) or Part(self.optimizer, [m.master for m in unit.trained])
 
     def states(self, members: Sequence[Member]) -> list[dict[str, Any]]:
-        return [self.optimizer.state.get(m.home) or {} for m in members]
+        return [self.optimizer.state.get(m.master) or {} for m in members]
 
     def keep(self, members: Sequence[Member], states: Sequence[dict[str, Any]], *, away: bool = False) -> None:
         for m, state in zip(members, states, strict=True):
             if state:
-                self.optimizer.state[m.home] = state
+                self.optimizer.state[m.master] = state
             if away:
-                there = [m.home, *(v for v in state.values() if isinstance(v, torch.Tensor))]
+                there = [m.master, *(v for v in state.values() if isinstance(v, torch.Tensor))]
                 self.away.update(t.untyped_storage()._cdata for t in there)
 
     def _bring_states(self, unit: PlacedUnit) -> None:
@@ -97,7 +97,7 @@ class Updater:
         for m, state in zip(unit.trained, self.states(unit.trained), strict=True):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and self.follows(m, key, value):
-                    state[key] = value.to(m.home.device)
+                    state[key] = value.to(m.master.device)
 
     def return_states(self, unit: PlacedUnit) -> None:
         """Move states back to ordinary memory where their parameters came from, also those added later."""
@@ -111,16 +111,16 @@ class Updater:
         """Does a state live where its parameter does? Counters only where the update rule needs them there."""
         if value.dim() > 0 or key != "step":
             return True
-        return self._counts_there.get(id(member.home), value.device.type != "cpu")
+        return self._counts_there.get(id(member.master), value.device.type != "cpu")
 
     # on the device
 
     def on_device(self, unit: PlacedUnit, order: Order, grads: Sequence[torch.Tensor]) -> None:
         members = [unit.trained[n] for n in order.which]
         states = self.states(members)
-        narrow = [m.work.detach() for m in members] if unit.is_narrow and unit.is_here else None
+        narrow = [m.working.detach() for m in members] if unit.is_narrow and unit.is_here else None
         self.part(unit).update(
-            [m.home.detach() for m in members],
+            [m.master.detach() for m in members],
             grads,
             states,
             order.groups,
@@ -165,14 +165,14 @@ class Updater:
             before = _storages(states)
             every = unit.host_weights(self.lane)
             narrow = [every[n] for n in order.which] if every else None
-            values = [m.home.detach() for m in members]
+            values = [m.master.detach() for m in members]
             if all(states) and self.is_plain_adam(order.groups, members):
                 self.one_pass(unit, order, values, grads, states, scale, narrow)
             else:
                 self.part(unit).update(values, grads, states, order.groups, order.which, scale=scale, narrow=narrow)
             if every and unit.returns_in_buffer:  # otherwise the buffer lacks weights of members without a gradient
                 for n in set(range(len(unit.trained))).difference(order.which):
-                    copy_tensor(every[n], unit.trained[n].home.data)
+                    copy_tensor(every[n], unit.trained[n].master.data)
             after = _storages(states)
             self.away.difference_update(before.keys() - after.keys())  # freed: their addresses will be reused
             self.keep(members, states, away=before.keys() != after.keys())
@@ -184,7 +184,7 @@ class Updater:
 
         If the model computes on a CPU, bits must match torch's: then only for the fused optimizer.
         """
-        if any(m.home.dtype != torch.float32 for m in members):
+        if any(m.master.dtype != torch.float32 for m in members):
             return False
         if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
             return False
@@ -251,7 +251,7 @@ class Updater:
             return self.back.pull(unit.buffer, unit.flat, after=order.after)
         if not unit.is_narrow and unit.source is not None:
             return self.back.pull(unit.source, unit.flat, after=order.after)
-        new = unit.host_weights(self.back) or [m.home.data for m in unit.trained]  # frozen ones stay
+        new = unit.host_weights(self.back) or [m.master.data for m in unit.trained]  # frozen ones stay
         every = iter(new)
         for view, m in zip(unit.layout.views(unit.flat), unit.members, strict=True):
             if m.trained:

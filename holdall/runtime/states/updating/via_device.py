@@ -85,7 +85,7 @@ class UpdateViaDevice:
             masters=0,
             grads=grads.nbytes,
             staged=unit.layout.nbytes if unit.is_streamed and unit.is_narrow else 0,
-            workspace=widened_bytes(sum(m.home.numel() for m in unit.trained)) if unit.is_narrow else 0,
+            workspace=widened_bytes(sum(m.master.numel() for m in unit.trained)) if unit.is_narrow else 0,
         )
 
     def adopt(self, unit: PlacedUnit) -> None:
@@ -103,15 +103,15 @@ class UpdateViaDevice:
         outside = {(n, key) for n, key in keys if not self._is_in(before, states[n][key])}
         if before is not None and before.keys == keys and not outside:
             return
-        layout = Layout.of([like(m.home) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
+        layout = Layout.of([like(m.master) for m in unit.trained] + [like(states[n][key]) for n, key in keys])
         if before is not None:
             self._lane.arrived(before.ticket)
         ticket = self._lane.reserve(layout.nbytes)
         views = layout.views(self._lane.memory(ticket))
         with self._updater.quiet():
             for m, view in zip(unit.trained, views, strict=False):
-                copy_tensor(view, m.home.data)
-                m.home.data = view
+                copy_tensor(view, m.master.data)
+                m.master.data = view
             for (n, key), view in zip(keys, views[len(unit.trained) :], strict=True):
                 copy_tensor(view, states[n][key])
                 if (n, key) in outside:
@@ -120,11 +120,11 @@ class UpdateViaDevice:
                 states[n][key] = view
         if before is not None:
             self._lane.free(before.ticket)
-        elif unit.homes is not None and len(unit.trained) == len(unit.members):
-            self._lane.free(unit.homes)  # otherwise frozen masters stay there until the store is closed
+        elif unit.masters is not None and len(unit.trained) == len(unit.members):
+            self._lane.free(unit.masters)  # otherwise frozen masters stay there until the store is closed
         if not unit.is_narrow:  # working weights are fetched from the chunk, if it begins with all masters
             unit.source = ticket if len(unit.trained) == len(unit.members) else None
-        unit.homes = ticket
+        unit.masters = ticket
         self._updater.keep(unit.trained, states, away=True)
         self._chunks[unit.name] = Chunk(ticket, layout, keys)
 
@@ -152,7 +152,7 @@ class UpdateViaDevice:
                 outside += sum(v.nbytes for v in kept)
         self._updater.outside = outside
 
-    def through(self, unit: PlacedUnit, order: Order, ticket: Ticket, layout: Layout) -> Any:
+    def update(self, unit: PlacedUnit, order: Order, ticket: Ticket, layout: Layout) -> Any:
         """Make one update via the device. `ticket`, `layout`: the gradient on the host. Returns as `on_host`."""
         chunk = self._chunks[unit.name]
         slot = self._slots[self._turn % len(self._slots)]
@@ -237,7 +237,7 @@ class UpdateViaDevice:
         follows = self._updater.follows(member, key, value)
         before = state.get(key)
         with self._updater.quiet():
-            state[key] = value.to(member.home.device if follows else value.device, copy=True)
+            state[key] = value.to(member.master.device if follows else value.device, copy=True)
         self._updater.away.add(state[key].untyped_storage()._cdata)
         self._updater.outside += value.nbytes
         if not follows and isinstance(before, torch.Tensor):
