@@ -8,7 +8,8 @@ are counted in elements; it does not look at the budget:
   `persistence_threshold`: those stay;
 - units are fetched ahead while they fit into `prefetch_bucket` and, with the one in use, into `max_live`;
 - every block is recomputed from its input, which may wait on the host too (`offload_checkpoints`);
-- the host updates after backward, when the norm is known; nothing overlaps backward.
+- the host updates after backward, when the norm is known; nothing overlaps backward. States on a disk are updated a `sub_group`
+  at a time, while the next one is read and the one before is written.
 
 `efficiency` and what follows it are the paper's model of which bandwidth each kind of state needs.
 
@@ -35,12 +36,15 @@ from holdall.types import Action, Phase, Plan, Problem, Trace, Unit
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroInfinity:
-    tier: str = "host"  # of weights, gradients and masters: "host", or a tier beyond it such as "nvme"
+    tier: str = "host"  # of weights, gradients and states: "host", or a tier beyond it such as "nvme"
     persistence_threshold: int = 100_000  # elements; units of smaller parameters stay on the device
     prefetch_bucket: int = 50_000_000  # elements that are fetched ahead
     max_live: int = 1_000_000_000  # elements of streamed weights on the device
     recompute: bool = True  # every block
     offload_checkpoints: bool = False  # inputs of blocks wait on the host
+    sub_group: int = 1_000_000_000  # elements of states in a tier beyond the host that are updated at a time
+    pipeline_read: bool = True  # the next sub-group is read while one is updated
+    pipeline_write: bool = True  # the one before is written meanwhile
 
     name: ClassVar[str] = "zero_infinity"
     paper: ClassVar[str] = "Rajbhandari et al., SC 2021, arXiv 2104.07857"
@@ -58,9 +62,9 @@ class ZeroInfinity:
         return finish(self, problem, actions, why=why, began=began)
 
     def _check(self) -> None:
-        for name in ("persistence_threshold", "prefetch_bucket", "max_live"):
-            if getattr(self, name) < 0:
-                raise InvalidInput(f"`{name}` is {getattr(self, name)} elements", hint="use 0 or more")
+        for name, least in (("persistence_threshold", 0), ("prefetch_bucket", 0), ("max_live", 0), ("sub_group", 1)):
+            if getattr(self, name) < least:
+                raise InvalidInput(f"`{name}` is {getattr(self, name)} elements", hint=f"use {least} or more")
         if self.offload_checkpoints and not self.recompute:
             raise InvalidInput(
                 "without `recompute` there are no checkpoints to offload", hint="leave `offload_checkpoints` out"
@@ -76,7 +80,9 @@ class ZeroInfinity:
         overlap = problem.hardware.overlap and ahead > 0
         share = problem.accumulate == 1
         place = Place.of(trace, rows, when="step", share=share, overlap=overlap, prefetch=max(1, ahead))
-        return place_in_tier(place, problem, "" if self.tier == "host" else self.tier)
+        tier = "" if self.tier == "host" else self.tier
+        buffers = 1 + self.pipeline_read + self.pipeline_write
+        return place_in_tier(place, problem, tier, stretch=4 * self.sub_group, buffers=buffers)
 
     def _persists(self, trace: Trace, unit: Unit) -> bool:
         return all(math.prod(trace.tensors[x].shape) < self.persistence_threshold for x in unit.weights)

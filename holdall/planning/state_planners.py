@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdall.actions.place import Place
+from holdall.actions.place import Place, states_stay
 from holdall.actions.place.schedule import read_by_hand
 from holdall.actions.recompute import Recompute
 from holdall.planning.finish import over_budget
@@ -48,12 +48,18 @@ def farthest(problem: Problem) -> str:
     return problem.hardware.others[-1].name
 
 
-def place_in_tier(place: Place, problem: Problem, tier: str) -> Place:
-    """The same placement with everything that it takes off the device in this tier; states of updates are in host memory."""
+def place_in_tier(place: Place, problem: Problem, tier: str, *, stretch: int | None = None, buffers: int = 3) -> Place:
+    """The same placement with all that it takes off the device in this tier: weights, gradients, masters and states.
+
+    The host updates states there in stretches, of which `buffers` are in host memory. States that cannot be divided stay on the
+    host.
+    """
     if problem.other(tier) == problem.other():
         return place
     away = tuple((unit, tier) for unit, _, update in place.units if update != "device")
-    return replace(place, elsewhere=away)
+    divided = {u.name for u in problem.trace.units if u.grads and not states_stay(problem.trace, u)}
+    states = tuple((unit, tier) for unit, _, update in place.units if update == "host" and unit in divided)
+    return replace(place, elsewhere=away, states=states, stretch=stretch or place.stretch, buffers=buffers, ahead=False)
 
 
 def update_moment(problem: Problem) -> str:
