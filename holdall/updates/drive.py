@@ -126,7 +126,10 @@ class Drive:
                 hint="resume from the last checkpoint; its own message is above",
             )
         if "error" in answer[0]:
-            raise HoldallError(f"the process that owns the optimizer states: {answer[0]['error']}", hint="free some disk space")
+            raise HoldallError(
+                f"the process that owns the optimizer states: {answer[0]['error']}",
+                hint="if its disk is full, free some space; resume from the last checkpoint",
+            )
         return answer
 
     def close(self) -> None:
@@ -185,8 +188,9 @@ class Files:
     def _update(self, key: str, rule: str, options: dict[str, Any], payload: list[torch.Tensor]) -> None:
         master, first, second = self._tensors[key]
         p = torch.nn.Parameter(master)
-        p.grad = payload[0]
-        if len(payload) > 1:
+        if len(payload) == 1:
+            p.grad = payload[0]
+        else:
             p.grad = torch.zeros_like(master)
             p.grad[payload[0].long()] = payload[1]
         made: torch.optim.Optimizer = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[rule]([p], **options)

@@ -160,3 +160,20 @@ def test_fit_takes_it_by_name_and_what_drives_cannot_do_is_refused(tmp_path):
     plan = holdall.plan(trace, planner="smart_infinity", hardware=machine())
     with holdall.apply(plan, model, optimizer, enforce=False), pytest.raises(Unsupported, match="AdamW"):
         train(model, batch, optimizer, steps=1)
+
+
+def test_a_loop_that_writes_to_a_master_is_noticed(tmp_path):
+    """Even where it only moves elements: what the drive has is then old."""
+    plan = planned("convnet", tmp_path)
+    model, batch = family("convnet")
+    plain, _ = family("convnet")
+    seen = []
+    for net, context in ((plain, nullcontext()), (model, None)):
+        optimizer = adamw(net)
+        with context or holdall.apply(plan, net, optimizer, enforce=False):
+            train(net, batch, optimizer, steps=1)
+            with torch.no_grad():
+                net.stages[1].conv1.weight.copy_(net.stages[1].conv1.weight.roll(7, 0).flip(1))
+            seen.append(train(net, batch, optimizer, steps=2))
+    assert seen[0] == seen[1]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
