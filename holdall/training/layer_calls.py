@@ -7,7 +7,7 @@ order of layers, whatever the model does between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,14 @@ class Weights(Protocol):
     def drop(self, layer: Layer) -> None: ...
 
     def ship(self, layer: Layer) -> None: ...
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """Inside of it, memory of the host is not counted as the device's."""
+        ...
+
+    def tell(self, storage: torch.UntypedStorage) -> None:
+        """These bytes are on the device now."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -178,15 +186,18 @@ class Layer:
         like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
         if not (self.stashes and wants):
             return Kept(tensor, like)
-        return Kept(None, like, self.owner.store.put(tensor.untyped_storage()))
+        with self.owner.quiet():
+            return Kept(None, like, self.owner.store.put(tensor.untyped_storage()))
 
     def _fetch(self, kept: Kept) -> torch.Tensor:
         if kept.tensor is None:
             assert kept.ticket is not None
             dtype, shape, stride, offset = kept.like
-            storage = self.owner.store.get(kept.ticket, self.owner.device)
-            self.owner.store.wait_in(kept.ticket)
-            self.owner.store.free(kept.ticket)
+            with self.owner.quiet():
+                storage = self.owner.store.get(kept.ticket, self.owner.device)
+                self.owner.store.wait_in(kept.ticket)
+                self.owner.store.free(kept.ticket)
+            self.owner.tell(storage)
             kept.ticket = None
             return torch.empty(0, dtype=dtype, device=self.owner.device).set_(storage, offset, shape, stride)
         tensor, kept.tensor = kept.tensor, None

@@ -10,7 +10,8 @@ the last one once.
             optimizer.step()
             optimizer.zero_grad()
 
-Layers are the model's blocks, as a trace finds them. Between the calls of a block its weights lie on the host; while a layer
+Layers are the model's blocks, as a trace finds them (of an `nn.Sequential`, each member); what lies between two of them is kept
+as plain training keeps it. Between the calls of a block its weights lie on the host; while a layer
 computes, the next one's are on their way, so two are on the device. Of a layer only its inputs are kept, on the device or on
 the host (`stash`); backward runs it again. Gradients of a layer are summed on the device over the micro-batches, in their
 order, and leave once. The last block, and what follows it (the loss), run forward and backward for one micro-batch after the
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
@@ -117,7 +118,7 @@ class LayerMajor:
             unit.resize(False)
         self._move_rest({id(m.master) for u in units for m in u.members})
         self._streaming = Streaming(
-            self.model, units, list(layers), store=self._keepers, device=self.device, tell=self._tell, prefetch=1
+            self.model, units, list(layers), store=self._keepers, device=self.device, tell=self.tell, prefetch=1
         )
         found: list[Layer] = []
         for unit in units:
@@ -138,7 +139,11 @@ class LayerMajor:
                 self._undo.callback(_put_on, tensor, tensor.device)
                 tensor.data = tensor.data.to(self.device)
 
-    def _tell(self, storage: torch.UntypedStorage) -> None:
+    def quiet(self) -> AbstractContextManager[object]:
+        """Inside of it, memory of the host is not counted as the device's."""
+        return self._ledger.paused() if self._ledger is not None else nullcontext()
+
+    def tell(self, storage: torch.UntypedStorage) -> None:
         if self._ledger is not None:
             self._ledger.see(storage, "weights")
 
@@ -279,17 +284,19 @@ class LayerMajor:
         unit = layer.unit
         if unit.buffer is None:
             return
-        before = [None if m.master.grad is None else m.master.grad.clone() for m in unit.trained]
+        with self.quiet():
+            before = [None if m.master.grad is None else m.master.grad.clone() for m in unit.trained]
         flat = torch.zeros(unit.grads.nbytes, dtype=torch.uint8, device=self.device)
         for m, view in zip(unit.trained, unit.grads.views(flat), strict=True):
             if m.working.grad is not None:
                 view.copy_(m.working.grad)
-        self._keepers.push(unit.buffer, flat)
-        self._keepers.arrived(unit.buffer)
-        for m, grad, view in zip(unit.trained, before, unit.grads.views(self._keepers.memory(unit.buffer)), strict=True):
-            has_one, m.working.grad = m.working.grad is not None, None
-            if has_one:
-                m.master.grad = view if grad is None else view.add_(grad)
+        with self.quiet():
+            self._keepers.push(unit.buffer, flat)
+            self._keepers.arrived(unit.buffer)
+            for m, grad, view in zip(unit.trained, before, unit.grads.views(self._keepers.memory(unit.buffer)), strict=True):
+                has_one, m.working.grad = m.working.grad is not None, None
+                if has_one:
+                    m.master.grad = view if grad is None else view.add_(grad)
 
     def _update(self, groups: list[dict[str, Any]], updates: list[Future[None]], layer: Layer) -> None:
         if self.optimizer is not None:
