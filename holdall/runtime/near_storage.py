@@ -16,7 +16,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.states.unit import PlacedUnit
-from holdall.updates.drive import OPTIONS, Drive, Largest
+from holdall.updates.drive import OPTIONS, Drive, LargestEntries
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
@@ -41,7 +41,7 @@ class Near:
         self._threads: list[ThreadPoolExecutor] = []
         self._at: dict[int, tuple[str, int, torch.Tensor]] = {}  # id of a master -> key, drive, master
         self._seen: dict[str, int] = {}  # key -> digest of the values that the drive has
-        self._largest = Largest(share)
+        self._largest = LargestEntries(share)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Until the harness is closed."""

@@ -47,7 +47,7 @@ class Weights(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class StashedInput:
     """An input of a layer: on the device, or in the store while it waits for backward."""
 
     tensor: torch.Tensor | None
@@ -56,11 +56,11 @@ class Kept:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class LayerCall:
     """A layer's call for one micro-batch."""
 
     spec: Any
-    leaves: list[Any]  # tensors are `Kept`
+    leaves: list[Any]  # tensors are `StashedInput`
     wants: list[bool]  # for every tensor: does it need a gradient?
     random: tuple[torch.Tensor, Any, Any] | None = None  # the state of the generators before it
     results: int = 0  # tensors that the call returned
@@ -78,7 +78,7 @@ class Layer:
     stashes: bool  # inputs wait on the host
     before: Layer | None = None
     after: Layer | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     updated: Callable[[Layer], None] = lambda _: None
 
@@ -94,7 +94,7 @@ class Layer:
         for meeting in meetings:
             leaves, spec = tree_flatten((meeting.args, meeting.kwargs))
             tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-            self.calls.append(Call(spec, leaves, [t.requires_grad for t in tensors]))
+            self.calls.append(LayerCall(spec, leaves, [t.requires_grad for t in tensors]))
             flat += tensors
         anchor = torch.zeros((), device=self.owner.device, requires_grad=True)
         made = list(_Node.apply(self, anchor, *flat))  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class Layer:
                 self._wait(leaving)
                 kept = iter([self._keep(t, wants) for t, wants in zip(own, call.wants, strict=True)])
                 call.leaves = [next(kept) if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves]
-                leaving = [k.ticket for k in call.leaves if isinstance(k, Kept) and k.ticket is not None]
+                leaving = [k.ticket for k in call.leaves if isinstance(k, StashedInput) and k.ticket is not None]
                 leaves, spec = tree_flatten(out)
                 numbers = [_Number(n) for n in range(sum(isinstance(t, torch.Tensor) for t in leaves))]
                 call.results, count = len(numbers), iter(numbers)
@@ -158,8 +158,8 @@ class Layer:
         self.owner.ship(self)
         self.updated(self)
 
-    def _backward_of(self, call: Call, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        tensors = [self._fetch(kept) for kept in call.leaves if isinstance(kept, Kept)]
+    def _backward_of(self, call: LayerCall, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        tensors = [self._fetch(kept) for kept in call.leaves if isinstance(kept, StashedInput)]
         inputs = [t.detach().requires_grad_(wants) for t, wants in zip(tensors, call.wants, strict=True)]
         assert call.random is not None
         torch.set_rng_state(call.random[0])
@@ -176,20 +176,20 @@ class Layer:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         return [t.grad for t in inputs]
 
-    def _called(self, call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    def _called(self, call: LayerCall, tensors: Sequence[torch.Tensor]) -> Any:
         own = iter(tensors)
-        leaves = [next(own) if isinstance(leaf, (torch.Tensor, Kept)) else leaf for leaf in call.leaves]
+        leaves = [next(own) if isinstance(leaf, (torch.Tensor, StashedInput)) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
         return self.run(*args, **kwargs)
 
-    def _keep(self, tensor: torch.Tensor, wants: bool) -> Kept:
+    def _keep(self, tensor: torch.Tensor, wants: bool) -> StashedInput:
         like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
         if not (self.stashes and wants):
-            return Kept(tensor, like)
+            return StashedInput(tensor, like)
         with self.owner.quiet():
-            return Kept(None, like, self.owner.store.put(tensor.untyped_storage()))
+            return StashedInput(None, like, self.owner.store.put(tensor.untyped_storage()))
 
-    def _fetch(self, kept: Kept) -> torch.Tensor:
+    def _fetch(self, kept: StashedInput) -> torch.Tensor:
         if kept.tensor is None:
             assert kept.ticket is not None
             dtype, shape, stride, offset = kept.like
@@ -207,7 +207,7 @@ class Layer:
         """After an error: give back what is still kept."""
         for call in self.calls:
             for kept in call.leaves:
-                if isinstance(kept, Kept) and kept.ticket is not None:
+                if isinstance(kept, StashedInput) and kept.ticket is not None:
                     self.owner.store.free(kept.ticket)
         self.calls, self.updated = [], lambda _: None
 

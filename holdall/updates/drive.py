@@ -62,7 +62,7 @@ def receive(source: BinaryIO) -> tuple[dict[str, Any], list[torch.Tensor]] | Non
 # the host's side
 
 
-class Largest:
+class LargestEntries:
     """SmartComp: of each gradient a share of the entries, the largest; what is not sent is added to the next one."""
 
     def __init__(self, share: float) -> None:

@@ -15,7 +15,7 @@ from holdall.testing.chaos import chaos
 from holdall.testing.placed import adamw, check_fit, check_under, place_of, trace_of, train
 from holdall.testing.stand_ins import planned_for
 from holdall.testing.worlds import family, machine
-from holdall.updates.drive import Drive, Files, Largest
+from holdall.updates.drive import Drive, Files, LargestEntries
 
 
 def planned(name, tmp_path, **options):
@@ -82,7 +82,7 @@ def test_states_are_those_of_adamw_when_they_are_saved_loaded_and_brought_back(t
 
 def test_what_smartcomp_sends_and_keeps_is_the_sum_of_gradients_exactly():
     """Check (4): gradients are whole numbers, so sums are exact; what is sent are the largest entries."""
-    drawn, largest = torch.Generator().manual_seed(4), Largest(0.1)
+    drawn, largest = torch.Generator().manual_seed(4), LargestEntries(0.1)
     sent, total = torch.zeros(60), torch.zeros(6, 10)
     for _ in range(7):
         grad = torch.randint(-9, 9, (6, 10), generator=drawn).float()
