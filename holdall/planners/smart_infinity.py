@@ -31,7 +31,7 @@ from holdall.types import Action, Plan, Problem
 @dataclass(frozen=True, kw_only=True)
 class SmartInfinity:
     drives: int = 1  # processes that own files of states
-    folders: tuple[str, ...] = ()  # of the drives, by turns; empty: the system's folder for temporary files
+    folders: str = ""  # of the drives, by turns, separated by commas; empty: the system's folder for temporary files
     keep: float = 1.0  # share of a gradient's entries that are sent; below 1 it is not exact
     streamed: bool = True  # weights are fetched from the host for each use; else they stay
     recompute: bool = True  # every block
@@ -54,9 +54,10 @@ class SmartInfinity:
             rows = {u.name: ("streamed" if u.name in can else "resident", "host") for u in movable(trace)}
             overlap = problem.hardware.overlap
             place = Place.of(trace, rows, when="step", share=problem.accumulate == 1, overlap=overlap)
-            near = NearStorage(drives=self.drives, folders=self.folders)
+            folders = tuple(filter(None, self.folders.split(",")))
+            near = NearStorage(drives=self.drives, folders=folders)
             if self.keep < 1:
-                near = NearStorageCompressed(drives=self.drives, folders=self.folders, keep=self.keep)
+                near = NearStorageCompressed(drives=self.drives, folders=folders, keep=self.keep)
             actions = [place, near, *actions]
             count = sum(u.numel for u in movable(trace))
             why.append(

@@ -74,6 +74,7 @@ class OptimizerContract:
 
     optimizer: ClassVar[Any]  # the class
     options: ClassVar[list[dict[str, Any]]] = [{}]  # ways to use it; they are for matrices
+    decaying: ClassVar[list[dict[str, Any]]] = []  # ways in which every element decays in every step; empty: all of them
     common: ClassVar[dict[str, Any]] = {}  # what all groups get
     shapes: ClassVar[Shapes] = [(12, 20), (20, 12), (20,), (6, 4, 3), ()]
     steps: ClassVar[int] = 4
@@ -235,7 +236,7 @@ class OptimizerContract:
         """Without a gradient a parameter shrinks towards zero, all of it by the same factor."""
         if "weight_decay" not in self.make(Task(self.shapes).params, {}).defaults:
             return
-        for options in self.options:
+        for options in self.decaying or self.options:
             task, optimizer = self.ready(options)
             for group in optimizer.param_groups:
                 group["weight_decay"] = 0.1

