@@ -199,9 +199,7 @@ def test_memory_does_not_grow_with_depth_where_inputs_wait_on_the_host():
         for layers in (8, 32):
             model, batch = deep(layers)
             with LayerMajor(model, (batch,), stash=stash, measure=True) as run:
-                run(rolled((batch,), 4))
-                model.zero_grad()
-                run(rolled((batch,), 4))
+                run(rolled((batch,), 2))
             peaks[stash, layers] = run.peaks[-1]
     assert peaks["host", 32] < 1.05 * peaks["host", 8]
     assert peaks["device", 32] > 1.5 * peaks["device", 8]
