@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 import holdall
+from holdall.runtime.harness import Harness
+from holdall.testing.chaos import chaos
 from holdall.testing.worlds import family, machine
 from holdall.tracing.step import default_loss
 from holdall.types import Hardware, Link, Outcome, Plan, Tier, Trace
@@ -99,6 +101,48 @@ def check_fit(name: str, budget: Any, planner: str, *, clip: float | None = 0.1,
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), weights, strict=True))
     assert harness.plan.planner == planner
     return harness.plan
+
+
+def plain_peak(name: str) -> int:
+    return holdall.plan(trace_of(name), planner="nop", hardware=machine()).predicted.peak["cpu"]
+
+
+def plan_family(name: str, planner: str, share: float = 1.0, *, hardware: Hardware | None = None, **options: Any) -> Plan:
+    """A plan with a share of plain training's peak."""
+    budget = int(share * plain_peak(name))
+    return holdall.plan(trace_of(name), budget=budget, planner=planner, hardware=hardware or machine(overlap=True), **options)
+
+
+def run_beside_plain(
+    name: str, plan: Plan | None = None, *, seed: int | None = None, reads_gradients: bool = True, **fit: Any
+) -> tuple[bool, Harness]:
+    """Train a family plainly and under a plan, or under `holdall.fit(..., **fit)`: (same bits everywhere, the harness).
+
+    `seed`: in chaos mode.
+    """
+    clip = 0.1 if reads_gradients else None
+    model, batch = family(name)
+    reference = copy.deepcopy(model)
+    expected = train(reference, batch, adamw(reference), clip=clip)
+    optimizer = adamw(model)
+    gc.collect()
+    with chaos(seed=seed) if seed is not None else nullcontext():
+        if plan is None:
+            harness = holdall.fit(model, optimizer, batch, reads_gradients=reads_gradients, **fit)
+        else:
+            harness = holdall.apply(plan, model, optimizer, enforce=False)
+        with harness:
+            losses = train(model, batch, optimizer, clip=clip)
+    mine, theirs = model.state_dict(), reference.state_dict()
+    return losses == expected and all(torch.equal(mine[k], theirs[k]) for k in theirs), harness
+
+
+def measured_as_predicted(harness: Harness, *, within: float = 0.0) -> bool:
+    """Are the bytes on every link those of the plan, and the last step's peak too, or less by at most a share `within`?"""
+    predicted, measured = harness.plan.predicted, harness.measured()
+    assert measured is not None
+    most = predicted.peak["cpu"]
+    return measured.traffic == predicted.traffic and (1 - within) * most <= harness.step_peaks[-1] <= most
 
 
 def place_of(plan: Plan) -> Any:

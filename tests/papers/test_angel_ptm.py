@@ -20,14 +20,8 @@ from holdall.planners.angel_ptm import (
 )
 from holdall.problem import make_problem
 from holdall.simulator import simulate
-from holdall.testing.placed_runs import (
-    measured_as_predicted,
-    plain_peak,
-    plan_family,
-    run_beside_plain,
-    step_of_units,
-    traced_family,
-)
+from holdall.testing.chunk_steps import step_of_units
+from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain, trace_of
 from holdall.testing.worlds import machine
 
 FAMILIES = {"tied": 0.5, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "tiny-vit": 0.4}
@@ -164,7 +158,7 @@ def test_the_shortest_hoist_counts_and_the_first_of_a_pass_do_not():
 def test_hoisting_is_never_slower_in_the_simulator():
     """Check (1): the same units stay; on a link that takes as long as the computation, moves ahead save time."""
     hardware = machine(overlap=True, read=2e7, write=2e7)
-    problem = make_problem(traced_family("tied"), hardware=hardware)
+    problem = make_problem(trace_of("tied"), hardware=hardware)
     for share in (0.55, 0.6):
         plan = plan_family("tied", "angel_ptm", share, hardware=hardware, recompute=False)
         place = place_of(plan)

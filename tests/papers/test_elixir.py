@@ -14,15 +14,8 @@ from holdall.planning.chunk_tracer import streamed_units, trace_states
 from holdall.planning.chunks import misses
 from holdall.problem import make_problem
 from holdall.simulator import simulate
-from holdall.testing.placed_runs import (
-    fewest_loads,
-    measured_as_predicted,
-    plain_peak,
-    plan_family,
-    run_beside_plain,
-    step_of_units,
-    traced_family,
-)
+from holdall.testing.chunk_steps import fewest_loads, step_of_units
+from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain, trace_of
 from holdall.testing.worlds import machine
 
 FAMILIES = {"tied": 0.6, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "convnet": 0.9}
@@ -134,7 +127,7 @@ def test_the_simulator_saves_what_the_formula_says():
     """On a machine where nothing overlaps, for one unit: the cache saves I and states J, without the bytes that need not move
     here: evicted weights are not written back, and an update on the host returns weights of 16 bits once."""
     hardware = replace(machine(read=2e9, write=1e9), updates=3e8, bandwidth=1e13, overhead=0.0)
-    problem = make_problem(traced_family("tied", "bf16"), hardware=hardware)
+    problem = make_problem(trace_of("tied", "bf16"), hardware=hardware)
     traced = trace_states(problem, ())
     unit = next(u for n, u in enumerate(traced.units) if n not in traced.fixed)
     found = worth_on(problem, traced)
@@ -157,7 +150,7 @@ def test_the_simulator_saves_what_the_formula_says():
 
 def test_bytes_from_the_host_are_what_the_cache_loads():
     """Every layer is a chunk here; the simulated bytes are those of the loads of the cache, and of new weights that stay."""
-    trace, seen = traced_family("tied"), set()
+    trace, seen = trace_of("tied"), set()
     sizes = {u.name: sum(trace.tensors[x].nbytes for x in u.weights) for u in trace.units}
     for share in (0.6, 0.65, 0.7, 0.75):
         plan = plan_family("tied", "elixir", share, chunk=8416, activations=1.0, usable=1.0, recompute=False)
@@ -173,7 +166,7 @@ def test_bytes_from_the_host_are_what_the_cache_loads():
 
 
 def test_capacity_is_what_the_paper_leaves():
-    problem = make_problem(traced_family("tied"), hardware=machine(overlap=True))
+    problem = make_problem(trace_of("tied"), hardware=machine(overlap=True))
     traced = trace_states(problem, ())
     limit = 4 * traced.most_others
     own = sum(size for unit, size in traced.params if unit in traced.fixed)

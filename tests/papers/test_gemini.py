@@ -9,15 +9,9 @@ from holdall.errors import InvalidInput
 from holdall.planners.gemini import EDGES, Gemini, chunk_size, chunks_in, sizes_to_try, steady_loads, without_outliers
 from holdall.planning.chunk_tracer import run_step, streamed_units, trace_states
 from holdall.planning.chunks import ChunkStore, IllegalMove
+from holdall.testing.chunk_steps import step_of_units
 from holdall.testing.contracts import problem_for
-from holdall.testing.placed_runs import (
-    measured_as_predicted,
-    plain_peak,
-    plan_family,
-    run_beside_plain,
-    step_of_units,
-    traced_family,
-)
+from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain, trace_of
 
 FAMILIES = {"tied": 0.45, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "tiny-vit": 0.4}
 
@@ -140,7 +134,7 @@ SHARES = [(0, 0), (0.5, 0), (1, 0), (1, 0.5), (1, 1)]
 def test_static_shares_are_kept_and_train_like_plain(optim, param):
     """Check (3): the valid ones of 0, 0.5 and 1; bytes that leave are within a chunk and the unit that it cuts."""
     plan = plan_family("tied", "gemini", 1.2, policy="static", offload_optim_frac=optim, offload_param_frac=param)
-    trace = traced_family("tied")
+    trace = trace_of("tied")
     problem = problem_for(trace)
     layout = Gemini().layout(problem, trace_states(problem, ()))
     rows = rows_of(plan) or [(u.name, "resident", "device") for u in trace.units]
