@@ -34,6 +34,14 @@ SAMPLED = (
     "papers/test_chen.py::",
     "papers/test_exact_planners.py::test_exact_planners_are_never_slower",
     "unit/test_nvme.py::test_units_that_live_in_the_tier",
+    "unit/test_states_on_disk.py::test_the_bits_and_bytes",
+    "gpu/test_disk.py::test_weights_and_gradients_on_disk",
+    "gpu/test_disk.py::test_states_on_disk",
+    "papers/test_angel_ptm.py::test_steps_are_plain_trainings",
+    "papers/test_elixir.py::test_steps_are_plain_trainings",
+    "papers/test_gemini.py::test_steps_are_plain_trainings",
+    "papers/test_patrickstar.py::test_steps_are_plain_trainings",
+    "papers/test_zero_infinity.py::test_steps_are_those_of_plain_training",
 )
 RARE = (  # one in six of these
     "contracts/test_compatibility.py::test_a_pair",
