@@ -6,6 +6,7 @@ Cases that enter through `fit` are never sampled: `pytest tests/conformance` run
 four, where pytest-xdist is installed; `-n 0` runs it in one.
 """
 
+import gc
 import os
 import zlib
 
@@ -15,6 +16,18 @@ import torch
 os.environ["HOLDALL_CACHE"] = "off"  # no test finds what another has left; those about the cache have folders of their own
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """The folder of the tier `nvme`, empty again after every test."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    monkeypatch.setenv("HOLDALL_NVME", str(folder))
+    yield folder
+    gc.collect()
+    assert not list(folder.iterdir())
+
 
 SAMPLED = (
     "unit/test_states.py::",

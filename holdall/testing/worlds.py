@@ -174,6 +174,22 @@ class Twice(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+class DeepNet(nn.Module):
+    """Equal layers with residuals around them and dropout inside; any number of rows."""
+
+    def __init__(self, width: int = 32, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 class Tied(nn.Module):
     """The head is the embedding; dropout everywhere."""
 

@@ -3,7 +3,6 @@
 The same cases run on a CPU, so that they are known to be right where there is no GPU.
 """
 
-import gc
 import os
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.problem import resolve_hardware
 from holdall.testing.chaos import chaos
-from holdall.testing.worlds import machine
+from holdall.testing.worlds import DeepNet, machine
 from holdall.tiers.nvme import PIECE, Nvme
 from holdall.types import Problem
 from holdall.types.layout import PAGE
@@ -33,15 +32,9 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def disk(tmp_path, monkeypatch):
-    """The folder of the tier, empty again after every test."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    monkeypatch.setenv("HOLDALL_NVME", str(folder))
+def checked(disk, monkeypatch):
+    """What is read from the disk is what was written there."""
     monkeypatch.setenv("HOLDALL_DEBUG", "checksums")
-    yield folder
-    gc.collect()
-    assert not list(folder.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +46,9 @@ def probed(tmp_path_factory):
         return {device: with_tiers(hardware, ["nvme"]) for device, hardware in near.items()}
 
 
-class DeepNet(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
-            for _ in range(5)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
 def fresh(device):
     torch.manual_seed(0)
-    model = DeepNet(WIDTH[device])
+    model = DeepNet(WIDTH[device], 5)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 

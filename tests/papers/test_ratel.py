@@ -1,6 +1,5 @@
 """Ratel (ICDE 2025): its model of a step against the published figures, the convex search, updates as gradients arrive."""
 
-import gc
 import os
 import random
 from dataclasses import replace
@@ -18,16 +17,9 @@ from holdall.testing.placed import FAMILIES, check_fit, check_under, place_of, r
 from holdall.testing.stand_ins import planned_for
 from holdall.testing.worlds import machine
 
+pytestmark = pytest.mark.usefixtures("disk")
 needs_disk = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="about systems with `posix_fallocate`")
 GB = 1e9
-
-
-@pytest.fixture(autouse=True)
-def disk(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOLDALL_NVME", str(tmp_path))
-    yield tmp_path
-    gc.collect()
-    assert not list(tmp_path.iterdir())
 
 
 def planned(name, *, hardware=None, **options):

@@ -1,7 +1,6 @@
 """ZeRO-Infinity (SC 2021): the paper's bandwidth model, its knobs, and training with weights and masters in files."""
 
 import copy
-import gc
 import os
 
 import pytest
@@ -19,15 +18,8 @@ from holdall.types import Kind
 
 TFLOPS = 70e12
 GB = 1e9
+pytestmark = pytest.mark.usefixtures("disk")
 needs_disk = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="about systems with `posix_fallocate`")
-
-
-@pytest.fixture(autouse=True)
-def disk(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOLDALL_NVME", str(tmp_path))
-    yield tmp_path
-    gc.collect()
-    assert not list(tmp_path.iterdir())
 
 
 def planned(name, *, overlap=True, **options):

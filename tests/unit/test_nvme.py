@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import holdall
@@ -29,24 +28,16 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.testing.chaos import chaos
 from holdall.testing.stand_ins import planned_for
-from holdall.testing.worlds import machine
+from holdall.testing.worlds import DeepNet, machine
 from holdall.tiers.nvme import PAGE, PIECE, Extents, Nvme
 from holdall.tiers.pageable import Pageable
 from holdall.types import Link, Problem, Tier
 from holdall.units import MiB
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="about systems with `posix_fallocate`")
-
-
-@pytest.fixture(autouse=True)
-def disk(tmp_path, monkeypatch):
-    """The folder of the tier, empty again after every test."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    monkeypatch.setenv("HOLDALL_NVME", str(folder))
-    yield folder
-    gc.collect()
-    assert not list(folder.iterdir())
+pytestmark = [
+    pytest.mark.usefixtures("disk"),
+    pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="about systems with `posix_fallocate`"),
+]
 
 
 @pytest.fixture
@@ -442,19 +433,6 @@ def test_both_tiers_take_activations_and_states():
 
 
 # training
-
-
-class DeepNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(6)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
 
 
 BATCH = (torch.randn(64, 32, generator=torch.Generator().manual_seed(1)),)

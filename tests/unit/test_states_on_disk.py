@@ -23,11 +23,14 @@ from holdall.planning.finish import finish
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
 from holdall.testing.stand_ins import disk_pieces_of, watched_updates
-from holdall.testing.worlds import machine
+from holdall.testing.worlds import DeepNet, machine
 from holdall.types import Link, Problem, Tier
 from holdall.types.layout import PAGE, stretch_bytes, stretches
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="about systems with `posix_fallocate`")
+pytestmark = [
+    pytest.mark.usefixtures("disk"),
+    pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="about systems with `posix_fallocate`"),
+]
 RULES = {
     "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "plain": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
@@ -37,38 +40,13 @@ RULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def disk(tmp_path, monkeypatch):
-    """The folder of the tier, empty again after every test."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    monkeypatch.setenv("HOLDALL_NVME", str(folder))
-    yield folder
-    gc.collect()
-    assert not list(folder.iterdir())
-
-
-class DeepNet(nn.Module):
-    def __init__(self, width=40):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
-            for _ in range(3)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
 def batch(width=40):
     return (torch.randn(16, width, generator=torch.Generator().manual_seed(1)),)
 
 
 def fresh(rule="fused", width=40):
     torch.manual_seed(0)
-    model = DeepNet(width)
+    model = DeepNet(width, 3)
     return model, RULES[rule](model.parameters())
 
 
@@ -268,7 +246,7 @@ def test_what_cannot_be_on_disk_is_refused_with_what_to_do():
     trace = holdall.trace(model, batch(), optimizer=torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
     with pytest.raises(Unsupported, match="some of its weights are frozen"):
         simulate(Problem(trace=trace, hardware=with_disk(), budget={}), [placed(trace)])
-    model = DeepNet()
+    model = DeepNet(40, 3)
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]) if hasattr(torch.optim, "Muon") else None
     if optimizer is not None:
         trace = holdall.trace(model, batch(), optimizer=optimizer)
