@@ -63,6 +63,20 @@ def pieces_of(elements: int, *, on_gpu: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def kept_jobs() -> Iterator[list[Callable[[], Any]]]:
+    """Every job that the host makes beside the step stays referenced after it is done, as by a thread that is slow to end."""
+    submit = Updater.submit
+    jobs: list[Callable[[], Any]] = []
+
+    def kept(self: Updater, job: Callable[[], Any]) -> Any:
+        jobs.append(job)
+        return submit(self, job)
+
+    with replaced((Updater, "submit", kept)):
+        yield jobs
+
+
+@contextmanager
 def late_updates(seconds: float) -> Iterator[None]:
     """Every update that the host makes beside the step begins late: who does not wait for it sees the old values."""
     submit = Updater.submit

@@ -22,7 +22,7 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
-from holdall.testing.stand_ins import disk_pieces_of, watched_updates
+from holdall.testing.stand_ins import disk_pieces_of, kept_jobs, watched_updates
 from holdall.testing.worlds import DeepNet, machine
 from holdall.types import Link, Problem, Tier
 from holdall.types.layout import PAGE, stretch_bytes, stretches
@@ -125,6 +125,16 @@ def test_the_bits_and_bytes_of_states_on_disk(precision, when, weights, on, monk
     assert plan.predicted.traffic["nvme->far"] == plan.predicted.traffic["far->nvme"] == plan.predicted.peak["nvme"]
     if precision is None:  # else wide parameters lie on a boundary each, where a CPU computes
         assert dict(found[2].peak) == dict(plan.predicted.peak)
+
+
+def test_a_job_that_is_over_holds_nothing_on_the_device():
+    """A thread lets go of its job some time after the update is done: that time is not in the peak."""
+    _, plan = planned(when="overlap_forward", weights="resident")
+    with kept_jobs() as jobs:
+        found = trained(plan)
+    assert jobs
+    check_equal(found, trained(None))
+    assert dict(found[2].peak) == dict(plan.predicted.peak)
 
 
 @pytest.mark.parametrize("rule", RULES)

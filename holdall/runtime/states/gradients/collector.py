@@ -297,6 +297,7 @@ def spend(held: GradEntry) -> None:
         if isinstance(m.master.grad, Gradient):
             m.master.grad.spent = "`optimizer.step()` has used it"
             m.master.grad.here = None
+    held.forget_norms()
 
 
 def is_spent(unit: PlacedUnit) -> bool:

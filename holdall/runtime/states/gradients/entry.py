@@ -65,6 +65,11 @@ class GradEntry:
             self._each[where.type] = self.norms, views
         return views[self.which.index(index)]
 
+    def forget_norms(self) -> None:
+        """Free the norms, which nobody may read after the step: an update beside the loop holds this entry for longer."""
+        self.norms = self.host_norms = self.norms_event = None
+        self._each.clear()
+
     def _norms_on(self, device: torch.device) -> torch.Tensor:
         assert self.norms is not None
         if device.type == self.norms.device.type:
