@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,11 +29,13 @@ class Ledger(TorchDispatchMode):
     def __init__(self, *, seed: Iterable[torch.Tensor] = (), budget: int | None = None) -> None:
         super().__init__()
         self.budget = budget
-        self.live = self.peak = 0
+        self._live = self.peak = 0
         self.peak_op = ""
         self.curve: list[tuple[float, int]] = []  # (time, live bytes) after each op since the last `restart`
         self._size: dict[int, int] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
+        self._gone: deque[int] = deque()  # storages that died since; any thread may be the one that drops the last reference
+        self._counting = threading.RLock()
         self._paused = threading.local()  # per thread
         self.elsewhere: set[int] = set()  # storages that belong to another tier
         for tensor in seed:
@@ -54,28 +57,37 @@ class Ledger(TorchDispatchMode):
         finally:
             self._paused.is_on = before
 
+    @property
+    def live(self) -> int:
+        with self._counting:
+            self._settle()
+            return self._live
+
+    def _settle(self) -> None:
+        """Count off what died. Only who holds the lock changes the sum: a callback that did could interrupt a change of it."""
+        while self._gone:
+            key = self._gone.popleft()
+            self._watch.pop(key, None)
+            self._live -= self._size.pop(key, 0)
+
     def see(self, storage: torch.UntypedStorage, op: str) -> None:
         key, size = storage._cdata, storage.nbytes()
-        before = self._size.get(key)
-        if before == size or key in self.elsewhere:
-            return
-        if before is None and not _has_bytes(storage):
-            return
-        self._size[key] = size
-        self.live += size - (before or 0)
-        if before is None:
-
-            def gone(_: object) -> None:
-                self._watch.pop(key, None)
-                self.live -= self._size.pop(key, 0)
-
-            self._watch[key] = weakref.ref(storage, gone)
-        if self.live > self.peak:
-            self.peak, self.peak_op = self.live, op
-        if self.budget is not None and self.live > self.budget:
+        with self._counting:
+            self._settle()  # first: a new storage may lie where a dead one was
+            before = self._size.get(key)
+            if before == size or key in self.elsewhere or (before is None and not _has_bytes(storage)):
+                return
+            self._size[key] = size
+            self._live += size - (before or 0)
+            if before is None:
+                self._watch[key] = weakref.ref(storage, lambda _: self._gone.append(key))
+            live = self._live
+            if live > self.peak:
+                self.peak, self.peak_op = live, op
+        if self.budget is not None and live > self.budget:
             raise OverBudget(
-                f"`{op}` raised memory in use to {format_bytes(self.live)}, over the budget of {format_bytes(self.budget)}: "
-                f"{self.live - self.budget:,} bytes too many, by a tensor of {size:,} bytes",
+                f"`{op}` raised memory in use to {format_bytes(live)}, over the budget of {format_bytes(self.budget)}: "
+                f"{live - self.budget:,} bytes too many, by a tensor of {size:,} bytes",
                 hint="use a larger budget; pass `loss=` if the loop computes the loss itself, `lengths=` if batches grow; "
                 "keep no model outputs from one step to the next",
             )
