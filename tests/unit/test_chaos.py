@@ -33,7 +33,7 @@ def test_it_is_on_inside_and_off_after_an_error():
     assert current() is None
 
 
-@pytest.mark.parametrize(("asked", "seed"), [("chaos", 0), ("chaos:7", 7), ("other,chaos:2", 2), ("", None), ("other", None)])
+@pytest.mark.parametrize(("asked", "seed"), [("chaos", 0), ("other,chaos:2", 2), ("other", None)])
 def test_the_environment_puts_it_on(asked, seed):
     code = "from holdall.testing.chaos import current; c = current(); print(None if c is None else c.seed)"
     env = {**os.environ, "HOLDALL_DEBUG": asked, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
