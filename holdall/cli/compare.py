@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from holdall.errors import InvalidInput
 from holdall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.table import Table
 
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 def compare(
-    model: given.Model,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...", help="Presets such as gpt2 or llama-3.2-1b, Hugging Face folders, or files config.json."
+        ),
+    ],
     *,
     budgets: Annotated[
         str,
@@ -34,6 +39,13 @@ def compare(
         str,
         typer.Option("--planners", metavar="A,B", help="Some of `holdall planners`; options as in rotor,rockmate:menus=cut."),
     ] = "auto,chen",
+    everyone: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="All planners of `holdall planners`, instead of --planners; exact ones get 10 seconds for each graph.",
+        ),
+    ] = False,
     peers: Annotated[
         str,
         typer.Option(
@@ -57,6 +69,12 @@ def compare(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw time against memory here.", show_default=False)
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write a page here: who wins where, and each paper's claims.", show_default=False
+        ),
+    ] = None,
     commit: Annotated[
         str, typer.Option("--commit", metavar="TEXT", help="Goes into every row of the CSV.", show_default=False)
     ] = "",
@@ -74,51 +92,97 @@ def compare(
     Example:
       holdall compare tiny-gpt2 --batch 4 --seq 128 --planners auto,chen \\
           --budgets 100%,50% --measure --peers checkpoint --csv rows.csv
+      holdall compare tiny-gpt2 tiny-llama --seq 64 --all --html page.html
     """
-    from holdall.experiments.choices import read_peers, read_planners
+    from holdall.experiments.choices import every_planner, read_peers, read_planners
     from holdall.experiments.request import find_machine
     from holdall.experiments.sweep import prepare_sweep, run_sweep
     from holdall.experiments.sweep_files import check_drawable, draw, write_csv
     from holdall.experiments.workload import check_runnable, describe_workload
+    from holdall.reporting.standings import standings
+    from holdall.types._json import write_text
 
-    choices = read_planners(planners) or read_planners("auto")
+    choices = every_planner() if everyone else read_planners(planners) or read_planners("auto")
     others = read_peers(peers)
     if others and not measure:
         raise InvalidInput("--peers needs --measure, since peers cannot be predicted", hint="add --measure, or leave them out")
     if measure and gpu is not None:
         raise InvalidInput("--measure runs on this machine, but --gpu names another", hint="leave one of them out")
     if plot is not None:
+        if len(models) > 1:
+            raise InvalidInput("--plot draws one model, but several are named", hint="use --html, or name one model")
         check_drawable(plot)
-    workload = describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, precision=precision)
+    workloads = [
+        describe_workload(model, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, precision=precision)
+        for model in models
+    ]
     with progress_bar() as progress:
         machine = find_machine(gpu, hardware, progress)
         if measure:
             check_runnable(machine.device)
-        sweep = prepare_sweep(
-            workload,
-            machine,
-            planners=choices,
-            budgets=budgets,
-            measure=measure,
-            progress=progress,
-            peers=others,
-            commit=commit,
-        )
-        found = run_sweep(sweep, progress)
-    records = found.records()
+        comparisons = []
+        for workload in workloads:
+            sweep = prepare_sweep(
+                workload,
+                machine,
+                planners=choices,
+                budgets=budgets,
+                measure=measure,
+                progress=progress,
+                peers=others,
+                commit=commit,
+            )
+            comparisons.append(run_sweep(sweep, progress))
+    records = [record for found in comparisons for record in found.records()]
     if csv is not None:
         write_csv(csv, records)
     if plot is not None:
-        draw(plot, records, plain=(sweep.plain.peak[sweep.home], sweep.plain.seconds))
+        plain = comparisons[0].sweep.plain
+        draw(plot, records, plain=(plain.peak[machine.home.name], plain.seconds))
+    if html is not None:
+        write_text(html, _page(records))
     if json:
         show_json(records)
     else:
-        _show(found)
-        for path in (csv, plot):
+        for found in comparisons:
+            _show(found)
+            say("")
+        say(standings(records).verdict())
+        for path in (csv, plot, html):
             if path is not None:
                 say(f"written to {path}")
-    if any(row.failed or row.identical is False for row in found.rows):
+    if any(row.failed or row.identical is False for found in comparisons for row in found.rows):
         raise typer.Exit(FAILED)
+
+
+def _page(records: Sequence[Mapping[str, Any]]) -> str:
+    """The page of all rows, with what is published about their planners."""
+    from holdall.catalog import claims, systems
+    from holdall.registry import member_class
+    from holdall.reporting.comparison import Published, render_comparison
+    from holdall.reporting.standings import standings
+
+    published = []
+    for label in dict.fromkeys(r["planner"] for r in records if r["kind"] == "planner"):
+        name = label.partition(":")[0]
+        known = [s for s in systems() if any(f"/planners/{name}." in f or f"/planners/{name}/" in f for f in s.lives)]
+        published.append(
+            Published(
+                planner=label,
+                paper=member_class("planners", name).paper,
+                idea=known[0].idea if known else "",
+                claims=[(c.says, c.test) for system in known for c in claims(system.id)],
+                missing=[text for system in known for text in system.missing],
+            )
+        )
+    first = records[0]
+    facts = {
+        "hardware": first["hardware"],
+        "batch": f"{first['batch']} x {first['seq']}, {first['precision'] or first['dtype']}, {first['optimizer']}",
+        "versions": f"torch {first['torch']}, holdall {first['holdall']}",
+        "commit": first["commit"],
+    }
+    return render_comparison(standings(records), published, facts)
 
 
 def _show(found: Comparison) -> None:

@@ -11,7 +11,7 @@ from typing import Any, get_origin
 from holdall.errors import InvalidInput, unknown_name
 from holdall.experiments.peers import PEERS, Peer
 from holdall.experiments.request import check_options
-from holdall.registry import read_choice
+from holdall.registry import member_class, member_names, read_choice
 from holdall.types import _json
 
 _COMMA = re.compile(r",(?![^\[]*\])")  # not those of a list
@@ -30,6 +30,19 @@ def read_planners(text: str) -> list[PlanChoice]:
     """Planners with their options; an unknown option raises an error that lists the known ones."""
     found = [(label, *read_choice(label)) for label in _split(text)]
     return [PlanChoice(label=label, name=name, options=check_options(name, options)) for label, name, options in found]
+
+
+def every_planner(*, time_limit: float = 10.0) -> list[PlanChoice]:
+    """All planners with their default options but for `time_limit`; those that cannot be imported here are left out."""
+    found = []
+    for name in member_names("planners"):
+        try:
+            known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(member_class("planners", name))}
+        except ImportError:
+            continue
+        options = {"time_limit": time_limit} if known.get("time_limit", 0.0) > time_limit else {}
+        found.append(PlanChoice(label=name, name=name, options=options))
+    return found
 
 
 def read_peers(text: str) -> list[Peer]:

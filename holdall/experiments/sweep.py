@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,7 +20,8 @@ from holdall.experiments.peers import Peer, Subject, Variant, all_variants
 from holdall.experiments.real_steps import RealRun, run_steps
 from holdall.experiments.request import budget_leaving, plain_outcome
 from holdall.experiments.workload import Workload
-from holdall.types import Hardware, Outcome, Plan, Progress, Trace
+from holdall.registry import allowed_by_default
+from holdall.types import Action, Hardware, Outcome, Plan, Progress, Trace
 from holdall.units import parse_bytes
 
 log = logging.getLogger("holdall")
@@ -102,6 +103,8 @@ class Comparison:
             **self._setting("planner", row.planner, row.target.label),
             "budget_bytes": row.target.nbytes,
             "feasible": row.plan is not None,
+            "numerics": numerics(row.plan.actions) if row.plan else None,
+            "cramped": said.cramped if said else None,
             "smallest_bytes": row.smallest,
             "predicted_peak_bytes": said.peak[sweep.home] if said else None,
             "predicted_seconds": said.seconds if said else None,
@@ -120,7 +123,15 @@ class Comparison:
         """The same columns for a peer: nothing is predicted, and its overhead is over its own unlimited run."""
         seen, own = row.seen, self._unlimited(row.variant.family)
         blank = dict.fromkeys(
-            ("budget_bytes", "smallest_bytes", "predicted_peak_bytes", "predicted_seconds", "predicted_overhead")
+            (
+                "budget_bytes",
+                "numerics",
+                "cramped",
+                "smallest_bytes",
+                "predicted_peak_bytes",
+                "predicted_seconds",
+                "predicted_overhead",
+            )
         )
         return {
             **self._setting("peer", row.variant.peer, row.variant.setting),
@@ -156,6 +167,14 @@ class Comparison:
             "planner": name,
             "budget": budget,
         }
+
+
+def numerics(actions: Iterable[Action]) -> str:
+    """What a plan does to the numbers: the same bits, the same within a stated tolerance, or others."""
+    done = list(actions)
+    if all(action.exact for action in done):
+        return "exact"
+    return "close" if {action.name for action in done} <= allowed_by_default() else "lossy"
 
 
 def versions() -> dict[str, str]:

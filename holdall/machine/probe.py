@@ -149,11 +149,8 @@ def _measure(request: _Request) -> Hardware:
         context = device_context(clock.device)
     request.progress("measured", total, total, "")
     large = max(p.work for p in table if p.family == "memory")
-    bandwidth = (
-        next(p.rate for p in table if p.family == "memory" and p.work == large)
-        if kind == "cuda"
-        else max(p.rate for p in table if p.family == "memory" and p.work >= MiB)
-    )
+    least = large if kind == "cuda" else min(MiB, large)  # a busy CPU may have been too slow for more than the first
+    bandwidth = max(p.rate for p in table if p.family == "memory" and p.work >= least)
     home = Tier(name="gpu" if kind == "cuda" else "cpu", capacity=_capacity(clock.device), read=bandwidth, write=bandwidth)
     measured = Hardware(
         name=_name(clock.device),
@@ -264,6 +261,8 @@ def _climb(family: str, dtype: str, tries: Iterator[Workload], clock: ProbeClock
     """Points of growing work, until the next would take too long."""
     for work, call in tries:
         seconds = clock.seconds(call)
+        if seconds > clock.budget / 4:  # large, or disturbed by another process: the better of two
+            seconds = min(seconds, clock.seconds(call))
         hidden = clock.device.type == "cuda"  # the launch hides behind the previous call
         rate = work / (seconds - (0.0 if hidden else min(overhead, seconds / 2)))  # launches are charged separately
         yield Rate(family=family, dtype=dtype, work=work, rate=rate)

@@ -1,0 +1,127 @@
+"""Who wins where: the fastest plan of each model and budget, and how far the others are behind it.
+
+By predicted seconds, since every row has them. Two kinds of plans are shown, but neither win nor count as better than others:
+those that change the numbers (`lossy`), and those that leave the device's allocator too little room (`cramped`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdall.units import format_bytes
+
+NEAR = 1e-3  # a plan that is slower by less than this has won, too
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A planner in one cell."""
+
+    planner: str
+    seconds: float
+    overhead: float  # seconds over those of plain training - 1
+    peak: int
+    numerics: str  # exact, close or lossy
+    cramped: bool  # the allocator may run out of pages
+    behind: float  # seconds over those of the cell's best - 1; negative: it does not count
+
+    @property
+    def counts(self) -> bool:
+        return self.numerics != "lossy" and not self.cramped
+
+    @property
+    def wins(self) -> bool:
+        return self.counts and self.behind <= NEAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model at one budget."""
+
+    model: str
+    budget: str
+    nbytes: int
+    entries: Sequence[Entry]  # fastest first
+    refused: Mapping[str, str]  # planner -> why it has no plan
+
+    def of(self, planner: str) -> Entry | None:
+        return next((e for e in self.entries if e.planner == planner), None)
+
+    @property
+    def winners(self) -> list[str]:
+        return [e.planner for e in self.entries if e.wins]
+
+    @property
+    def best(self) -> Entry | None:
+        return next((e for e in self.entries if e.counts), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standings:
+    cells: Sequence[Cell]
+
+    def wins(self) -> Counter[str]:
+        return Counter(name for cell in self.cells for name in cell.winners)
+
+    def worst(self, planner: str = AUTO) -> tuple[float, Cell] | None:
+        """Where a planner is furthest behind; infinitely, where others have a plan and it has none."""
+        there = [c for c in self.cells if c.best and (c.of(planner) or planner in c.refused)]
+        found = [(entry.behind if (entry := c.of(planner)) else float("inf"), c) for c in there]
+        return max(found, key=lambda f: f[0], default=None)
+
+    def verdict(self) -> str:
+        """One line about `auto`, or about the winners where it does not take part."""
+        solved = [c for c in self.cells if c.best]
+        if not solved:
+            return "no plan fits any of the budgets"
+        worst = self.worst()
+        if worst is None:
+            name, count = self.wins().most_common(1)[0]
+            return f"{name} is the fastest, or within {NEAR:.1%} of it, in {count} of {len(solved)} cells"
+        behind, cell = worst
+        first = f"auto is the fastest, or within {NEAR:.1%} of it, in {self.wins()[AUTO]} of {len(solved)} cells"
+        if behind <= NEAR:
+            return first
+        best, where = cell.best, f"{cell.model} at {cell.budget}"
+        assert best is not None
+        if behind == float("inf"):
+            return f"{first}; {best.planner} has a plan and auto has none for {where}"
+        return f"{first}; at most {behind:.1%} behind ({best.planner}, {where})"
+
+
+def standings(records: Sequence[Mapping[str, Any]]) -> Standings:
+    """The standings of the planners in rows of `holdall compare`; peers are measured only and take no part."""
+    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    for record in records:
+        if record["kind"] == "planner":
+            groups.setdefault((record["model"], record["budget"], record["budget_bytes"]), []).append(record)
+    return Standings(cells=[_cell(*key, rows) for key, rows in groups.items()])
+
+
+def _cell(model: str, budget: str, nbytes: int, rows: Sequence[Mapping[str, Any]]) -> Cell:
+    planned = [r for r in rows if r["feasible"]]
+    fair = [r["predicted_seconds"] for r in planned if r["numerics"] != "lossy" and not r["cramped"]]
+    least = min(fair or [r["predicted_seconds"] for r in planned], default=0.0)
+    entries = [
+        Entry(
+            planner=r["planner"],
+            seconds=r["predicted_seconds"],
+            overhead=r["predicted_overhead"],
+            peak=r["predicted_peak_bytes"],
+            numerics=r["numerics"],
+            cramped=r["cramped"],
+            behind=r["predicted_seconds"] / least - 1 if least else 0.0,
+        )
+        for r in sorted(planned, key=lambda r: (r["predicted_seconds"], r["planner"]))
+    ]
+    refused = {r["planner"]: _why_not(r) for r in rows if not r["feasible"]}
+    return Cell(model=model, budget=budget, nbytes=nbytes, entries=entries, refused=refused)
+
+
+def _why_not(row: Mapping[str, Any]) -> str:
+    needs = row["smallest_bytes"]
+    return f"needs {format_bytes(needs)}" if needs else row["problem"]
