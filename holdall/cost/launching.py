@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdall.cost.roofline import family_of
-from holdall.types import Phase, Run, Schedule, Trace
+from holdall.types import Hardware, Phase, Run, Schedule, Trace
 
 LIGHT, HEAVY = 0, 1
 _STARTS: Mapping[Phase, tuple[float, float]] = {  # (an op that moves bytes, one whose kernel a library chooses)
@@ -25,6 +25,11 @@ COPY = 3.0  # a copy, with its events
 OWN = 4.0  # added by a plan per unit: casting weights, gathering gradients, norms
 PARAMETER = 0.6  # clipped and updated by a fused optimizer
 PLACED = 1.5  # the same with placed states: cached norms, updates unit by unit
+
+
+def launching(hardware: Hardware) -> float:
+    """Seconds of a launch beside the device; 0 on a CPU, where it is part of an op's seconds."""
+    return hardware.overhead if hardware.device == "cuda" else 0.0
 
 
 def starts(trace: Trace) -> list[float]:

@@ -4,6 +4,9 @@ The shape is that of pofo (Beaumont et al., NeurIPS 2021): forward and backward 
 blocks, so one walk in forward order sees both. Its state is the bytes freed by earlier blocks, and the bytes of the preceding
 block that are still being copied: a copy is hidden by the forward of the next block, its return by that block's backward.
 More freed is never worse, so only states that no other dominates in time and freed bytes are carried on.
+
+Where the device waits for the thread that launches its ops, a block takes as long as its launches, and copies also go on while
+the device waits: `by_launches` counts so.
 """
 
 from __future__ import annotations
@@ -43,9 +46,11 @@ class _Front:
     path: Ints  # rows of the walk's list of (state before, choice)
 
 
-def best_choices(items: Sequence[Item], budget: int, hardware: Hardware) -> tuple[float, list[MenuLine]] | None:
+def best_choices(
+    items: Sequence[Item], budget: int, hardware: Hardware, *, by_launches: bool = False
+) -> tuple[float, list[MenuLine]] | None:
     """The least extra seconds and a choice per item, or None if no combination stays within the budget."""
-    walk = _Walk(budget, hardware)
+    walk = _Walk(budget, hardware, by_launches=by_launches)
     for item in items:
         walk.extend(item)
         if not walk.fronts:
@@ -57,8 +62,9 @@ def best_choices(items: Sequence[Item], budget: int, hardware: Hardware) -> tupl
 class _Walk:
     """The states after one block after the other."""
 
-    def __init__(self, budget: int, hardware: Hardware) -> None:
+    def __init__(self, budget: int, hardware: Hardware, *, by_launches: bool) -> None:
         self._budget = budget
+        self._by_launches = by_launches
         names = [tier.name for tier in hardware.others]
         self._reach = {name if n else "": reach(hardware, name) for n, name in enumerate(names)}
         self._before: list[Ints] = []  # for every state ever kept, the state before it, item by item
@@ -110,17 +116,27 @@ class _Walk:
 
     def _step_seconds(self, tail: _Tail, item: Item, choice: MenuLine) -> float:
         """Seconds that a choice adds: recomputation, and copies that nothing hides."""
-        seconds = choice.seconds
+        seconds = again = max(choice.seconds, choice.launching) if self._by_launches else choice.seconds
+        forward, backward, idle_ahead, idle_behind = self._times(item)
         if tail.out or tail.back:
             before = self._reach[tail.tier]
             if tail.out:
-                seconds += max(0.0, before.latency + tail.out / before.write - item.forward_seconds)
+                seconds += max(0.0, before.latency + tail.out / before.write - forward)
             if tail.back:
-                seconds += max(0.0, before.latency + tail.back / before.read - item.backward_seconds - choice.seconds)
+                seconds += max(0.0, before.latency + tail.back / before.read - backward - again)
         if not choice.late and choice.out:
             there = self._reach[choice.choice.tier]
-            seconds += 2 * there.latency + choice.out / there.write + choice.back / there.read
+            seconds += max(0.0, there.latency + choice.out / there.write - idle_ahead)
+            seconds += max(0.0, there.latency + choice.back / there.read - idle_behind)
         return seconds
+
+    def _times(self, item: Item) -> tuple[float, float, float, float]:
+        """Seconds of the block's forward and backward, and how long the device waits for launches in each."""
+        ahead, behind = item.forward_seconds, item.backward_seconds
+        if not self._by_launches:
+            return ahead, behind, 0.0, 0.0
+        forward, backward = max(ahead, item.forward_launching), max(behind, item.backward_launching)
+        return forward, backward, forward - ahead, backward - behind
 
     def _tail_seconds(self, tail: _Tail) -> float:
         """Copies of the last block: no later block hides them."""

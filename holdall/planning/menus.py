@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdall.cost.launching import COPY, launching, starts
 from holdall.errors import Unsupported
 from holdall.registry import member_classes
 from holdall.simulator.curve import MemoryCurve, memory_curve
@@ -24,7 +25,8 @@ class MenuLine:
     freed: int  # bytes that it does not hold between the block's forward and backward
     forward: int  # peak bytes during its forward, above the live bytes before it
     backward: int  # the same for its backward; the live bytes include the block as if it were kept
-    seconds: float = 0.0  # recomputation
+    seconds: float = 0.0  # recomputation, on the device
+    launching: float = 0.0  # seconds that it adds to the launching thread; 0 on a CPU
     out: int = 0  # bytes copied out after its forward
     back: int = 0  # bytes copied back before its backward
     slow: int = 0  # of `freed`, the bytes freed only after the next block's forward (late choices)
@@ -47,6 +49,8 @@ class Item:
     before_backward: int
     forward_seconds: float
     backward_seconds: float
+    forward_launching: float  # seconds of the launching thread; 0 on a CPU
+    backward_launching: float
     choices: tuple[MenuLine, ...]  # the first one keeps it
 
 
@@ -69,6 +73,8 @@ class Menus:
         if key not in self.curves:
             self.curves[key] = memory_curve(problem, around)
         plain = self.curves[key]
+        each = launching(problem.hardware)
+        asked = starts(trace) if each else [0.0] * len(trace.ops)
         items = []
         for block in self.chain:
             ahead, behind = self.windows[block.id]
@@ -86,6 +92,8 @@ class Menus:
                     before_backward=plain.before[behind[0]],
                     forward_seconds=sum(trace.ops[k].seconds for k in range(*ahead)),
                     backward_seconds=sum(trace.ops[k].seconds for k in range(*behind)),
+                    forward_launching=each * sum(asked[slice(*ahead)]),
+                    backward_launching=each * sum(asked[slice(*behind)]),
                     choices=(kept, *_worthwhile(others)),
                 )
             )
@@ -100,6 +108,8 @@ class Menus:
                         before_backward=0,
                         forward_seconds=sum(trace.ops[k].seconds for k in range(begin, end)),
                         backward_seconds=0.0,
+                        forward_launching=each * sum(asked[begin:end]),
+                        backward_launching=0.0,
                         choices=(MenuLine(choice=KEEP, freed=0, forward=high, backward=0),),
                     )
                 )
@@ -142,7 +152,7 @@ def try_choices(problem: Problem, choices: Mapping[int, Sequence[Choice]]) -> Me
             if not group:
                 continue
             for b, curve in _tried(problem, {b: choices[b][n].on(trace, examples[b]) for b in group}):
-                found[b].append(_compare(choices[b][n], examples[b], windows, plain, curve))
+                found[b].append(_compare(choices[b][n], examples[b], windows, plain, curve, launching(problem.hardware)))
         problem.progress("menus", n + 1, rounds, "")
     return Menus(chain=tuple(chain), windows=windows, found={b: tuple(c) for b, c in found.items()})
 
@@ -188,8 +198,8 @@ def kind_of(block: Block) -> int:
     return block.id if block.same_as is None else block.same_as
 
 
-def _compare(choice: Choice, block: Block, windows: Windows, plain: MemoryCurve, curve: MemoryCurve) -> MenuLine:
-    """The menu line of a choice that was simulated on a block."""
+def _compare(choice: Choice, block: Block, windows: Windows, plain: MemoryCurve, curve: MemoryCurve, launch: float) -> MenuLine:
+    """The menu line of a choice that was simulated on a block. `launch`: seconds of a launch."""
     f, b = windows[block.id]
     changed_before = plain.before[f[0]] - curve.before[f[0]]
     after = f[1]
@@ -206,6 +216,7 @@ def _compare(choice: Choice, block: Block, windows: Windows, plain: MemoryCurve,
         forward=max(curve.high[k] for k in range(*f)) - curve.before[f[0]],
         backward=max(curve.high[k] for k in range(*b)) + changed_before - plain.before[b[0]],
         seconds=sum(curve.seconds[k] for k in (*range(*f), *range(*b))),
+        launching=launch * (sum(curve.launches[k] for k in (*range(*f), *range(*b))) + (2 * COPY if copied_out else 0.0)),
         out=copied_out,
         back=copied_out,
         slow=max(0, freed - at_once) if choice.late else 0,
@@ -224,6 +235,7 @@ def _worthwhile(lines: Iterable[MenuLine]) -> list[MenuLine]:
             and o.forward <= c.forward
             and o.backward <= c.backward
             and o.seconds <= c.seconds
+            and o.launching <= c.launching
             and o.out <= c.out
             and (o.late == c.late or not o.out)  # at once takes less memory, but nothing hides its copies
             and (o.choice.tier == c.choice.tier or not o.out)  # one tier may have room while another is full

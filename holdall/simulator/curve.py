@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from holdall.cost.launching import by_program, launching, starts, starts_of
 from holdall.simulator.lower import close, lower
-from holdall.types import Action, Copy, Drop, Problem, Run
+from holdall.types import Action, Copy, Drop, Problem, Run, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class MemoryCurve:
     seconds: list[float]  # seconds of recomputation since op k - 1
     out: list[int]  # bytes whose copy to a farther tier began since op k - 1
     back: list[int]  # bytes whose copy back began since op k - 1
+    launches: list[float]  # of computation, beyond plain training's, since op k - 1; 0 where a launch is part of the op
 
 
 def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
@@ -26,20 +28,22 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
     home = problem.home
     live = sum(t.nbytes for x, t in info.items() if t.born < 0 and x not in schedule.start)
     count = len(problem.trace.ops)
-    curve = MemoryCurve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count)
-    high, again, out, back = live, 0.0, 0, 0
+    curve = MemoryCurve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count, [0.0] * count)
+    launches = _Launches(schedule) if launching(problem.hardware) else None
+    high, again, out, back, more = live, 0.0, 0, 0, 0.0
     done = True  # only frees since the last op
     for step in close(schedule):
         if isinstance(step, Run):
             if step.stream != "compute":
                 continue
+            more += launches.beyond(step) if launches is not None else 0.0
             if step.op >= 0 and not step.again:
                 k = step.op
                 curve.before[k] = live
                 live += sum(info[x].nbytes for x in step.writes)
                 curve.high[k] = max(high, live + step.workspace)
-                curve.seconds[k], curve.out[k], curve.back[k] = again, out, back
-                high, again, out, back = live, 0.0, 0, 0
+                curve.seconds[k], curve.out[k], curve.back[k], curve.launches[k] = again, out, back, more
+                high, again, out, back, more = live, 0.0, 0, 0, 0.0
                 done = True
             else:
                 done = False
@@ -62,3 +66,16 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
             if done:  # frees by the op itself belong to it, not to the next
                 high = live
     return curve
+
+
+class _Launches:
+    """The launches of a schedule's runs beyond those of plain training."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._plain = starts(schedule.trace)
+        self._programs = by_program(schedule)
+
+    def beyond(self, run: Run) -> float:
+        asked = starts_of(run, self._plain, self._programs)
+        is_plain = run.op >= 0 and not run.again and run.seconds > 0
+        return asked - (self._plain[run.op] if is_plain else 0.0)

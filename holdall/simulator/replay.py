@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from holdall.cost.launching import COPY, PLACED, by_program, starts, starts_of
+from holdall.cost.launching import COPY, PLACED, by_program, launching, starts, starts_of
 from holdall.cost.link import copy_seconds
 from holdall.simulator.allocators import Allocator
 from holdall.simulator.clock import COMPUTE, HOST, Clock, lane_of
@@ -138,13 +138,13 @@ class _Times:
         self.recompute = self.work = 0.0
         self._hardware = hardware
         self._busy: dict[int, int] = {}  # tensor -> the task that ends its copy or host update
-        launching = hardware.overhead if hardware.device == "cuda" else 0.0  # on a CPU a launch is part of an op's seconds
-        self._launching = launching
-        self._plain = starts(schedule.trace) if launching else []
-        self._programs = by_program(schedule) if launching else frozenset()
-        if schedule.placed and launching:  # parameters are clipped and stepped one by one before the host can begin an update
-            self.clock.launch(schedule.placed * PLACED * launching)
-            self.clock.beside(HOST, schedule.placed * PLACED * launching, name="clipping")
+        each = launching(hardware)
+        self._launching = each
+        self._plain = starts(schedule.trace) if each else []
+        self._programs = by_program(schedule) if each else frozenset()
+        if schedule.placed and each:  # parameters are clipped and stepped one by one before the host can begin an update
+            self.clock.launch(schedule.placed * PLACED * each)
+            self.clock.beside(HOST, schedule.placed * PLACED * each, name="clipping")
 
     def run(self, step: Run) -> tuple[int, float]:
         if self._launching:

@@ -8,6 +8,7 @@ import torch
 import holdall
 from holdall.actions.recompute import Recompute
 from holdall.cost import launching
+from holdall.experiments.workload import describe_workload
 from holdall.simulator import simulate
 from holdall.simulator.clock import Clock
 from holdall.testing.contracts import problem_for
@@ -81,3 +82,13 @@ def test_products_take_longer_to_launch_than_sums(problem):
     starts = launching.starts(problem.trace)
     of = {op.site.op: starts[op.id] for op in problem.trace.ops if op.site.phase is Phase.FORWARD}
     assert of["aten.mm.default"] > of["aten.add.Tensor"]
+
+
+def test_auto_is_not_behind_pofo_where_launches_decide_the_time():
+    """A block that is computed again is launched again, which takes longer than copies that go on while the device waits."""
+    pytest.importorskip("transformers")
+    workload = describe_workload("tiny-gpt2", batch=2, seq=64, dtype="float32", optimizer="adamw", precision=None)
+    trace = workload.trace("cuda")
+    found = {name: holdall.plan(trace, budget="6.9MiB", planner=name, hardware="rtx-4090") for name in ("auto", "pofo")}
+    assert not found["pofo"].predicted.cramped
+    assert found["auto"].predicted.seconds <= 1.02 * found["pofo"].predicted.seconds

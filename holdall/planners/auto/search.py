@@ -13,6 +13,7 @@ from functools import cached_property
 
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
+from holdall.cost.launching import launching, starts
 from holdall.errors import Unsupported
 from holdall.planners.auto.bounds import Bounds, Extra
 from holdall.planners.auto.hidden_offload import hidden_offloads, price_of, with_hidden
@@ -27,6 +28,7 @@ from holdall.types import Action, Block, Choice, Outcome, Problem
 
 _TRIES = 6  # times the dynamic program may run again with a budget corrected by the whole simulation
 _REASONS = 4  # reasons for dropped candidates that are reported
+_NEAR = 0.5  # of the device's seconds, from where launches are counted, too
 CLOSE = 1.02  # of the best time, for candidates that are looked at too
 PLACEMENTS = 3  # placements that are tried with hidden offloading
 
@@ -197,11 +199,25 @@ class Search:
 
     def _by_program(self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str) -> None:
         """The dynamic program's answer, simulated; solved again with a smaller budget where the whole step exceeds it."""
+        for by_launches in self._prices:
+            self._by_price(problem, items, around, label, by_launches=by_launches)
+
+    @cached_property
+    def _prices(self) -> tuple[bool, ...]:
+        """Whether choices are also priced by their launches: where plain training spends as long on those as on the device, or
+        nearly."""
+        trace, each = self.problem.trace, launching(self.problem.hardware)
+        is_near = each * sum(starts(trace)) > _NEAR * sum(op.seconds for op in trace.ops) if each else False
+        return (False, True) if is_near else (False,)
+
+    def _by_price(
+        self, problem: Problem, items: Sequence[Item], around: tuple[Action, ...], label: str, *, by_launches: bool
+    ) -> None:
         budget = problem.limit(problem.home)
         allowed = budget
         for n in range(_TRIES):
             self.problem.progress("searching", n, _TRIES, label)
-            answer = best_choices(items, allowed, problem.hardware)
+            answer = best_choices(items, allowed, problem.hardware, by_launches=by_launches)
             if answer is None:
                 break
             if self._is_in_vain(problem, around, Extra.of(answer[1])):
