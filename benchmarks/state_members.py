@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,9 @@ from holdall.testing.worlds import family, machine
 from holdall.types import Hardware, Trace
 from holdall.units import GiB
 
-MEMBERS = "zero_offload,protrain,stronghold,superoffload,patrickstar,gemini,elixir,angel_ptm"
+MEMBERS = (
+    "zero_offload,protrain,stronghold,superoffload,patrickstar,gemini,elixir,angel_ptm,zero_infinity,ratel,l2l,smart_infinity"
+)
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
 
@@ -38,12 +41,23 @@ def main() -> None:
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     rows = []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    about = {"torch": torch.__version__, "commit": commit.stdout.strip()}
     for name in options.models.split(","):
         trace, hardware, budgets = world(name, options.batch, options.seq, [int(size) for size in options.gib.split(",")])
         for reads_gradients in (True, False):
             for budget in budgets:
                 for row in compare(trace, hardware, budget, options.members.split(","), reads_gradients=reads_gradients):
-                    rows.append({"model": name, "reads_gradients": reads_gradients, "budget": budget, **row})
+                    rows.append(
+                        {
+                            "model": name,
+                            "reads_gradients": reads_gradients,
+                            "budget": budget,
+                            **row,
+                            "hardware": hardware.name,
+                            **about,
+                        }
+                    )
                     print(rows[-1], flush=True)
     for row in rows:
         if row["over_auto"] and row["over_auto"] < 0.999:

@@ -20,6 +20,7 @@ from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, 
 from holdall.registry import build_member
 from holdall.reporting import Report
 from holdall.reporting.progress import terminal_line
+from holdall.runtime.budget.slow_tiers import slow_tiers
 from holdall.runtime.harness import Harness
 from holdall.runtime.head.lazy_logits import chunk_head
 from holdall.runtime.programs.compiled import resolve_backend
@@ -302,7 +303,7 @@ def make_report(harness: Harness) -> Report:
         measured=harness.measured(),
         steps=len(harness.step_seconds),
         blocks=harness.plan.about.rows,
-        notes=tuple(harness.notes),
+        notes=(*harness.notes, *slow_tiers(harness.plan, harness.stores)),
         environment=environment(),
     )
 

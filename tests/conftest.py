@@ -48,6 +48,7 @@ SAMPLED = (
     "papers/test_exact_planners.py::test_exact_planners_are_never_slower",
     "unit/test_nvme.py::test_units_that_live_in_the_tier",
     "unit/test_states_on_disk.py::test_the_bits_and_bytes",
+    "unit/test_disk_faults.py::test_a_fault_at_any_moment",
     "gpu/test_disk.py::test_weights_and_gradients_on_disk",
     "gpu/test_disk.py::test_states_on_disk",
     "papers/test_angel_ptm.py::test_steps_are_plain_trainings",

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from holdall.errors import InvalidInput, Unsupported
+from holdall.errors import DiskError, InvalidInput, Unsupported
 from holdall.tiers._extents import FilePart, in_files
 from holdall.types.layout import PAGE
 
@@ -201,9 +201,17 @@ def _write(file: io.FileIO, data: memoryview) -> None:
         data = data[file.write(data) :]  # the system writes at most 2 GiB at a time
 
 
+def _fill(file: io.FileIO, into: memoryview) -> int | None:
+    return file.readinto(into)
+
+
 def _read(file: io.FileIO, into: memoryview, entry: TensorEntry) -> None:
     while into:
-        count = file.readinto(into)
+        try:
+            count = _fill(file, into)
+        except OSError as error:
+            why = f"cannot read `{entry.path}`: {error.strerror}; what was read before it is loaded already"
+            raise DiskError(why, hint="load it again, or continue from another checkpoint") from error
         if not count:
             raise InvalidInput(f"`{entry.path}` has been cut off", hint="continue from another checkpoint")
         into = into[count:]

@@ -14,7 +14,7 @@ from holdall.actions.recompute import Recompute
 from holdall.errors import Infeasible, Unsupported
 from holdall.planning.block_rows import block_rows
 from holdall.simulator import simulate
-from holdall.types import Action, Outcome, Plan, PlanInfo, Planner, Problem
+from holdall.types import Action, Outcome, Plan, PlanInfo, Planner, Problem, TierRate
 from holdall.units import MiB, format_bytes
 
 NEVER = 1 << 62  # bytes of a candidate that cannot be carried out
@@ -92,8 +92,20 @@ def _about(problem: Problem, actions: Sequence[Action], outcome: Outcome) -> Pla
         blocks=tuple((b.name, b.shapes) for b in blocks),
         quiet=tuple(b.name for b in blocks if b.quiet),
         rows=tuple(block_rows(problem, actions)),
+        rates=_rates(problem, outcome),
         seconds_if_not_clipped=_if_not_clipped(problem, actions, outcome),
     )
+
+
+def _rates(problem: Problem, outcome: Outcome) -> tuple[TierRate, ...]:
+    """The rates of the farther tiers in use, each over its own link."""
+    used = {tier for link, nbytes in outcome.traffic.items() if nbytes for tier in link.split("->")}
+    found = []
+    for tier in (t.name for t in problem.hardware.others if t.name in used):
+        there, back = problem.hardware.path(problem.home, tier)[-1], problem.hardware.path(tier, problem.home)[0]
+        read, write, latency = back.rate * back.duplex, there.rate * there.duplex, max(there.latency, back.latency)
+        found.append(TierRate(tier=tier, read=read, write=write, latency=latency))
+    return tuple(found)
 
 
 def over_budget(problem: Problem, outcome: Outcome) -> dict[str, int]:

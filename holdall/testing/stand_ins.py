@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -153,6 +154,62 @@ def full_disk(room: int, error: BaseException | None = None) -> Iterator[None]:
             raise error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with replaced((tensors, "_write", counted)):
+        yield
+
+
+class DiskCalls:
+    """Calls of one kind that the threads of disks made so far."""
+
+    count = 0
+
+
+@contextmanager
+def failing_disk(call: str, first: int | None, code: int = errno.EIO) -> Iterator[DiskCalls]:
+    """Calls of `os.preadv` or `os.pwritev` to disks fail from this one on (0: all of them; None: never), as on a disk that
+    broke, or is full; what counts them."""
+    plain, seen, lock = getattr(os, call), DiskCalls(), threading.Lock()
+
+    def counted(*given: Any) -> int:
+        if not threading.current_thread().name.startswith("holdall-nvme"):
+            return int(plain(*given))
+        with lock:
+            number, seen.count = seen.count, seen.count + 1
+        if first is not None and number >= first:
+            raise OSError(code, os.strerror(code))
+        return int(plain(*given))
+
+    with replaced((os, call, counted)):
+        yield seen
+
+
+@contextmanager
+def slow_disk(seconds: float) -> Iterator[None]:
+    """Every read and every write of a disk takes so much longer."""
+
+    def later(call: Callable[..., int]) -> Callable[..., int]:
+        def slept(*given: Any) -> int:
+            time.sleep(seconds)
+            return call(*given)
+
+        return slept
+
+    with replaced(*((os, name, later(getattr(os, name))) for name in ("preadv", "pwritev"))):
+        yield
+
+
+@contextmanager
+def unreadable(name: str, *, after: int) -> Iterator[None]:
+    """Tensors of checkpoint files of this name cannot be read, but for the first few."""
+    plain, left = tensors._fill, after
+
+    def broken(file: io.FileIO, into: memoryview) -> int | None:
+        nonlocal left
+        left -= str(file.name).endswith(name)
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(file, into)
+
+    with replaced((tensors, "_fill", broken)):
         yield
 
 

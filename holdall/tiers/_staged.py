@@ -34,6 +34,7 @@ from holdall.tiers._base import Blocking
 from holdall.tiers._buffers import Buffer, Buffers, bytes_of
 from holdall.tiers._chaos import current
 from holdall.tiers._pinning import pin, unpin
+from holdall.tiers._request_times import RequestTimes
 from holdall.units import MiB
 
 PIECE = 4 * MiB
@@ -128,6 +129,7 @@ class StagedStore(Blocking):
         self._running: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._local = threading.local()  # a stream for each thread
+        self.writing, self.reading = RequestTimes(), RequestTimes()
 
     def _own(self, *held: Callable[[], object]) -> None:
         """What is to be let go of when the store is closed, or nobody has it any more, or the process ends."""
@@ -258,14 +260,16 @@ class StagedStore(Blocking):
         (source,) = held
         address = 0 if source.is_cuda else source.data_ptr() + at
         if address and self._fits(room, address, nbytes):
-            self._write(room, begin, address, nbytes)
+            with self.writing.request(nbytes):
+                self._write(room, begin, address, nbytes)
             return
         with self._staging.lent() as stage:
             if address:
                 ctypes.memmove(stage.storage.data_ptr(), address, nbytes)
             else:
                 self._on_stream(bytes_of(stage.storage)[:nbytes], source[at : at + nbytes], ready)
-            self._write(room, begin, stage.storage.data_ptr(), nbytes)
+            with self.writing.request(nbytes):
+                self._write(room, begin, stage.storage.data_ptr(), nbytes)
 
     def _load(
         self, room: Any, held: list[torch.Tensor], begin: int, at: int, nbytes: int, earlier: Sequence[Any], ready: Any
@@ -285,10 +289,12 @@ class StagedStore(Blocking):
         (target,) = held
         address = 0 if target.is_cuda else target.data_ptr() + at
         if address and self._fits(room, address, nbytes):
-            self._read(room, begin, address, nbytes)
+            with self.reading.request(nbytes):
+                self._read(room, begin, address, nbytes)
             return
         with self._staging.lent() as stage:
-            self._read(room, begin, stage.storage.data_ptr(), nbytes)
+            with self.reading.request(nbytes):
+                self._read(room, begin, stage.storage.data_ptr(), nbytes)
             if address:
                 ctypes.memmove(address, stage.storage.data_ptr(), nbytes)
             else:

@@ -34,6 +34,16 @@ class BlockRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierRate:
+    """What a plan takes a farther tier to be: bytes per second while both ways are busy, and seconds before the first byte."""
+
+    tier: str
+    read: float
+    write: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
     """What both a trace and the plans made for it say about the step; written by `tracing.trace_step` unless noted."""
 
@@ -82,6 +92,7 @@ class PlanInfo(StepInfo):
     blocks: tuple[tuple[str, Shapes], ...] = ()  # (name, shapes of its inputs) of every planned block call, in forward order
     quiet: tuple[str, ...] = ()  # names of those that were traced without gradients
     rows: tuple[BlockRow, ...] = ()  # the decision for every block, for reports
+    rates: tuple[TierRate, ...] = ()  # of the tiers that the step copies to or from
     seconds_if_not_clipped: float | None = None  # of a step without clipping; None: the same as with clipping
 
     @staticmethod

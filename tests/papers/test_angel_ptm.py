@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -97,6 +98,8 @@ def test_hoisted_moves_fit_come_no_later_and_cannot_come_earlier(seed):
         assert [(m.unit, m.use) for m in late] == [(m.unit, m.use) for m in early]
         assert all(m.begins == m.use for m in late)
         assert all(a.begins <= b.begins for a, b in zip(early, late, strict=True))
+        assert all(a.begins <= b.begins for a, b in pairwise(early))  # the link serves them in order
+        assert all(a.use < b.begins for n, a in enumerate(early) for b in early[n + 1 :] if a.unit == b.unit)
 
         def bytes_at(now, moves, lives=lives, kept=kept):
             there = sum(lives.weights[m.unit] for m in moves if m.begins <= now <= m.use)
@@ -140,6 +143,8 @@ def test_states_are_cached_where_every_moment_has_room():
     kept = {0, 1, 2}
     assert [len(cache_states(lives, kept, (), limit)) for limit in (26, 30, 31, 36, 41)] == [0, 0, 1, 2, 3]
     assert cache_states(lives, {0, 1}, [Move(2, 5, 0)], 31) == [0]
+    first = lives_of([2, 2, 2], [20, 0, 0, 0, 0, 10], states=[5, 5, 5])
+    assert [cache_states(first, {0, 1}, [Move(2, 2, begins)], 30) for begins in (2, 0)] == [[0], []]  # on its way at the peak
 
 
 def test_the_shortest_hoist_counts_and_the_first_of_a_pass_do_not():

@@ -8,7 +8,7 @@ import holdall
 from holdall.errors import InvalidInput
 from holdall.planners.gemini import EDGES, Gemini, chunk_size, chunks_in, sizes_to_try, steady_loads, without_outliers
 from holdall.planning.chunk_tracer import run_step, streamed_units, trace_states
-from holdall.planning.chunks import ChunkStore, IllegalMove
+from holdall.planning.chunks import ChunkStore, IllegalMove, pack, waste
 from holdall.testing.chunk_steps import step_of_units
 from holdall.testing.contracts import problem_for
 from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain, trace_of
@@ -40,6 +40,9 @@ def test_the_size_wastes_least_of_all(seed):
     smallest, interval = rng.randint(1, 80), rng.choice([1, 4, 16])
     tried = sizes_to_try(max(smallest, *sizes), sum(sizes), interval)
     best = min(unused(sizes, size) for size in tried)
+    for size in range(max(sizes), sum(sizes) + 1):  # parameters that fill a chunk to the last element among them
+        chunks = pack(sizes, size)
+        assert waste(sizes, size) == unused(sizes, size) == len(chunks) * size - sum(sizes)
     found = chunk_size(sizes, smallest, sum(sizes), interval)
     if sum(sizes) < smallest:
         assert found == sum(sizes)
@@ -73,6 +76,7 @@ def test_only_the_edges_of_the_table_are_legal():
                 with pytest.raises(IllegalMove):
                     store.move(0, after)
     assert "READY_FOR_REDUCE" not in EDGES["COMPUTE"] and "FREE" not in EDGES["HOLD_AFTER_BWD"]
+    assert EDGES["READY_FOR_REDUCE"] == ("HOLD",)  # a gradient is reduced before the chunk is used again
 
 
 # auto

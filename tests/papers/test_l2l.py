@@ -90,7 +90,9 @@ def test_wrong_options_are_refused():
         planned("convnet", stash="attic")
     with pytest.raises(InvalidInput, match="stash"):
         LayerMajor(*family("convnet"), stash="attic")
-    assert any("LayerMajor" in line for line in planned("convnet", accumulate=4).why)
+    several = planned("convnet", accumulate=4)
+    assert any("LayerMajor" in line for line in several.why)
+    assert place_of(planned("convnet")).share and not place_of(several).share  # a gradient cannot take the weights' place
 
 
 # layer-major accumulation
@@ -283,3 +285,11 @@ def test_layer_major_order_is_never_slower_and_as_fast_on_an_endless_link(seed):
             if count >= 2 and least < 10_000:
                 hidden = least * (sum(forward) + sum(backward)) + times.load[0]
                 assert seconds(times, least, layer_major=True) == pytest.approx(hidden, rel=1e-9)
+
+
+def test_two_slots_hold_a_load_back_and_the_first_load_hides_behind_nothing():
+    """By hand: the third layer's load waits until the first layer's slot is free, at 11; it is there at 16."""
+    times = Times(forward=(10.0, 1.0, 1.0), backward=(0.0, 0.0, 0.0), load=(1.0, 1.0, 5.0), unload=(0.0,) * 3)
+    assert seconds(times, 1, layer_major=True) == seconds(times, 1, layer_major=False) == 23.0
+    times = Times(forward=(1.0, 2.0), backward=(2.0, 4.0), load=(100.0, 1.0), unload=(0.0, 0.0))
+    assert hiding(times) == 25  # 100 s of load behind 4 s of the second layer's backward

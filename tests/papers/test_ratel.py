@@ -9,7 +9,7 @@ import pytest
 
 import holdall
 from holdall.errors import InvalidInput
-from holdall.planners.ratel import Iteration, Swappable, best_prefix, by_benefit
+from holdall.planners.ratel import Iteration, Swappable, best_prefix, by_benefit, iteration_of
 from holdall.problem import make_problem
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
@@ -76,6 +76,27 @@ def test_all_published_points_are_near_and_disks_are_half_duplex():
     assert len(half) == 15 and min(half) > -0.195 and max(half) < 0.105
     assert max(full) == pytest.approx(0.39, abs=0.02)
     assert sum(map(abs, half)) < sum(map(abs, full))
+
+
+def test_the_slowest_of_each_half_of_a_step_decides():
+    """By hand: 3 of the 10 bytes that leave spill to a disk that reads 1 and writes 2 a second."""
+    ideal = {"weights": 0.0, "gradients": 0.0, "update": 0.0, "h2d": 1e9, "d2h": 1e9}
+    spills = Iteration(
+        forward=1.0,
+        inter=10.0,
+        states_read=4.0,
+        states_written=2.0,
+        disk_read=1.0,
+        disk_write=2.0,
+        host_room=7.0,
+        again=3.0,
+        **ideal,
+    )
+    assert spills.seconds() == pytest.approx(3 / 2 + (4 + 3) / 1 + 2 / 2)
+    runs_again = Iteration(forward=1.0, inter=0.0, states_read=0.0, states_written=0.0, again=3.0, **ideal)
+    assert runs_again.seconds() == pytest.approx(1 + 2 + 3)
+    assert runs_again.seconds([Swappable(nbytes=1.0, seconds=2.0)]) == pytest.approx(1 + 2 + 1)
+    assert replace(runs_again, update=30.0).seconds() == pytest.approx(1 + 30)
 
 
 def random_step(rng):
@@ -185,6 +206,18 @@ def test_host_memory_is_filled_first():
     least = planned("tiny-gpt2", swap=0).predicted.peak["far"]
     tight = planned("tiny-gpt2", swap=99, budget={"far": least})
     assert "nvme" in {a.tier for a in tight.actions if a.name == "offload"}
+    candidates = by_benefit(make_problem(trace_of("tiny-gpt2"), hardware=with_disk(overlap=True)))
+    first = planned("tiny-gpt2", swap=99, budget={"far": int(least + candidates[0].nbytes)})  # room for the first alone
+    tiers = {a.block: a.tier for a in first.actions if a.name == "offload"}
+    assert [tiers[c.block] for c in candidates] == ["", *["nvme"] * (len(candidates) - 1)]
+
+
+def test_the_machine_and_the_trace_say_what_the_model_starts_from():
+    trace, hardware = trace_of("tiny-gpt2"), with_disk(overlap=True, read=3e8, write=2e8)
+    found = iteration_of(make_problem(trace, hardware=hardware), "nvme")
+    assert found.update == pytest.approx(sum(u.numel for u in trace.units) / hardware.updates)
+    assert (found.disk_read, found.disk_write) == (3e8, 2e8) and found.states_read == found.weights + found.gradients
+    assert place_of(planned("tiny-gpt2")).prefetch == 2  # three weight blocks in all
 
 
 @needs_disk

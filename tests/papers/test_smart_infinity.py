@@ -121,6 +121,19 @@ def test_more_drives_help_until_the_bus_is_the_limit():
     assert seconds(1e9, 40, internal=3e9, bus=16e9, keep=0.01) < times[-1]
 
 
+def test_what_is_asked_for_is_in_the_plan_and_the_model_counts_positions_and_values(tmp_path):
+    trace = trace_of("tiny-gpt2")
+    plan = planned("tiny-gpt2", tmp_path, drives=3, keep=0.25, streamed=False, recompute=False)
+    (near,) = (a for a in plan.actions if a.name == "near_storage_compressed")
+    assert (near.drives, near.keep) == (3, 0.25) and plan.count() == {"place": 1, "near_storage_compressed": 1}
+    assert {weights for _, weights, _ in place_of(plan).units} == {"resident"}
+    plan = planned("tiny-gpt2", tmp_path, drives=3)
+    assert [a.drives for a in plan.actions if a.name == "near_storage"] == [3]
+    assert any(weights == "streamed" for _, weights, _ in place_of(plan).units)
+    assert {b for a in plan.actions if a.name == "recompute" for b in a.blocks} >= {b.name for b in trace.blocks[1:-1]}
+    assert bus_bytes(100, 0.25) == 100 * 4 + 25 * 8
+
+
 def test_a_drive_that_is_gone_is_one_clear_line(tmp_path):
     drive = Drive(tmp_path)
     drive.set("0", torch.ones(4))

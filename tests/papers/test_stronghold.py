@@ -11,10 +11,13 @@ import torch
 
 import holdall
 from holdall.actions.place import Place
+from holdall.actions.place.schedule import users
 from holdall.errors import InvalidInput
 from holdall.planners.nop import Nop
-from holdall.planners.stronghold import Times, exposed, layers_of, place_window, smallest_window
+from holdall.planners.stronghold import Times, exposed, layer_times, layers_of, place_window, smallest_window
 from holdall.planning.finish import finish
+from holdall.planning.state_planners import treatments
+from holdall.problem import make_problem
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
@@ -140,6 +143,22 @@ def test_the_window_is_the_smallest_that_hides_all_loads_and_fits(seed):
         assert smallest_window(times, fits) == by_hand
 
 
+def test_of_windows_that_expose_the_same_the_smallest_is_taken():
+    times = Times(forward=(0.0,) * 3, backward=(0.0,) * 3, load=(0.0, 0.0, 5.0), unload=(0.0,) * 3)
+    assert [exposed(times, window) for window in (1, 2, 3)] == [5, 5, 0]
+    assert smallest_window(times, lambda window: window < 3) == 1
+
+
+def test_a_layer_that_runs_again_has_more_of_backward_to_hide_loads_behind():
+    problem = make_problem(traced(), hardware=machine(overlap=True))
+    plain, again = (layer_times(problem, blocks) for blocks in ([], treatments(problem, recompute=True)[0]))
+    for n, unit in enumerate(layers_of(problem)):
+        block = users(problem.trace)[unit.name][0]
+        seconds = sum(op.seconds for op in problem.trace.ops[block.first : block.last + 1])
+        assert again.backward[n] - plain.backward[n] == pytest.approx(seconds) and seconds > 0
+    assert again.forward == plain.forward
+
+
 @pytest.mark.parametrize("slow", [False, True], ids=["hidden", "exposed"])
 def test_the_simulator_waits_for_loads_where_the_window_says_so(slow):
     """Check (4): equal layers on a fast link, and on one that takes longer for a layer than the device does."""
@@ -167,6 +186,7 @@ def test_traffic_and_layers_on_the_device_are_the_windows(window):
     size = [sum(trace.tensors[x].nbytes for x in u.weights) for u in layers]
     twice, once = size[window : LAYERS - window], size[max(window, LAYERS - window) :]
     outcome = simulate(problem, [place_window(problem, window)])
+    assert place_window(problem, window).prefetch == window
     assert outcome.traffic.get("far->cpu", 0) == pytest.approx(2 * sum(twice) + sum(once), rel=0.05)
     assert outcome.traffic.get("cpu->far", 0) == pytest.approx(sum(size[window:]), rel=0.05)
     if window < LAYERS:

@@ -141,6 +141,8 @@ def test_a_slower_host_gets_no_more_units_and_asked_ratios_are_kept():
         place = next(a for a in planned(replace(MACHINE, updates=rate), budget=budget).actions if a.name == "place")
         on_host.append(sum(update == "host" for _, _, update in place.units))
     assert on_host == sorted(on_host, reverse=True) and on_host[0] > on_host[-1]
+    place = next((a for a in planned(replace(MACHINE, updates=1.0), recompute=True).actions if a.name == "place"), None)
+    assert place is None or all(update == "device" for _, _, update in place.units)  # it may be left with none
     total, largest = sum(u.numel for u in trace.units), max(u.numel for u in trace.units)
     for ratio in (0.0, 0.3, 0.5, 1.0):
         place = next(a for a in planned(ratio=ratio).actions if a.name == "place")

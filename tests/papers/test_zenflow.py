@@ -216,3 +216,12 @@ def test_wrong_options_are_refused():
         with pytest.raises(InvalidInput, match=what):
             ZenFlow([weight()], **options)
     assert not ZenFlow.exact
+
+
+def test_columns_that_wait_decay_for_each_step_that_they_waited():
+    value = torch.nn.Parameter(torch.ones(2, 4))
+    optimizer = ZenFlow([value], lr=0.1, topk=0.25, update_interval=3, overlap=False, weight_decay=0.5)
+    for _ in range(3):
+        value.grad = torch.zeros_like(value)
+        optimizer.step()
+    assert torch.allclose(value, torch.full((2, 4), 0.95**3))

@@ -77,7 +77,8 @@ def test_what_is_live_never_exceeds_what_the_knobs_say(seed):
 def test_small_parameters_persist_and_the_bucket_says_how_many_are_ahead():
     trace = trace_of("tiny-llama")
     numel = {u.name: [trace.tensors[x].nbytes // 4 for x in u.weights] for u in trace.units}
-    for threshold in (0, 200, 10**9):
+    edge = min(max(sizes) for sizes in numel.values())  # of the unit that persists first, only if it is smaller than that
+    for threshold in (0, edge, edge + 1, 200, 10**9):
         rows = rows_of(planned("tiny-llama", persistence_threshold=threshold))
         persistent = {unit for unit, (weights, _) in rows.items() if weights == "resident"}
         assert persistent == {unit for unit, sizes in numel.items() if all(n < threshold for n in sizes)}

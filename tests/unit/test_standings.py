@@ -78,7 +78,7 @@ def test_the_page_escapes_names_closes_its_tags_and_gives_reasons():
     tags = _Tags()
     tags.feed(page)
     assert not tags.open
-    assert "needs 2 KiB" in tags.titles and "tests/t.py::test" in tags.titles
+    assert "needs 2.0 KiB" in tags.titles and "tests/t.py::test" in tags.titles
 
 
 def test_all_means_every_planner_with_a_limit_for_exact_ones():

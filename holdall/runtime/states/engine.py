@@ -37,7 +37,7 @@ from holdall.runtime.states.gradients.collector import Collector
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.guard import watch_calls
 from holdall.runtime.states.placement import Placing, check_placeable
-from holdall.runtime.states.torn import check_whole
+from holdall.runtime.states.torn import before_saving
 from holdall.runtime.states.unit import HOST, Member, PlacedUnit, at_home, find_members
 from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.optimizer_step import BACKWARD, OVERLAP_FORWARD, STEP, Stepping
@@ -80,6 +80,7 @@ class Engine:
         self._release = placing.release  # block call whose forward frees the device memory for updates via device
         self._undo: list[Callable[[], object]] = []
         self._queued = False  # a callback at the end of this backward is queued
+        self.is_half_made = False  # a backward has begun to make its updates, and did not end
         self.away: set[int] = set()  # storages on the host, which the device's byte count leaves out
         self.updater = Updater(optimizer, store, device, quiet=quiet, away=self.away) if optimizer is not None else None
         self._passing = UpdateViaDevice(self.updater) if self.updater is not None else None
@@ -196,16 +197,14 @@ class Engine:
         if self.optimizer is not None:
             add(self.optimizer.register_step_pre_hook(self._before_step).remove)
             add(self.optimizer.register_step_post_hook(self._after_step).remove)
-            add(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()).remove)
-            add(self.optimizer.register_state_dict_pre_hook(lambda _: check_whole(*self.units)).remove)
+            add(self.optimizer.register_state_dict_pre_hook(lambda _: before_saving(self, self.settle)).remove)
             add(self.optimizer.register_load_state_dict_post_hook(lambda _: self._states_loaded()).remove)
         add(put_method(self.model, "zero_grad", self._zero_grad))
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):  # it would move its weights out of the memory that is fetched into
                 add(put_method(module, "flatten_parameters", lambda: None))
         self._undo += self._evaluating.watch(self.model, calls)
-        add(self.model.register_state_dict_pre_hook(lambda *_: self.rest()).remove)
-        add(self.model.register_state_dict_pre_hook(lambda *_: check_whole(*self.units)).remove)
+        add(self.model.register_state_dict_pre_hook(lambda *_: before_saving(self, self.rest)).remove)
         add(self.model.register_load_state_dict_pre_hook(lambda *_: self.rest()).remove)
         add(self.model.register_load_state_dict_post_hook(lambda *_: self.refresh()).remove)
 
@@ -259,7 +258,7 @@ class Engine:
         self._pending.guard.lower()
         self._reads.turn += 1
         if self._queued:  # the previous backward failed half way
-            self._queued = False
+            self._queued = self.is_half_made = False
             self._left = {u.name: u.expected for u in self.units}
             for unit in self.units:
                 for m in unit.trained:
@@ -394,13 +393,14 @@ class Engine:
         held = self._collector.collect(unit, which, grads)  # type: ignore[arg-type]
         if self.when == BACKWARD:
             assert self.optimizer is not None and self._stepping is not None
+            self.is_half_made = True
             self._stepping.update(held, snapshot(self.optimizer), None)
 
     def _end_backward(self) -> None:
-        self._queued = False
         for unit in self.units:  # units with unused parameters are still incomplete
             if 0 < self._left[unit.name] < unit.expected:
                 self._gradient_ready(unit)
+        self._queued = self.is_half_made = False
         self._collector.let_go()
         self.streaming.release_all()
         self._swap(False)

@@ -17,6 +17,7 @@ from holdall.errors import Unsupported
 from holdall.runtime.states.gradients.collector import Collector, is_spent, spend
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.gradients.scaler import unscale
+from holdall.runtime.states.torn import tearing
 from holdall.runtime.states.unit import DEVICE, VIA_DEVICE, PlacedUnit
 from holdall.runtime.states.updating.in_stretches import InStretches
 from holdall.runtime.states.updating.out_of_place import OutOfPlaceUpdate
@@ -117,9 +118,14 @@ class Stepping:
 
     def update(self, held: GradEntry, groups: Groups, scale: torch.Tensor | None) -> None:
         """Make the update, or submit it."""
-        unit, updater = held.unit, self._updater
+        unit = held.unit
         if not held.which:
             return
+        with tearing(unit):
+            self._update(held, groups, scale)
+
+    def _update(self, held: GradEntry, groups: Groups, scale: torch.Tensor | None) -> None:
+        unit, updater = held.unit, self._updater
         unit.begin_update(held.which)
         after = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         order = Order(groups, held.which, scale, after)

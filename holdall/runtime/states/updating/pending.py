@@ -15,6 +15,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.states.guard import Guard
+from holdall.runtime.states.torn import tearing
 from holdall.runtime.states.unit import PlacedUnit
 from holdall.tiers import let_wait
 
@@ -68,11 +69,12 @@ class Pending:
         if unit.name not in self._updates:
             return
         update = self._updates.pop(unit.name)
-        event = update.result() if hasattr(update, "result") else update
+        with tearing(unit):
+            event = update.result() if hasattr(update, "result") else update
+            if event is not None:
+                let_wait(event, self._device)
         unit.note_update()
         unit.end_update()
-        if event is not None:
-            let_wait(event, self._device)
 
     def finish_all(self) -> None:
         """Wait for every unit, including parameters and states; raise the first error after all have finished."""
