@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 
 from holdall.reporting._page import PAGE, STYLE, legend_item, marked, percent
-from holdall.reporting.standings import AUTO, Cell, Entry, Standings
+from holdall.reporting.standings import AUTO, Contest, Standing, Standings
 from holdall.units import format_bytes, format_seconds
 
 ALLOWED = 0.02  # how far `auto` may be behind the best planner
@@ -49,7 +49,7 @@ def render_comparison(found: Standings, published: Sequence[Published], facts: M
     return PAGE.format(title="planners compared", style=STYLE + _MORE, body="\n".join(sections), script="")
 
 
-def _by_model(found: Standings) -> list[tuple[str, list[Cell]]]:
+def _by_model(found: Standings) -> list[tuple[str, list[Contest]]]:
     return [(model, list(cells)) for model, cells in groupby(found.cells, key=lambda c: c.model)]
 
 
@@ -87,7 +87,7 @@ def _matrix(found: Standings) -> str:
     )
 
 
-def _shown(cell: Cell, planner: str) -> str:
+def _shown(cell: Contest, planner: str) -> str:
     entry = cell.of(planner)
     if entry is None:
         return f'<td title="{escape(cell.refused.get(planner, "not tried"))}"></td>'
@@ -96,11 +96,11 @@ def _shown(cell: Cell, planner: str) -> str:
     return f'<td class="{_level(entry)}" title="{escape(hover)}">{entry.overhead:+.1%}</td>'
 
 
-def _level(entry: Entry) -> str:
+def _level(entry: Standing) -> str:
     return "won" if entry.wins else "lossy" if not entry.counts else ""
 
 
-def _plot(model: str, cells: Sequence[Cell]) -> str:
+def _plot(model: str, cells: Sequence[Contest]) -> str:
     """Seconds against peak bytes of all plans of a model, as dots that say on hover whose they are."""
     entries = [(cell, e) for cell in cells for e in cell.entries]
     if not entries:
@@ -108,7 +108,7 @@ def _plot(model: str, cells: Sequence[Cell]) -> str:
     peaks, seconds = [e.peak for _, e in entries], [e.seconds for _, e in entries]
     left, right, low, high = min(peaks), max(peaks), min(seconds), max(seconds)
 
-    def placed(entry: Entry) -> tuple[float, float]:
+    def placed(entry: Standing) -> tuple[float, float]:
         x = _EDGE + (entry.peak - left) / (right - left or 1) * (_WIDE - 2 * _EDGE)
         y = _HIGH - _EDGE - (entry.seconds - low) / (high - low or 1) * (_HIGH - 2 * _EDGE)
         return x, y

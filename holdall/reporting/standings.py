@@ -18,7 +18,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Standing:
     """A planner in one cell."""
 
     planner: str
@@ -39,16 +39,16 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Contest:
     """One model at one budget."""
 
     model: str
     budget: str
     nbytes: int
-    entries: Sequence[Entry]  # fastest first
+    entries: Sequence[Standing]  # fastest first
     refused: Mapping[str, str]  # planner -> why it has no plan
 
-    def of(self, planner: str) -> Entry | None:
+    def of(self, planner: str) -> Standing | None:
         return next((e for e in self.entries if e.planner == planner), None)
 
     @property
@@ -56,18 +56,18 @@ class Cell:
         return [e.planner for e in self.entries if e.wins]
 
     @property
-    def best(self) -> Entry | None:
+    def best(self) -> Standing | None:
         return next((e for e in self.entries if e.counts), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standings:
-    cells: Sequence[Cell]
+    cells: Sequence[Contest]
 
     def wins(self) -> Counter[str]:
         return Counter(name for cell in self.cells for name in cell.winners)
 
-    def worst(self, planner: str = AUTO) -> tuple[float, Cell] | None:
+    def worst(self, planner: str = AUTO) -> tuple[float, Contest] | None:
         """Where a planner is furthest behind; infinitely, where others have a plan and it has none."""
         there = [c for c in self.cells if c.best and (c.of(planner) or planner in c.refused)]
         found = [(entry.behind if (entry := c.of(planner)) else float("inf"), c) for c in there]
@@ -102,12 +102,12 @@ def standings(records: Sequence[Mapping[str, Any]]) -> Standings:
     return Standings(cells=[_cell(*key, rows) for key, rows in groups.items()])
 
 
-def _cell(model: str, budget: str, nbytes: int, rows: Sequence[Mapping[str, Any]]) -> Cell:
+def _cell(model: str, budget: str, nbytes: int, rows: Sequence[Mapping[str, Any]]) -> Contest:
     planned = [r for r in rows if r["feasible"]]
     fair = [r["predicted_seconds"] for r in planned if r["numerics"] != "lossy" and not r["cramped"]]
     least = min(fair or [r["predicted_seconds"] for r in planned], default=0.0)
     entries = [
-        Entry(
+        Standing(
             planner=r["planner"],
             seconds=r["predicted_seconds"],
             overhead=r["predicted_overhead"],
@@ -119,7 +119,7 @@ def _cell(model: str, budget: str, nbytes: int, rows: Sequence[Mapping[str, Any]
         for r in sorted(planned, key=lambda r: (r["predicted_seconds"], r["planner"]))
     ]
     refused = {r["planner"]: _why_not(r) for r in rows if not r["feasible"]}
-    return Cell(model=model, budget=budget, nbytes=nbytes, entries=entries, refused=refused)
+    return Contest(model=model, budget=budget, nbytes=nbytes, entries=entries, refused=refused)
 
 
 def _why_not(row: Mapping[str, Any]) -> str:
