@@ -230,7 +230,7 @@ class Compress(Facts):
 
     def install(self, harness: Harness) -> None:
         policy = harness.policy(self.block)
-        if policy.recompute or policy.park:
+        if policy.recompute or policy.offloads:
             other = "recompute" if policy.recompute else "offload"
             raise InvalidInput(
                 f"`{self.block}` cannot have both {other} and compress", hint="plan the block with one of the two actions"
@@ -238,11 +238,10 @@ class Compress(Facts):
         if self.swap and not harness.stores:
             raise Unsupported("the plan offloads codes, but this machine has no second tier", hint="plan with swap=False")
         from holdall.runtime.activations.compress import Compression, seed_of
+        from holdall.runtime.activations.offload import OffloadedPart
 
         policy.compress = Compression(codecs=self._codecs(), seed=seed_of(self.block, self.seed))
-        policy.park = self.swap
-        policy.lag = self.lag
-        policy.fetch = self.fetch
+        policy.offloads = [OffloadedPart(lag=self.lag, fetch=self.fetch)] if self.swap else []
 
 
 def _coded(trace: Trace, block: Block, bits: int) -> tuple[Compress]:

@@ -2,6 +2,9 @@
 
 The idea of vDNN (arXiv 1602.08124), at the granularity of a block. On a recomputed block it moves the inputs that the block
 keeps for its replay, which are then its only saved tensors; on a block that runs by a program, the tensors the program keeps.
+
+With `saves` it moves single tensors, as Capuchin (ASPLOS 2020) does. A block may then have several such actions, each with
+tensors and moments of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.recompute import Recompute, obstacle
+from holdall.errors import InvalidInput
 from holdall.types import Action, Block, Choice, Copy, Facts, Problem, Schedule, Trace, Wait
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ class Offload(Facts):
     until: str = ""  # free it when the forward of this block is over instead: for copies that take longer than one block
     fetch: str = ""  # start the fetch when the backward of this block begins; empty: when the tensors are needed
     tier: str = ""  # destination of the tensors; empty: the nearest tier
+    saves: tuple[int, ...] | None = None  # tensors that the block makes, by number (see `numbered`); None: all that it holds
 
     name: ClassVar[str] = "offload"
     exact: ClassVar[bool] = True
@@ -36,6 +41,12 @@ class Offload(Facts):
     @property
     def tiers(self) -> frozenset[str]:
         return frozenset({self.tier})
+
+    def shares(self, other: Offload) -> bool:
+        """Do both name tensors, and none that the other names?"""
+        if self.saves is None or other.saves is None:
+            return False
+        return not set(self.saves) & set(other.saves) and not set(self.inputs) & set(other.inputs)
 
     @staticmethod
     def of(trace: Trace, block: Block, *, overlap: bool, tier: str = "") -> Offload:
@@ -52,14 +63,16 @@ class Offload(Facts):
 
     @staticmethod
     def samples(trace: Trace) -> list[Offload]:
-        """A block without overlap (a CPU), with overlap, and with copies that take the whole pass."""
+        """A block without overlap (a CPU), with overlap, with copies that take the whole pass, and with a single tensor."""
         saving = [b for b in trace.blocks if b.saves and b.backward is not None]
         slow = Offload.of(trace, saving[0], overlap=True)
         slow = replace(slow, until=saving[-1].name, fetch=saving[-1].name) if len(saving) > 1 else slow
+        single = replace(Offload.of(trace, saving[0], overlap=True), inputs=(), saves=(len(saving[0].saves) // 2,))
         return [
             Offload.of(trace, saving[0], overlap=False),
             Offload.of(trace, saving[min(1, len(saving) - 1)], overlap=True),
             slow,
+            single,
         ]
 
     @classmethod
@@ -74,11 +87,13 @@ class Offload(Facts):
         block = trace.block(self.block)
         tier = problem.other(self.tier)
         moved = self._moved(schedule, trace, block)
-        program = schedule.programs.get(block.id)
-        begins = program.until if program else first_needed(trace, block, moved)
-        needed = schedule.replays.get(block.id, begins)
+        needed = self._needed(schedule, trace, block, moved)
         if not moved or needed is None:
             return schedule
+        if _leaving(schedule, block) & set(moved):
+            raise InvalidInput(
+                f"two offloads of `{self.block}` name saves of one tensor", hint="name all saves of a tensor in one of them"
+            )
         schedule = schedule.copy()
         out = Copy(tensors=moved, src=schedule.home, dst=tier, name=self.block)
         back = Copy(tensors=moved, src=tier, dst=schedule.home, name=self.block)
@@ -96,22 +111,36 @@ class Offload(Facts):
         return schedule
 
     def _moved(self, schedule: Schedule, trace: Trace, block: Block) -> tuple[int, ...]:
+        numbers = numbered(schedule, block)
+        chosen = [x for n, x in numbers.items() if self.saves is None or n in self.saves]
+        inside = [x for x in chosen if block.first <= trace.tensors[x].born <= block.last and x not in block.outputs]
         inputs = [block.inputs[i] for i in self.inputs if i < len(block.inputs)]
-        if block.id in schedule.replays:
-            return tuple(inputs)
-        program = schedule.programs.get(block.id)
-        saved = dict.fromkeys(sorted(program.tensors) if program else (trace.saves[i].tensor for i in block.saves))
-        inside = [x for x in saved if block.first <= trace.tensors[x].born <= block.last and x not in block.outputs]
-        return tuple(dict.fromkeys([*inside, *(x for x in inputs if x in saved)]))
+        if block.id not in schedule.replays:
+            inputs = [x for x in inputs if x in _all_held(schedule, block)]
+        return tuple(dict.fromkeys([*inside, *inputs]))
+
+    def _needed(self, schedule: Schedule, trace: Trace, block: Block, moved: Collection[int]) -> int | None:
+        """The op after which backward first asks for a tensor that was moved; None: never."""
+        again = schedule.replays.get(block.id)
+        if again is None:
+            program = schedule.programs.get(block.id)
+            return program.until if program else first_needed(trace, block, moved)
+        retained = [trace.saves[block.saves[n]] for n, x in numbered(schedule, block).items() if x in moved]
+        asked = [save.unpacked for save in retained if save.unpacked is not None]
+        return min([again, *asked] if any(x in block.inputs for x in moved) else asked, default=None)
 
     def install(self, harness: Harness) -> None:
-        policy = harness.policy(self.block)
-        policy.park = True
-        policy.inputs = frozenset(self.inputs)
-        policy.lag = self.lag
-        policy.until = self.until
-        policy.fetch = self.fetch
-        policy.tier = self.tier
+        from holdall.runtime.activations.offload import OffloadedPart
+
+        part = OffloadedPart(
+            saves=None if self.saves is None else frozenset(self.saves),
+            inputs=frozenset(self.inputs),
+            lag=self.lag,
+            until=self.until,
+            fetch=self.fetch,
+            tier=self.tier,
+        )
+        harness.policy(self.block).offloads.append(part)
 
 
 def _to(problem: Problem, block: Block, tier: str) -> Iterable[Choice]:
@@ -151,6 +180,29 @@ def _replayed(trace: Trace, block: Block, late: bool, tier: str) -> tuple[Action
 def _is_last(trace: Trace, block: Block) -> bool:
     """Does no later block save tensors for backward?"""
     return not any(b.saves and b.backward is not None for b in trace.blocks[block.id + 1 :])
+
+
+def numbered(schedule: Schedule, block: Block) -> dict[int, int]:
+    """Number -> tensor, of what the block holds for its backward: saved tensors by their order in autograd, or, where it runs
+    by a program, tensors that its forward makes, by their order among all of these."""
+    trace = schedule.trace
+    if block.id in schedule.replays:
+        return {n: trace.saves[block.saves[n]].tensor for n in sorted(schedule.retained.get(block.id, ()))}
+    if block.id in schedule.programs:
+        made = (x for op in trace.ops[block.first : block.last + 1] for x in op.writes)
+        return {n: x for n, x in enumerate(made) if x in schedule.programs[block.id].tensors}
+    return {n: trace.saves[i].tensor for n, i in enumerate(block.saves)}
+
+
+def _leaving(schedule: Schedule, block: Block) -> set[int]:
+    """Tensors that leave the device after the block's forward."""
+    steps = schedule.after.get(block.last, ())
+    return {x for step in steps if isinstance(step, Copy) and step.src == schedule.home for x in step.tensors}
+
+
+def _all_held(schedule: Schedule, block: Block) -> Collection[int]:
+    program = schedule.programs.get(block.id)
+    return program.tensors if program else {schedule.trace.saves[i].tensor for i in block.saves}
 
 
 def first_needed(trace: Trace, block: Block, tensors: Collection[int] | None = None) -> int | None:

@@ -64,8 +64,8 @@ def _recomputed(trace: Trace, plan: Plan) -> list[Action]:
 
 
 def _kept(trace: Trace, actions: list[Action]) -> list[Action]:
-    """Blocks without an action, or only offloaded, as programs that recompute nothing."""
-    treated = {name for action in actions if not isinstance(action, Offload) for name in blocks_of(action)}
+    """Blocks without an action, or offloaded whole, as programs that recompute nothing."""
+    treated = {name for a in actions if not isinstance(a, Offload) or a.saves is not None for name in blocks_of(a)}
     found: list[Action] = []
     for block in trace.blocks:
         if block.name not in treated and _is_able(trace, block):

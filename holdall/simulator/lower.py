@@ -79,11 +79,14 @@ def blocks_of(action: Action) -> tuple[str, ...]:
 
 
 def _once_per_block(actions: Iterable[Action]) -> None:
-    """Refuse an action twice on one block, and another action on a block that one claims exclusively (`alone`)."""
+    """Refuse an action twice on one block, unless each treats a part of it, and another action on a block that one claims
+    exclusively (`alone`)."""
     seen: dict[str, list[Action]] = {}
     for action in actions:
         for block in blocks_of(action):
             for other in [*seen.get(block, ()), *(seen.get("", ()) if block else [a for v in seen.values() for a in v])]:
+                if action.name == other.name and action.shares(other):
+                    continue
                 if action.name == other.name:
                     raise InvalidInput(f"`{block}` has the action {action.name} twice", hint="name each block once per action")
                 if excludes(action, other, block) or excludes(other, action, block):

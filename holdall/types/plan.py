@@ -86,6 +86,8 @@ class Action(Protocol):
     @property
     def tiers(self) -> frozenset[str]: ...
 
+    def shares(self, other: Any) -> bool: ...
+
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
         """What it can do about a block, for the menus of planners; the action is permitted by `problem`."""
@@ -124,6 +126,10 @@ class Facts:
     def tiers(self) -> frozenset[str]:
         """The farther tiers that it copies bytes to; an empty name is the nearest one."""
         return frozenset()
+
+    def shares(self, other: Any) -> bool:  # noqa: ARG002
+        """May another action of its class treat the same block, since each treats a part of it?"""
+        return False
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:  # noqa: ARG003

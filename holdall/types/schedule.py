@@ -128,6 +128,9 @@ class Schedule:
     holds: dict[TensorId, list[Mark]] = field(default_factory=dict)  # references by moment, where they differ from the trace
     added: dict[TensorId, TensorInfo] = field(default_factory=dict)
     replays: dict[int, OpId] = field(default_factory=dict)  # block -> the op after which it is run again
+    retained: dict[int, frozenset[int]] = field(
+        default_factory=dict
+    )  # such a block -> numbers of saves that autograd still holds
     programs: dict[int, Kept] = field(default_factory=dict)  # block that runs by a program -> what that keeps
     placed: int = 0  # parameters whose norms and updates are handled one by one, between a backward and the next forward
     start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
@@ -141,6 +144,7 @@ class Schedule:
             holds=dict(self.holds),
             added=dict(self.added),
             replays=dict(self.replays),
+            retained=dict(self.retained),
             programs=dict(self.programs),
             start=dict(self.start),
         )

@@ -141,6 +141,8 @@ class SegmentReplay:
                     if save.tensor in self.own and save.tensor not in self.kept:
                         self.schedule.unhold(save.tensor, [save])
             self.schedule.replays[block.id] = after
+            if self.rewriting.only:
+                self.schedule.retained[block.id] = frozenset(range(len(block.saves))) - self.rewriting.only
             for x in self._changed(block):
                 before = self.schedule.add(self.trace.tensors[x], born=block.first)
                 self.rewriting.before.setdefault(block.id, []).append(before)

@@ -1,8 +1,8 @@
-"""Offloads the saved tensors of a block to another tier until backward needs them.
+"""Offloads saved tensors of a block to another tier until backward needs them: all of them, or parts that a plan names.
 
-Saved tensors are grouped by storage (several may be views of one), copied out after the block's forward, and fetched together,
-either prefetched or at the first unpack in backward. Parameters, the block's outputs and inputs that other blocks use stay on
-the device.
+Saved tensors are grouped by storage (several may be views of one). Those of one part are copied out after the block's forward
+and fetched together, either prefetched or at the first unpack in backward. Parameters, the block's outputs and inputs that
+other blocks use stay on the device.
 """
 
 from __future__ import annotations
@@ -10,47 +10,60 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils._pytree import tree_iter
 
-from holdall.runtime.activations.recompute import Input, RecomputedCall
+from holdall.runtime.activations.recompute import Input, RecomputedCall, unpack
 from holdall.runtime.budget.ledger import Ledger
 from holdall.tiers import Store, Ticket
 
 Forward = Callable[..., Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class OffloadedPart:
+    """Tensors of a block that leave and return together. The default: all that the block makes, and none of its inputs."""
+
+    saves: frozenset[int] | None = None  # numbers of saved tensors; by a program: of tensors that the forward makes; None: all
+    inputs: frozenset[int] = frozenset()  # positions of inputs that the block alone needs
+    lag: bool = False  # free the device's copies when the next block is over
+    until: str = ""  # or when this one is
+    fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
+    tier: str = ""  # destination; empty: the nearest tier
+
+
 class OffloadedEntry:
-    """One storage: on the device, offloaded, or fetched again."""
+    """One storage: on the device, offloaded, or fetched again. Without a group it stays on the device."""
 
     __slots__ = ("__weakref__", "group", "storage", "ticket")
 
-    def __init__(self, storage: torch.UntypedStorage, group: OffloadedGroup) -> None:
+    def __init__(self, storage: torch.UntypedStorage, group: OffloadedGroup | None = None) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.ticket: Ticket | None = None
         self.group = group
 
     def fetch(self) -> torch.UntypedStorage:
-        if self.storage is None or self.ticket is not None:
+        if self.group is not None and (self.storage is None or self.ticket is not None):
             self.group.fetch()
             self.group.arrive()
         assert self.storage is not None
         return self.storage
 
     def __del__(self) -> None:
-        if self.ticket is not None:  # backward never ran
+        if self.group is not None and self.ticket is not None:  # backward never ran
             self.group.store.free(self.ticket)
 
 
 class OffloadedGroup:
-    """The storages that one block call offloads. Only autograd holds the entries, so backward frees each as it releases it."""
+    """The storages of one part of a block call. Only autograd holds the entries, so backward frees each as it releases it."""
 
-    def __init__(self, store: Store, bank: Bank, lag: bool) -> None:
+    def __init__(self, store: Store, bank: Bank, part: OffloadedPart) -> None:
         self.store = store
         self.bank = bank
-        self.lag = lag
+        self.part = part
         self.entries: list[weakref.ref[OffloadedEntry]] = []
         self._arriving: list[weakref.ref[OffloadedEntry]] = []
 
@@ -60,7 +73,7 @@ class OffloadedGroup:
         for entry, ticket in zip(entries, tickets, strict=True):
             entry.ticket = ticket
             self.entries.append(weakref.ref(entry))
-        if not self.lag:
+        if not self.part.lag:
             self.let_go()
 
     def let_go(self) -> None:
@@ -123,78 +136,85 @@ class _Parked:
         self.entry = entry
         self.like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-
-def unpack(held: Any) -> torch.Tensor:
-    if isinstance(held, torch.Tensor):
-        return held
-    dtype, shape, stride, offset = held.like
-    storage = held.entry.fetch()
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+    def tensor(self) -> torch.Tensor:
+        dtype, shape, stride, offset = self.like
+        storage = self.entry.fetch()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 class OffloadedSaves:
-    """Groups the saved tensors of one block call by storage and offloads them.
+    """Groups the saved tensors of one block call by storage and offloads those of its parts.
 
-    `inputs`: the positions of the input tensors (counted by storage) that belong to this block alone. `stay`: storages that are
-    never offloaded.
+    A storage belongs to the part that names one of its saves. `stay`: storages that are never offloaded.
     """
 
-    def __init__(self, group: OffloadedGroup, arguments: Any, inputs: frozenset[int], stay: Callable[[int], bool]) -> None:
-        self.group = group
-        self.inputs = inputs
+    def __init__(self, groups: Sequence[OffloadedGroup], arguments: Any, stay: Callable[[int], bool]) -> None:
+        self.groups = groups
         self._stay = stay
-        self._shared = shared_inputs(arguments, inputs)
+        self._inputs = {key: position for position, key in enumerate(storages_of(arguments))}
         self._entries: dict[int, OffloadedEntry] = {}
+        self._packed = 0
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """The placeholder for a tensor; `unpack` returns the tensor."""
+        """The placeholder for the next tensor that autograd saves; `unpack` returns the tensor."""
+        number, self._packed = self._packed, self._packed + 1
+        return self.take(tensor, number)
+
+    def take(self, tensor: torch.Tensor, number: int | None) -> Any:
+        """The placeholder for the tensor of this number; None: it has none, since the block does not make it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if self._stay(key) or key in self._shared or storage.device.type != self.group.store.device.type:
+        if self._stay(key) or storage.device.type != self.groups[0].store.device.type:
             return tensor  # such as the random seed that attention keeps on the host
-        if key not in self._entries:
-            self._entries[key] = OffloadedEntry(storage, self.group)
-        return _Parked(self._entries[key], tensor)
+        group = self._group(key, number)
+        if group is None and key in self._inputs:
+            return tensor
+        entry = self._entries.setdefault(key, OffloadedEntry(storage))
+        entry.group = entry.group or group
+        return _Parked(entry, tensor)
 
-    def leave(self, out: Any) -> None:
-        """After the block's forward: offload everything packed except the block's outputs."""
-        outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
-        self.group.leave([entry for key, entry in self._entries.items() if key not in outputs])
+    def _group(self, key: int, number: int | None) -> OffloadedGroup | None:
+        if key in self._inputs:
+            return next((g for g in self.groups if self._inputs[key] in g.part.inputs), None)
+        return next((g for g in self.groups if g.part.saves is None or number in g.part.saves), None)
+
+    def leave(self, out: Any, call: RecomputedCall | None = None) -> None:
+        """After the block's forward: offload the parts, except for the block's outputs. `call`: a recomputed call, whose inputs
+        leave, too."""
+        outputs = set(storages_of(out))
+        if call is not None:
+            outputs -= self._park_inputs(call)
+        for group in self.groups:
+            group.leave([e for key, e in self._entries.items() if e.group is group and key not in outputs])
         self._entries = {}  # autograd keeps `pack` alive as long as any saved tensor of the block
 
+    def _park_inputs(self, call: RecomputedCall) -> set[int]:
+        """Take the inputs of a recomputed call from their entries in its replay. Returns their storages."""
+        parked: set[int] = set()
+        for item in call.inputs:
+            if not isinstance(item, Input):
+                continue
+            storage = item.storage()
+            if storage is None or storage.device.type != self.groups[0].store.device.type:
+                continue
+            key = storage._cdata
+            group = self._group(key, None) if key in self._inputs else None
+            if group is not None:
+                entry = self._entries.setdefault(key, OffloadedEntry(storage))
+                entry.group = group
+                item.park(entry.fetch)
+                parked.add(key)
+        return parked
 
-def park_saved(parking: OffloadedSaves, forward: Forward, args: Any, kwargs: Any) -> Any:
+
+def offload_saved(saves: OffloadedSaves, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Run a block's forward and offload what autograd saves."""
-    with torch.autograd.graph.saved_tensors_hooks(parking.pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(saves.pack, unpack):
         out = forward(*args, **kwargs)
-    parking.leave(out)
+    saves.leave(out)
     return out
 
 
-def park_inputs(group: OffloadedGroup, call: RecomputedCall, inputs: frozenset[int]) -> None:
-    """Offload the inputs that a recomputed call keeps for its replay."""
-    seen: dict[int, list[Input]] = {}
-    for item in call.inputs:
-        if isinstance(item, Input):
-            storage = item.storage()
-            if storage is not None and storage.device.type == group.store.device.type:
-                seen.setdefault(storage._cdata, []).append(item)
-    entries = []
-    for position, items in enumerate(seen.values()):
-        if position in inputs:
-            storage = items[0].storage()
-            assert storage is not None
-            entry = OffloadedEntry(storage, group)
-            entries.append(entry)
-            for item in items:
-                item.park(entry.fetch)
-    group.leave(entries)
-
-
-def shared_inputs(arguments: Any, own: frozenset[int]) -> set[int]:
-    """Storages of a block's inputs except those at the positions `own`."""
-    order: dict[int, None] = {}
-    for t in tree_leaves(arguments):
-        if isinstance(t, torch.Tensor):
-            order[t.untyped_storage()._cdata] = None
-    return {key for position, key in enumerate(order) if position not in own}
+def storages_of(value: Any) -> list[int]:
+    """The storages of the tensors in nested arguments or results, each once."""
+    return list(dict.fromkeys(t.untyped_storage()._cdata for t in tree_iter(value) if isinstance(t, torch.Tensor)))

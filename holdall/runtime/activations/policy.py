@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdall.ops import backward_nodes
 from holdall.runtime.activations.compress import Compression, compress_saved
-from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedSaves, park_inputs, park_saved
+from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, offload_saved
 from holdall.runtime.activations.recompute import ByProgram, Segment
 from holdall.runtime.states.engine import Engine
 from holdall.tiers import Stores
@@ -29,13 +29,8 @@ class Policy:
     only: frozenset[int] = frozenset()  # indices of the saved tensors to drop; empty: all
     inner: tuple[Nest, ...] = ()  # nested segments inside the segment that this call opens
     state: tuple[str, ...] = ()  # buffers that the block changes, by name in the model
-    park: bool = False
-    inputs: frozenset[int] = frozenset()  # its own inputs, by position
-    lag: bool = False  # let parked storages go when the next block is over
-    until: str = ""  # or when this one is
-    fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
-    tier: str = ""  # where parked storages wait; empty: in the nearest tier
-    compress: Compression | None = None  # with `park`, it is the codes that are parked
+    offloads: list[OffloadedPart] = field(default_factory=list)  # with `compress`, the codes leave
+    compress: Compression | None = None
     runner: Callable[..., Any] | None = None  # runs the block by a program: (module, forward, args, kwargs, ...) -> output
 
 
@@ -60,7 +55,7 @@ class Blocks:
             str, list[OffloadedGroup]
         ] = {}  # block after whose forward they are freed -> groups; "": the next block
         self._awaited: dict[str, list[OffloadedGroup]] = {}  # block -> groups to fetch when its backward begins
-        self._triggers = {p.fetch for p in policies.values() if p.fetch}
+        self._triggers = {part.fetch for p in policies.values() for part in p.offloads if part.fetch}
 
     def restart(self) -> None:
         """Begin a new step: forget the open groups of an aborted one."""
@@ -87,7 +82,8 @@ class Blocks:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         policy = self._policies.get(name)
-        group: OffloadedGroup | None = None
+        groups = [self._group(part) for part in policy.offloads] if policy is not None else []
+        saves = OffloadedSaves(groups, (args, kwargs), self._stay) if groups else None
         if policy is None:
             out = forward(*args, **kwargs)
         elif policy.recompute:
@@ -95,43 +91,38 @@ class Blocks:
             self._open = None if policy.closes else segment
             state = [buffers[b] for b in policy.state]
             made_by = forward if policy.runner is None else ByProgram(policy.runner, module, forward)
-            out, call = segment.run(module, made_by, args, kwargs, state=state, keep=policy.keep, only=policy.only)
-            if policy.park:
-                group = self._group(policy)
-                park_inputs(group, call, policy.inputs)
+            hold = {"hold": saves.take} if saves is not None else {}
+            out, call = segment.run(module, made_by, args, kwargs, state=state, keep=policy.keep, only=policy.only, **hold)
+            if saves is not None:
+                saves.leave(out, call)
         elif policy.runner is not None:
-            parking = None
-            if policy.park:
-                group = self._group(policy)
-                parking = OffloadedSaves(group, (args, kwargs), policy.inputs, self._stay)
-            out = policy.runner(module, forward, args, kwargs, parking)
+            out = policy.runner(module, forward, args, kwargs, saves)
         elif policy.compress is not None:
-            group = self._group(policy) if policy.park else None
-            out = compress_saved(policy.compress, group, forward, args, kwargs)
-        elif policy.park:
-            group = self._group(policy)
-            out = park_saved(OffloadedSaves(group, (args, kwargs), policy.inputs, self._stay), forward, args, kwargs)
+            out = compress_saved(policy.compress, groups[0] if groups else None, forward, args, kwargs)
+        elif saves is not None:
+            out = offload_saved(saves, forward, args, kwargs)
         else:
             out = forward(*args, **kwargs)
         if self._leaving:
             for earlier in (*self._leaving.pop("", ()), *self._leaving.pop(name, ())):
                 earlier.let_go()
-        if policy is not None and group is not None and policy.lag:
-            self._leaving.setdefault(policy.until, []).append(group)
+        for group in groups:
+            if group.part.lag:
+                self._leaving.setdefault(group.part.until, []).append(group)
         return out
 
-    def _group(self, policy: Policy) -> OffloadedGroup:
-        group = OffloadedGroup(self._stores.at(policy.tier), self._bank, policy.lag)
-        if policy.fetch:
-            self._awaited.setdefault(policy.fetch, []).append(group)
+    def _group(self, part: OffloadedPart) -> OffloadedGroup:
+        group = OffloadedGroup(self._stores.at(part.tier), self._bank, part)
+        if part.fetch:
+            self._awaited.setdefault(part.fetch, []).append(group)
         return group
 
     def _fetch_at(self, name: str, out: Any) -> None:
-        """Fetch the waiting groups when the backward of this block begins."""
+        """Fetch the waiting groups when the backward of this block begins; those of later blocks, needed sooner, first."""
         groups = self._awaited.pop(name, [])
 
         def fetch() -> None:
-            for group in groups:
+            for group in reversed(groups):
                 group.fetch()
 
         at_backward(out, fetch)

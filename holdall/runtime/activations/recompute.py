@@ -34,6 +34,7 @@ from holdall.types.program import Nest
 
 Forward = Callable[..., Any]
 RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # (host state, device indices, state per device)
+_WITHOUT = 'plan without recomputation: fit(..., allow={"offload", "place"})'
 _IGNORED = frozenset({torch.ops.aten.detach.default})  # made by hooks, not by the model
 
 
@@ -64,6 +65,14 @@ class Promise:
         self.segment = segment
         self.like = like
         self.value: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """The first promise that is asked for has its segment replayed."""
+        while self.value is None:
+            (segment := self.segment).replay()
+            if self.value is None and self.segment is segment:  # otherwise an inner segment has it
+                raise Unsupported("a recomputed block did not save the same tensors again", hint=_WITHOUT)
+        return self.value
 
 
 class Made(NamedTuple):
@@ -151,8 +160,9 @@ class Segment:
         state: Sequence[torch.Tensor] = (),
         keep: frozenset[str] = frozenset(),
         only: frozenset[int] = frozenset(),
+        hold: Callable[[torch.Tensor, int], Any] = lambda tensor, _: tensor,
     ) -> tuple[Any, RecomputedCall]:
-        """Run one call and record it instead of keeping its saved tensors (`only`: just these indices)."""
+        """Run one call and record it instead of keeping its saved tensors. `only`: these indices; `hold` takes the others."""
         call = RecomputedCall(module, forward, state, keep)
         leaves, call.spec = tree_flatten((args, kwargs))
         call.inputs = [self._reference(leaf) for leaf in leaves]
@@ -160,10 +170,10 @@ class Segment:
         call.autocast = autocast_state(leaves)
         numbers = itertools.count()
 
-        def pack(tensor: torch.Tensor) -> Promise | torch.Tensor:
+        def pack(tensor: torch.Tensor) -> Any:
             number = next(numbers)
             if only and number not in only:
-                return tensor
+                return hold(tensor, number)
             promise = Promise(self, (tensor.shape, tensor.dtype))
             call.promises[number] = weakref.ref(promise)
             return promise
@@ -193,7 +203,7 @@ class Segment:
         if self.done:
             raise Unsupported(
                 "a second backward reached a block that was already recomputed and freed",
-                hint='call backward once per forward; or plan without recomputation: fit(..., allow={"offload", "place"})',
+                hint=f"call backward once per forward; or {_WITHOUT}",
             )
         self.done = True
         calls, self.calls = self.calls, []
@@ -259,19 +269,9 @@ def _called(forward: Forward | ByProgram, args: Any, kwargs: Any, hooks: Hooks) 
         return forward(*args, **kwargs)
 
 
-def unpack(held: Promise | torch.Tensor) -> torch.Tensor:
-    """What a promise stands for; the first that is asked for has its segment replayed."""
-    if isinstance(held, torch.Tensor):
-        return held
-    while held.value is None:
-        segment = held.segment
-        segment.replay()
-        if held.value is None and held.segment is segment:  # otherwise an inner segment has it
-            raise Unsupported(
-                "a recomputed block did not save the same tensors again",
-                hint='plan without recomputation: fit(..., allow={"offload", "place"})',
-            )
-    return held.value
+def unpack(held: Any) -> torch.Tensor:
+    """The saved tensor: held itself, recomputed (`Promise`), or offloaded."""
+    return held if isinstance(held, torch.Tensor) else held.tensor()  # type: ignore[no-any-return]
 
 
 def _run_again(call: RecomputedCall, leaves: list[Any], *, deferred: bool, stop: bool) -> Any:
@@ -289,7 +289,7 @@ def _run_again(call: RecomputedCall, leaves: list[Any], *, deferred: bool, stop:
                 raise Unsupported(
                     f"the recomputation of {call.module} saved a tensor of {list(tensor.shape)}; "
                     f"the forward saved {list(promise.like[0])}",
-                    hint='its forward is not repeatable; plan without recomputation: fit(..., allow={"offload", "place"})',
+                    hint=f"its forward is not repeatable; {_WITHOUT}",
                 )
             if not deferred:
                 promise.value = tensor.detach()
@@ -312,7 +312,7 @@ def _run_again(call: RecomputedCall, leaves: list[Any], *, deferred: bool, stop:
     if seen <= last:
         raise Unsupported(
             f"the recomputation of {call.module} saved {seen} tensors; the forward saved at least {last + 1}",
-            hint='its forward is not repeatable; plan without recomputation: fit(..., allow={"offload", "place"})',
+            hint=f"its forward is not repeatable; {_WITHOUT}",
         )
     return out
 

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
-from holdall.runtime.activations.offload import OffloadedSaves, park_inputs, unpack
-from holdall.runtime.activations.recompute import Hooks, Promise, Segment
-from holdall.runtime.activations.recompute import unpack as keep_promise
+from holdall.runtime.activations.offload import OffloadedSaves
+from holdall.runtime.activations.recompute import Hooks, Segment, unpack
 from holdall.runtime.programs.capture import Graph, Instruction, Ref, Slot, capture, refs_of, without_autocast
 from holdall.runtime.programs.compiled import Compiler, in_layout
 from holdall.runtime.programs.fx_function import plain_halves
@@ -47,6 +46,8 @@ class Program:
     def __init__(self, graph: Graph, forward: Sequence[int], backward: Sequence[int], compiler: Compiler | None = None) -> None:
         self.graph = graph
         self._own = set(graph.made)
+        made = [slot for op in graph.ops[: graph.forward] for _, slot in op.makes]
+        self.numbers = {slot: number for number, slot in enumerate(made)}  # of what the forward makes, as plans name it
         ops = [Effect(op.reads, tuple(s for _, s in op.makes), op.mutates) for op in graph.ops]
         wrong = fault(ops, graph.forward, forward, backward)
         if wrong:
@@ -110,10 +111,10 @@ class Program:
         call = _Call(self, inputs)
         results = _Block.apply(call, *differentiable)
         if parking is not None:
-            call.hand_over(parking.pack)
+            call.hand_over(lambda slot, t: parking.take(t, self.numbers.get(slot)))
             parking.leave(results)
         elif hooks is not None:
-            call.hand_over(hooks[0])
+            call.hand_over(lambda _, t: hooks[0](t))
         outputs = iter(results)
         leaves = [next(outputs) if isinstance(o, Ref) else o for o in self.graph.outputs]
         return tree_unflatten(leaves, self.graph.spec)
@@ -170,7 +171,7 @@ class Runner:
             state = list(module.buffers())
             out, call = Segment().run(module, forward, args, kwargs, state=state, keep=frozenset())
             if parking is not None:
-                park_inputs(parking.group, call, parking.inputs)
+                parking.leave(out, call)
             return out
         return program([*(t for t in leaves if isinstance(t, torch.Tensor)), *parameters, *buffers], parking, hooks)
 
@@ -226,9 +227,9 @@ class _Call:
         self.versions = {s: self.kept[s]._version for s in program.watched}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
 
-    def hand_over(self, pack: Callable[[torch.Tensor], Any]) -> None:
+    def hand_over(self, pack: Callable[[Slot, torch.Tensor], Any]) -> None:
         """Let what is kept wait in another tier, or be made again by the segment around."""
-        self.kept = {slot: pack(t) for slot, t in self.kept.items()}
+        self.kept = {slot: pack(slot, t) for slot, t in self.kept.items()}
         self.versions = {s: v for s, v in self.versions.items() if isinstance(self.kept[s], torch.Tensor)}
 
     def backward(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -241,7 +242,7 @@ class _Call:
         for slot, version in self.versions.items():
             if self.kept[slot]._version != version:
                 raise RuntimeError("a tensor that a block needs for its backward has been changed in place since its forward")
-        values: Values = {**graph.constants, **{slot: _given_back(held) for slot, held in self.kept.items()}}
+        values: Values = {**graph.constants, **{slot: unpack(held) for slot, held in self.kept.items()}}
         self.kept = {}
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = self._as_captured(slot, t)
@@ -357,10 +358,6 @@ class _Block(torch.autograd.Function):
             )
         given = [grads[i] if grads[i] is not None else _zeros(*ctx.shapes[i]) for i in ctx.wanted]
         return None, *call.backward(given)
-
-
-def _given_back(held: Any) -> torch.Tensor:
-    return keep_promise(held) if isinstance(held, Promise) else unpack(held)
 
 
 def _zeros(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
