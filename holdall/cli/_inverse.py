@@ -14,7 +14,7 @@ from holdall.cli.plan import plan_json
 from holdall.errors import Infeasible, InvalidInput, unknown_name
 from holdall.experiments.request import PreparedRun, Request, prepare
 from holdall.experiments.workload import describe_workload
-from holdall.models import build, describe, model_names
+from holdall.models import build, describe, family_names
 from holdall.reporting.text import plan_text
 from holdall.types import Plan, Progress
 from holdall.types._json import write_text
@@ -74,12 +74,11 @@ def _is_image(request: Request) -> bool:
 def family_by_size(model: str, progress: Progress) -> list[str]:
     """The presets of a model's type and task, from the one with the fewest parameters up."""
     wanted = describe(model)
+    names = family_names(wanted)
     alike = []
-    for n, name in enumerate(model_names()):
-        progress("looking for the family", n, len(model_names()), name)
-        source = describe(name)
-        if source.config.model_type == wanted.config.model_type and source.task == wanted.task:
-            alike.append((sum(p.numel() for p in build(source).parameters()), name))
+    for n, name in enumerate(names):
+        progress("looking for the family", n, len(names), name)
+        alike.append((sum(p.numel() for p in build(describe(name)).parameters()), name))
     if not alike:
         raise InvalidInput(
             f"no preset has the model type of {model} ({wanted.config.model_type})", hint="ask for `--largest batch`"

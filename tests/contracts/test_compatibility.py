@@ -22,6 +22,7 @@ import holdall
 from holdall import compatibility
 from holdall.actions.compress import Compress
 from holdall.actions.in_backward import InBackward
+from holdall.actions.layer_swap import LayerSwap
 from holdall.actions.offload import Offload
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute
@@ -110,6 +111,8 @@ def actions_for(features, trace):
         found.append(Offload.of(trace, layers[-1], overlap=False))
     taken = {b for a in found for b in (getattr(a, "blocks", None) or (a.block,))}
     left = [b for b in layers if b.name not in taken]
+    if "layer_swap" in features:
+        found.append(LayerSwap.of(trace, left.pop(0)))
     if "compress" in features:
         found.append(Compress.of(trace, left.pop(0), bits=8))
     if "reschedule" in features:

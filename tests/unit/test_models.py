@@ -69,6 +69,10 @@ PUBLISHED = {  # parameters as printed on the model's card or in its paper
     "opt-1.3b": 1.316e9,
     "opt-6.7b": 6.66e9,
     "opt-13b": 12.85e9,
+    "vgg-16": 138357544,
+    "resnet-50": 25557032,
+    "inception-v3": 27161264,
+    "bert-base-plain": 110e6,
 }
 NAMES = models.model_names()
 TINY = [name for name in NAMES if name.startswith("tiny-")]

@@ -10,6 +10,7 @@ import torch
 
 from holdall.ops import backward_nodes
 from holdall.runtime.activations.compress import Compression, compress_saved
+from holdall.runtime.activations.layer_swap import Lent, SwappedSaves, SwapPolicy, swap_saved
 from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, offload_saved
 from holdall.runtime.activations.recompute import ByProgram, Segment
 from holdall.runtime.states.engine import Engine
@@ -30,6 +31,8 @@ class Policy:
     inner: tuple[Nest, ...] = ()  # nested segments inside the segment that this call opens
     state: tuple[str, ...] = ()  # buffers that the block changes, by name in the model
     offloads: list[OffloadedPart] = field(default_factory=list)  # with `compress`, the codes leave
+    swap: SwapPolicy | None = None  # what leaves while the block runs
+    lends: bool = False  # a later block swaps what this one holds, too
     compress: Compression | None = None
     runner: Callable[..., Any] | None = None  # runs the block by a program: (module, forward, args, kwargs, ...) -> output
 
@@ -56,12 +59,21 @@ class Blocks:
         ] = {}  # block after whose forward they are freed -> groups; "": the next block
         self._awaited: dict[str, list[OffloadedGroup]] = {}  # block -> groups to fetch when its backward begins
         self._triggers = {part.fetch for p in policies.values() for part in p.offloads if part.fetch}
+        self._expected: dict[str, list[OffloadedGroup]] = {}  # block -> groups that its backward waits for
+        self._departing: dict[str, list[SwappedSaves]] = {}  # block -> those whose copies begin after its forward
+        self._lent: Lent = Lent()
+        self._triggers |= {
+            name for p in policies.values() if p.swap is not None for name in (p.swap.fetch, p.swap.arrive) if name
+        }
 
     def restart(self) -> None:
         """Begin a new step: forget the open groups of an aborted one."""
         self._open = None
         self._leaving = {}
         self._awaited = {}
+        self._expected = {}
+        self._departing = {}
+        self._lent = Lent()
 
     def run(self, name: str, module: torch.nn.Module, forward: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         """Run the block's forward under its policy; its weights are on the device."""
@@ -101,14 +113,30 @@ class Blocks:
             out = compress_saved(policy.compress, groups[0] if groups else None, forward, args, kwargs)
         elif saves is not None:
             out = offload_saved(saves, forward, args, kwargs)
+        elif policy.swap is not None or policy.lends:
+            out = self._swap(policy.swap or SwapPolicy(until=name), name, forward, args, kwargs)
         else:
             out = forward(*args, **kwargs)
+        for departing in self._departing.pop(name, ()):
+            departing.depart()
         if self._leaving:
             for earlier in (*self._leaving.pop("", ()), *self._leaving.pop(name, ())):
                 earlier.let_go()
         for group in groups:
             if group.part.lag:
                 self._leaving.setdefault(group.part.until, []).append(group)
+        return out
+
+    def _swap(self, policy: SwapPolicy, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run a block whose feature maps leave while it runs, or are lent to a later block that lets them leave."""
+        group = OffloadedGroup(self._stores.at(policy.tier), self._bank, OffloadedPart(lag=True))
+        saves = SwappedSaves(group, policy, self._lent, self._stay)
+        out = swap_saved(saves, forward, args, kwargs)
+        self._departing.setdefault(policy.begin or name, []).append(saves)
+        self._leaving.setdefault(policy.until, []).append(group)
+        for table, block in ((self._awaited, policy.fetch), (self._expected, policy.arrive)):
+            if block:
+                table.setdefault(block, []).append(group)
         return out
 
     def _group(self, part: OffloadedPart) -> OffloadedGroup:
@@ -118,10 +146,13 @@ class Blocks:
         return group
 
     def _fetch_at(self, name: str, out: Any) -> None:
-        """Fetch the waiting groups when the backward of this block begins; those of later blocks, needed sooner, first."""
-        groups = self._awaited.pop(name, [])
+        """When the backward of this block begins, wait for the groups that it expects and fetch those that wait for it; those
+        of later blocks, needed sooner, first."""
+        groups, expected = self._awaited.pop(name, []), self._expected.pop(name, [])
 
         def fetch() -> None:
+            for group in expected:
+                group.arrive()
             for group in reversed(groups):
                 group.fetch()
 

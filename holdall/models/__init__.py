@@ -1,5 +1,7 @@
 """Models by name: a preset, a local Hugging Face folder or a `config.json` becomes a model and a sample batch.
 
+Presets of the families in this folder are made of torch's modules; all others need transformers.
+
 Planning needs shapes, not weights, so a model is built on the meta device unless another one is given. Nothing is downloaded,
 no pickle is read and no code from a model folder is run.
 """
@@ -11,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +22,11 @@ from typing import Any
 import torch
 
 from holdall.errors import InvalidInput, MissingExtra, Unsupported, unknown_name
+from holdall.models.bert import BertShape
+from holdall.models.inception import InceptionConfig
+from holdall.models.plain import PlainConfig
+from holdall.models.resnet import ResNetConfig
+from holdall.models.vgg import VGGConfig
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -28,6 +35,9 @@ AUTO_CLASSES = {
     "image-classification": "AutoModelForImageClassification",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+PLAIN: dict[str, type[PlainConfig]] = {c.model_type: c for c in (BertShape, InceptionConfig, ResNetConfig, VGGConfig)}
+"""The families that need torch alone."""
 
 _ENDINGS = {  # how the names of architectures end -> task
     "ForCausalLM": "causal-lm",
@@ -52,7 +62,7 @@ class ModelSource:
     """The description of a model. `folder`: that of its weights; None: only its shape is known."""
 
     name: str
-    config: Any  # a transformers config; do not change it in place
+    config: Any  # a transformers config or a `PlainConfig`; do not change it in place
     task: str
     folder: Path | None = None
 
@@ -60,6 +70,12 @@ class ModelSource:
 def model_names() -> tuple[str, ...]:
     """The presets, in the order of the table."""
     return tuple(_presets())
+
+
+def family_names(source: ModelSource) -> tuple[str, ...]:
+    """The presets of a model's type and task."""
+    wanted = source.config.model_type, source.task
+    return tuple(name for name, preset in _presets().items() if (preset["model_type"], preset["task"]) == wanted)
 
 
 def describe(name_or_path: str | Path) -> ModelSource:
@@ -70,8 +86,9 @@ def describe(name_or_path: str | Path) -> ModelSource:
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name in _presets():
         preset = _presets()[name]
-        config = _transformers().AutoConfig.for_model(preset["model_type"], **preset["config"])
-        return ModelSource(name=name, config=_without_cache(config), task=preset["task"])
+        plain = PLAIN.get(preset["model_type"])
+        make = plain or partial(_transformers().AutoConfig.for_model, preset["model_type"])
+        return ModelSource(name=name, config=_without_cache(make(**preset["config"])), task=preset["task"])
     if path.is_dir():
         config = _read_config(path / "config.json")
         return ModelSource(name=path.resolve().name, config=config, task=_task_of(config, path), folder=path)
@@ -121,6 +138,8 @@ def build(
         raise unknown_name("dtype", dtype, DTYPES)
     _check_device(device)
     source = override(source, overrides)
+    if isinstance(source.config, PlainConfig):
+        return _build_plain(source.name, source.config, device, DTYPES[dtype], seed)
     auto = getattr(_transformers(), AUTO_CLASSES[source.task])
     config = copy.deepcopy(source.config)  # building writes the dtype and the attention into it
     options = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
@@ -144,6 +163,16 @@ def build(
         raise InvalidInput(f"cannot build {source.name}: {_first_line(error)}", hint=hint) from error
     module: torch.nn.Module = model.train()
     return module
+
+
+def _build_plain(name: str, config: PlainConfig, device: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
+    try:
+        with _seeded(seed, device), torch.device(device):
+            return copy.deepcopy(config).make().to(dtype).train()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, ZeroDivisionError) as error:
+        raise InvalidInput(f"cannot build {name}: {_first_line(error)}", hint="use fewer overrides") from error
 
 
 def sample_batch(source: ModelSource, *, batch: int, seq: int, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:

@@ -1,0 +1,211 @@
+"""Layer swap: feature maps of a layer leave while the layer itself computes, as in vDNN (arXiv 1602.08124).
+
+A layer's inputs set out when its forward begins, and what it saves inside as soon as it is saved, or all of them later
+(`begin`); the device's copies are freed when its forward is over (`until`: that of a later layer). An input may be held by the
+layers before, too: the one that made it, if it saved its result, and others that read it. They share one copy, which comes
+back for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from holdall.actions.offload import Offload
+from holdall.errors import Unsupported
+from holdall.types import Block, Copy, Facts, Phase, Problem, Schedule, Trace, Wait
+from holdall.types.trace import OpId, TensorId, once_per_trace
+
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSwap(Facts):
+    block: str  # the last that reads the inputs in forward
+    inputs: tuple[int, ...] = ()  # positions of the inputs that leave
+    inner: tuple[int, ...] = ()  # saves of the block, counted from its first, whose tensors leave as soon as they are saved
+    holders: tuple[str, ...] = ()  # earlier blocks that hold one of the inputs for backward
+    begin: str = ""  # the copies begin when the forward of this block is over; empty: as soon as the tensors are there
+    until: str = ""  # free the device's copies when the forward of this block is over; empty: the block's own
+    fetch: str = ""  # start the fetch when the backward of this block begins; empty: when the tensors are needed
+    arrive: str = ""  # the backward of this block waits for the fetch; empty: whoever needs the tensors
+    tier: str = ""  # destination of the tensors; empty: the nearest tier
+
+    name: ClassVar[str] = "layer_swap"
+    exact: ClassVar[bool] = True
+    rank: ClassVar[int] = 21
+    by_default: ClassVar[bool] = True
+    alone: ClassVar[bool] = True
+    spares_activations: ClassVar[bool] = True
+    permitted_by: ClassVar[frozenset[str]] = frozenset({Offload.name})
+    what: ClassVar[str] = "a layer's feature maps are copied to the next tier while it computes"
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        return frozenset({self.tier})
+
+    @staticmethod
+    def of(trace: Trace, block: Block, *, only: Collection[TensorId] | None = None) -> LayerSwap:
+        """The action for all feature maps of a block that can leave, or for those in `only`."""
+        positions, holders = [], set[int]()
+        for position, x in enumerate(block.inputs):
+            held = input_holders(trace, block, x)
+            if held is not None and (only is None or x in only):
+                positions.append(position)
+                holders |= held
+        numbers = []
+        seen = set[TensorId]()
+        for number, save in enumerate(block.saves):
+            x = trace.saves[save].tensor
+            if x not in seen and is_inner(trace, block, x) and (only is None or x in only):
+                numbers.append(number)
+                seen.add(x)
+        return LayerSwap(
+            block=block.name,
+            inputs=tuple(positions),
+            inner=tuple(numbers),
+            holders=tuple(trace.blocks[n].name for n in sorted(holders - {block.id})),
+        )
+
+    @staticmethod
+    def samples(trace: Trace) -> list[LayerSwap]:
+        """A block that is synchronised, one that is fetched a block ahead, and one whose copies take the whole pass."""
+        saving = [b for b in trace.blocks if b.saves and b.backward is not None]
+        first, second = (LayerSwap.of(trace, saving[min(n, len(saving) - 1)]) for n in (0, 1))
+        ahead = saving[2 % len(saving)].name
+        return [
+            first,
+            replace(second, fetch=ahead, arrive=ahead),
+            replace(second, begin=second.block, until=saving[-1].name, fetch=saving[-1].name),
+        ]
+
+    def tensors(self, trace: Trace) -> tuple[TensorId, ...]:
+        """The tensors that leave: inputs first."""
+        block = trace.block(self.block)
+        inputs = [block.inputs[n] for n in self.inputs if n < len(block.inputs)]
+        inner = [trace.saves[block.saves[n]].tensor for n in self.inner if n < len(block.saves)]
+        return tuple(dict.fromkeys([*inputs, *inner]))
+
+    def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
+        trace = problem.trace
+        block, moved = trace.block(self.block), self.tensors(trace)
+        self._refuse(schedule, trace)
+        needed = min((s.unpacked for x in moved for s in trace.saves_of(x) if s.unpacked is not None), default=None)
+        if needed is None:
+            return schedule
+        schedule = schedule.copy()
+        self._send(schedule, trace, block, problem.other(self.tier))
+        schedule.insert(trace.block(self.until).last if self.until else block.last, [Wait(tensors=moved)])
+        back = Copy(tensors=moved, src=problem.other(self.tier), dst=schedule.home, name=self.block)
+        fetched = trace.block(self.fetch).backward if self.fetch else None
+        arrived = trace.block(self.arrive).backward if self.arrive else None
+        if fetched is not None and fetched < needed:
+            schedule.insert(needed, [Wait(tensors=moved)], first=True)
+            if arrived is not None and fetched < arrived < needed:
+                schedule.insert(arrived, [Wait(tensors=moved)], first=True)
+            _insert_after_waits(schedule, fetched, back)
+        else:
+            schedule.insert(needed, [back, Wait(tensors=moved)], first=True)
+        return schedule
+
+    def _send(self, schedule: Schedule, trace: Trace, block: Block, tier: str) -> None:
+        """The copies out: of the inputs when the block begins, of the others when they are saved; or of all when they may."""
+        if self.begin:
+            out = Copy(tensors=self.tensors(trace), src=schedule.home, dst=tier, name=self.block)
+            schedule.insert(trace.block(self.begin).last, [out])
+            return
+        inputs = tuple(block.inputs[n] for n in self.inputs if n < len(block.inputs))
+        if inputs:
+            schedule.insert(block.first - 1, [Copy(tensors=inputs, src=schedule.home, dst=tier, name=self.block)])
+        for number in self.inner:
+            if number < len(block.saves):
+                save = trace.saves[block.saves[number]]
+                out = Copy(tensors=(save.tensor,), src=schedule.home, dst=tier, name=self.block)
+                schedule.insert(max(save.packed, trace.tensors[save.tensor].born), [out])
+
+    def _refuse(self, schedule: Schedule, trace: Trace) -> None:
+        moved = set(self.tensors(trace))
+        for name in self.holders:
+            holder = trace.block(name)
+            if holder.id in schedule.programs or (holder.id in schedule.replays and moved & set(holder.inputs)):
+                raise Unsupported(
+                    f"an input of `{self.block}` cannot be swapped: `{name}` holds it for a replay or a program",
+                    hint=f"keep `{name}`, or do not swap `{self.block}`",
+                )
+
+    def install(self, harness: Harness) -> None:
+        from holdall.runtime.activations.layer_swap import SwapPolicy  # planning needs no torch
+
+        for name in self.holders:
+            holder = harness.policy(name)
+            if holder.offloads:
+                raise Unsupported(f"`{name}` is offloaded and holds an input of `{self.block}`", hint=f"swap `{name}`, too")
+            holder.lends = True
+        harness.policy(self.block).swap = SwapPolicy(
+            inputs=frozenset(self.inputs),
+            early=frozenset(self.inner),
+            begin=self.begin,
+            until=self.until or self.block,
+            fetch=self.fetch,
+            arrive=self.arrive,
+            tier=self.tier,
+        )
+
+
+def input_holders(trace: Trace, block: Block, x: TensorId) -> set[int] | None:
+    """The blocks that hold an input for backward, if this block may swap it: it reads it last, and only blocks hold it."""
+    info = trace.tensors[x]
+    asked = [s.unpacked for s in trace.saves_of(x) if s.unpacked is not None]
+    if info.born < 0 or info.freed is None or not asked or info.freed >= min(asked):
+        return None  # the user's, or somebody holds it until backward
+    if last_reader(trace).get(x) != block.id or x in block.outputs or last_change(trace).get(x, -1) >= block.first:
+        return None
+    held = holding_blocks(trace)
+    savers = [held.get(n) for n in saved_as(trace)[x]]
+    return None if any(b is None or b > block.id for b in savers) else {b for b in savers if b is not None}
+
+
+def is_inner(trace: Trace, block: Block, x: TensorId) -> bool:
+    """Whether a tensor is made inside the block, held by it alone, and never changed after it was first saved."""
+    numbers = saved_as(trace)[x]
+    inside = block.first <= trace.tensors[x].born <= block.last and x not in block.outputs
+    settled = last_change(trace).get(x, -1) <= trace.saves[numbers[0]].packed
+    return inside and settled and set(numbers) <= set(block.saves) and trace.tensors[x].freed is not None
+
+
+def last_change(trace: Trace) -> dict[TensorId, OpId]:
+    """Tensor -> the last op of forward that changes it in place."""
+    return once_per_trace(
+        trace, "_last_change", lambda t: {x: op.id for op in t.ops if op.site.phase is Phase.FORWARD for x in op.mutates}
+    )
+
+
+def last_reader(trace: Trace) -> dict[TensorId, int]:
+    """Tensor -> the last block that it is an input of."""
+    return once_per_trace(trace, "_last_reader", lambda t: {x: b.id for b in t.blocks for x in b.inputs})
+
+
+def holding_blocks(trace: Trace) -> dict[int, int]:
+    """Index of a save -> the block that made it."""
+    return once_per_trace(trace, "_holding_blocks", lambda t: {n: b.id for b in t.blocks for n in b.saves})
+
+
+def saved_as(trace: Trace) -> dict[TensorId, list[int]]:
+    """Tensor -> indices of its saves."""
+    return once_per_trace(trace, "_saved_as", _saved_as)
+
+
+def _saved_as(trace: Trace) -> dict[TensorId, list[int]]:
+    found: dict[TensorId, list[int]] = {}
+    for n, save in enumerate(trace.saves):
+        found.setdefault(save.tensor, []).append(n)
+    return found
+
+
+def _insert_after_waits(schedule: Schedule, op: OpId, step: Copy) -> None:
+    """Put a copy after an op, behind the waits that were put first there: a layer synchronises, then the next fetch begins."""
+    there = schedule.after.get(op, [])
+    lead = next((n for n, s in enumerate(there) if not isinstance(s, Wait)), len(there))
+    schedule.after[op] = [*there[:lead], step, *there[lead:]]
