@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
+ON_A_GPU = ("holdall/optim/_math/kernels.py",)  # Triton's kernels: no test of a CPU can notice a change
 TESTS = {  # a part of the tree -> the tests that cover it; the longest prefix counts
     "planners/chen.py": ["tests/papers/test_chen.py"],
     "planners/rotor/table.py": ["tests/papers/test_rotor.py", "-k", "table or revolve or random or memory or inside"],
@@ -171,10 +172,13 @@ def _short(node: ast.AST) -> str:
 
 
 def tests_of(path: str) -> list[str] | None:
-    """The tests that cover a file of the package."""
+    """The tests that cover a file of the package: those of the table, else those named like the member."""
     inside = path.removeprefix("holdall/")
     best = max((prefix for prefix in TESTS if inside.startswith(prefix)), key=len, default=None)
-    return TESTS[best] if best is not None else None
+    if best is not None:
+        return [*TESTS[best], *(["tests/papers/test_optimizer_defaults.py"] if inside.startswith("optim/") else [])]
+    named = f"tests/papers/test_{Path(inside).parts[1].removesuffix('.py')}.py" if inside.startswith("planners/") else ""
+    return [named] if named and (ROOT / named).exists() else None
 
 
 def survives(mutant: Mutant, folder: Path, timeout: float) -> bool | None:
@@ -234,6 +238,7 @@ def main() -> None:
     rng = random.Random(asked.seed)
     prefixes = tuple(f"holdall/{p.strip()}" for p in asked.files.split(","))
     paths = [p for p in sorted(ROOT.glob("holdall/**/*.py")) if str(p.relative_to(ROOT)).startswith(prefixes)]
+    paths = [p for p in paths if str(p.relative_to(ROOT)) not in ON_A_GPU]
     every = [m for p in paths if tests_of(str(p.relative_to(ROOT))) for m in mutants_of(p)]
     chosen = rng.sample(every, min(asked.count, len(every)))
     for name in ("torch", "torch.fx.experimental.proxy_tensor", "torch._dynamo", "transformers", "scipy.optimize", "pytest"):
