@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdall.cost.roofline import family_of
-from holdall.types import Hardware, Phase, Run, Schedule, Trace
+from holdall.types import Copy, Hardware, Kind, Phase, Run, Schedule, Trace
 
 LIGHT, HEAVY = 0, 1
 _STARTS: Mapping[Phase, tuple[float, float]] = {  # (an op that moves bytes, one whose kernel a library chooses)
@@ -22,6 +22,7 @@ _STARTS: Mapping[Phase, tuple[float, float]] = {  # (an op that moves bytes, one
 _AGAIN = 1.5  # a recomputed block runs under hooks
 _PROGRAM = 1.7  # ops called one by one from Python, with their views
 COPY = 3.0  # a copy, with its events
+HELD = 0.6  # a saved tensor that is copied: autograd calls Python to pack it, and again to unpack it (timed on a CPU)
 OWN = 4.0  # added by a plan per unit: casting weights, gathering gradients, norms
 PARAMETER = 0.6  # clipped and updated by a fused optimizer
 PLACED = 1.5  # the same with placed states: cached norms, updates unit by unit
@@ -68,3 +69,9 @@ def starts_of(run: Run, plain: list[float], programs: frozenset[int]) -> float:
 def _weight(name: str) -> int:
     is_norm = name.startswith(("aten.native_", "aten.cudnn_", "aten._fused_rms")) and "norm" in name
     return HEAVY if is_norm or family_of(name) != "memory" else LIGHT
+
+
+def starts_of_copy(copy: Copy, trace: Trace) -> float:
+    """Launches of a copy, one way."""
+    held = sum(x in trace.tensors and trace.tensors[x].kind is Kind.ACTIVATION for x in copy.tensors)
+    return COPY + HELD * held

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdall.cost.launching import COPY, launching, starts
+from holdall.cost.launching import launching, starts
 from holdall.errors import Unsupported
 from holdall.registry import member_classes
 from holdall.simulator.curve import MemoryCurve, memory_curve
@@ -210,13 +210,15 @@ def _compare(choice: Choice, block: Block, windows: Windows, plain: MemoryCurve,
     freed = (plain.before[after] - curve.before[after]) - changed_before
     at_once = (plain.before[f[1]] - curve.before[f[1]]) - changed_before
     copied_out = sum(curve.out[f[0] : after + 1]) if choice.moves else 0
+    launches = sum(curve.launches[k] for k in (*range(*f), *range(*b)))
+    launches += 2 * sum(curve.copying[f[0] : after + 1]) if choice.moves else 0.0
     return MenuLine(
         choice=choice,
         freed=freed,
         forward=max(curve.high[k] for k in range(*f)) - curve.before[f[0]],
         backward=max(curve.high[k] for k in range(*b)) + changed_before - plain.before[b[0]],
         seconds=sum(curve.seconds[k] for k in (*range(*f), *range(*b))),
-        launching=launch * (sum(curve.launches[k] for k in (*range(*f), *range(*b))) + (2 * COPY if copied_out else 0.0)),
+        launching=launch * launches,
         out=copied_out,
         back=copied_out,
         slow=max(0, freed - at_once) if choice.late else 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdall.cost.launching import by_program, launching, starts, starts_of
+from holdall.cost.launching import by_program, launching, starts, starts_of, starts_of_copy
 from holdall.simulator.lower import close, lower
 from holdall.types import Action, Copy, Drop, Problem, Run, Schedule
 
@@ -19,6 +19,7 @@ class MemoryCurve:
     seconds: list[float]  # seconds of recomputation since op k - 1
     out: list[int]  # bytes whose copy to a farther tier began since op k - 1
     back: list[int]  # bytes whose copy back began since op k - 1
+    copying: list[float]  # launches of the copies in `out`
     launches: list[float]  # of computation, beyond plain training's, since op k - 1; 0 where a launch is part of the op
 
 
@@ -28,9 +29,9 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
     home = problem.home
     live = sum(t.nbytes for x, t in info.items() if t.born < 0 and x not in schedule.start)
     count = len(problem.trace.ops)
-    curve = MemoryCurve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count, [0.0] * count)
+    curve = MemoryCurve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count, [0.0] * count, [0.0] * count)
     launches = _Launches(schedule) if launching(problem.hardware) else None
-    high, again, out, back, more = live, 0.0, 0, 0, 0.0
+    high, again, out, back, sent, more = live, 0.0, 0, 0, 0.0, 0.0
     done = True  # only frees since the last op
     for step in close(schedule):
         if isinstance(step, Run):
@@ -42,8 +43,9 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
                 curve.before[k] = live
                 live += sum(info[x].nbytes for x in step.writes)
                 curve.high[k] = max(high, live + step.workspace)
-                curve.seconds[k], curve.out[k], curve.back[k], curve.launches[k] = again, out, back, more
-                high, again, out, back, more = live, 0.0, 0, 0, 0.0
+                curve.seconds[k], curve.out[k], curve.back[k] = again, out, back
+                curve.copying[k], curve.launches[k] = sent, more
+                high, again, out, back, sent, more = live, 0.0, 0, 0, 0.0, 0.0
                 done = True
             else:
                 done = False
@@ -61,6 +63,7 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
                 back += size
             else:
                 out += size
+                sent += starts_of_copy(step, problem.trace) if launches is not None else 0.0
         elif isinstance(step, Drop) and step.tier == home:
             live -= info[step.tensor].nbytes
             if done:  # frees by the op itself belong to it, not to the next

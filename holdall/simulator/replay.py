@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from holdall.cost.launching import COPY, PLACED, by_program, launching, starts, starts_of
+from holdall.cost.launching import PLACED, by_program, launching, starts, starts_of, starts_of_copy
 from holdall.cost.link import copy_seconds
 from holdall.simulator.allocators import Allocator
 from holdall.simulator.clock import COMPUTE, HOST, Clock, lane_of
@@ -131,7 +131,7 @@ class _Memory:
 class _Times:
     """Tasks for the clock. Methods return the place of what takes the time of computation: (task, seconds into it)."""
 
-    __slots__ = ("_busy", "_hardware", "_launching", "_plain", "_programs", "clock", "recompute", "work")
+    __slots__ = ("_busy", "_hardware", "_launching", "_plain", "_programs", "_trace", "clock", "recompute", "work")
 
     def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
         self.clock = Clock(hardware)
@@ -140,6 +140,7 @@ class _Times:
         self._busy: dict[int, int] = {}  # tensor -> the task that ends its copy or host update
         each = launching(hardware)
         self._launching = each
+        self._trace = schedule.trace
         self._plain = starts(schedule.trace) if each else []
         self._programs = by_program(schedule) if each else frozenset()
         if schedule.placed and each:  # parameters are clipped and stepped one by one before the host can begin an update
@@ -169,7 +170,8 @@ class _Times:
         """None: the copy overlaps computation."""
         if not self._hardware.overlap:  # the processor that computes also copies
             return self.clock.compute(copy_seconds(nbytes, self._hardware, step.src, step.dst))
-        self.clock.launch(COPY * self._launching)
+        if self._launching:
+            self.clock.launch(starts_of_copy(step, self._trace) * self._launching)
         moved = (*step.tensors, *step.uses)
         task = self.clock.copy(step.src, step.dst, nbytes, after=self._tasks(moved), lane=step.lane, name=step.name)
         self._busy.update(dict.fromkeys(moved, task))
