@@ -146,7 +146,7 @@ class Compress(Facts):
             runs.append(_codec_run("encode", (x,), (codes,), info, codec, hardware))
             schedule.unhold(x, saves)
             self._decode(schedule, trace, info, codes, codec, saves, hardware)
-        reads = dict.fromkeys((*runs[-1].reads, *_held_outside(schedule, block)))
+        reads = dict.fromkeys((*runs[-1].reads, *held_outside(schedule, block)))
         steps: list[Step] = [*runs[:-1], replace(runs[-1], reads=tuple(reads))]
         if self.swap:
             steps += self._move(schedule, problem, block, tuple(coded), [s for saves in items.values() for s in saves])
@@ -272,8 +272,8 @@ def codable(trace: Trace, block: Block, *, codec: str = "group", bits: int = 8) 
     return tuple(found)
 
 
-def _held_outside(schedule: Schedule, block: Block) -> list[int]:
-    """Tensors that are freed when the block's call returns: its caller holds them while the codes are made."""
+def held_outside(schedule: Schedule, block: Block) -> list[int]:
+    """Tensors that are freed when the block's call returns: its caller holds them while its saved tensors are treated."""
     tensors = schedule.trace.tensors.values()
     return [t.id for t in tensors if t.freed == block.last and t.born < block.first and t.id not in schedule.start]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.recompute import Recompute, obstacle
@@ -30,6 +31,7 @@ class Offload(Facts):
     fetch: str = ""  # start the fetch when the backward of this block begins; empty: when the tensors are needed
     tier: str = ""  # destination of the tensors; empty: the nearest tier
     saves: tuple[int, ...] | None = None  # tensors that the block makes, by number (see `numbered`); None: all that it holds
+    least: int = 0  # elements; smaller tensors stay on the device
 
     name: ClassVar[str] = "offload"
     exact: ClassVar[bool] = True
@@ -117,7 +119,8 @@ class Offload(Facts):
         inputs = [block.inputs[i] for i in self.inputs if i < len(block.inputs)]
         if block.id not in schedule.replays:
             inputs = [x for x in inputs if x in _all_held(schedule, block)]
-        return tuple(dict.fromkeys([*inside, *inputs]))
+        moved = dict.fromkeys([*inside, *inputs])
+        return tuple(x for x in moved if prod(trace.tensors[x].shape) >= self.least)
 
     def _needed(self, schedule: Schedule, trace: Trace, block: Block, moved: Collection[int]) -> int | None:
         """The op after which backward first asks for a tensor that was moved; None: never."""
@@ -139,6 +142,7 @@ class Offload(Facts):
             until=self.until,
             fetch=self.fetch,
             tier=self.tier,
+            least=self.least,
         )
         harness.policy(self.block).offloads.append(part)
 

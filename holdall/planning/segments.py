@@ -23,6 +23,11 @@ def runs(trace: Trace) -> list[list[Block]]:
     return found
 
 
+def saving(trace: Trace) -> list[Block]:
+    """Blocks that save tensors for backward, in forward order."""
+    return [b for b in trace.blocks if b.saves and b.backward is not None]
+
+
 def cut(blocks: Sequence[Block], size: int) -> list[list[Block]]:
     """Segments of `size` blocks; the last may be shorter."""
     return [list(blocks[i : i + size]) for i in range(0, len(blocks), size)]

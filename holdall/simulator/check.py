@@ -60,7 +60,8 @@ def check(
                     if step.dst == home and x in present[home]:  # otherwise it has memory of its own, in the order of its lane
                         flying[x] = step.dst
                     continue
-                if x not in present.get(step.src, ()):
+                source = step.uses if step.aside and step.src == home else (x,)  # a part of that room is copied
+                if not present.get(step.src, set()).issuperset(source):
                     raise Illegal(f"step {number} copies tensor {x} from {step.src}, where it is not")
                 if x in present.setdefault(step.dst, set()):
                     raise Illegal(f"step {number} copies tensor {x} to {step.dst}, where it is already")

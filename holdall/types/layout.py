@@ -10,7 +10,8 @@ allocation     what CUDA's caching allocator hands out for a request: rounded up
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 ALIGN = 256  # bytes; kernels read from such boundaries at full speed
 PAGE = 4096  # bytes; disks are read and written in multiples of it past the page cache
@@ -38,6 +39,24 @@ def block_of(device: str) -> int:
 def allocated_bytes(size: int, device: str) -> int:
     """Bytes that this kind of device's allocator hands out for a request."""
     return round_up(size, block_of(device))
+
+
+_ELEMENT = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+
+
+def element_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of a tensor's elements; of a type that is not listed, each takes one."""
+    return prod(shape) * _ELEMENT.get(dtype, 1)
+
+
+def leading_bytes(sizes: Sequence[int], nbytes: int, *, smallest_first: bool) -> list[int]:
+    """Of storages laid end to end, largest or smallest first, how much of each is within the first `nbytes` bytes."""
+    order = sorted(range(len(sizes)), key=lambda n: sizes[n] if smallest_first else -sizes[n])
+    found = [0] * len(sizes)
+    for n in order:
+        found[n] = min(sizes[n], nbytes)
+        nbytes -= found[n]
+    return found
 
 
 def widened_bytes(elements: int) -> int:

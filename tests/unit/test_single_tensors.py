@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 import random
 
 import pytest
@@ -117,6 +118,31 @@ def test_any_tensors_under_chaos(name):
         plan = finish(Nop(), problem_for(trace), mix(trace, rng))
         with chaos(seed, longest=0.001):
             check_run(name, plan, model, batch, start, expected, weights)
+
+
+@pytest.mark.parametrize("way", ["plain", "program", "replay"])
+def test_tensors_below_the_least_size_stay(way):
+    """Those that a block saves, that its program keeps, and the inputs of a recomputed block."""
+    model, batch, _, trace = traced("tied")
+    start = copy.deepcopy(model.state_dict())
+    expected = train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), 2)
+    weights = copy.deepcopy(model.state_dict())
+    blocks = [b for b in saving(trace)[1:] if not obstacle(trace, b) and not cannot_recompute(trace, [b])][:2]
+    how = []
+    for block in blocks if way != "plain" else ():
+        keeps_all = lazily(effects(region(trace, block)[0]), region(trace, block)[1], frozenset(trace.tensors))
+        how.append(Recompute.of(trace, [block]) if way == "replay" else Reschedule.of(trace, block, keeps_all))
+    moved = [Offload.of(trace, b, overlap=True) for b in blocks]
+    held = {trace.saves[i].tensor: b for b in blocks for i in b.saves}
+    own = [trace.tensors[x] for x, b in held.items() if trace.tensors[x].born >= b.first and x not in b.outputs]
+    sizes = sorted({math.prod(info.shape) for info in own})
+    sent = []
+    for least in (0, sizes[len(sizes) // 2], sizes[-1] + 1):
+        plan = finish(Nop(), problem_for(trace), [*how, *(dataclasses.replace(a, least=least) for a in moved)])
+        check_run("tied", plan, model, batch, start, expected, weights)
+        sent.append(plan.predicted.traffic.get("cpu->far", 0))
+    assert sent[0] >= sent[1] >= sent[2] == 0 < sent[0]
+    assert way == "replay" or sent[0] > sent[1] > 0
 
 
 def test_all_is_the_default_and_naming_all_is_the_same():

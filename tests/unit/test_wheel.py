@@ -169,8 +169,8 @@ attempt("lightning", lambda: holdall.integrations.lightning.HoldallCallback)
 from holdall.precision import float8_training, prepare_qat
 attempt("float8", lambda: float8_training(model))
 attempt("qat", lambda: prepare_qat(model))
-from holdall.models import build
-attempt("preset", lambda: build("gpt2"))
+from holdall.models import describe
+attempt("preset", lambda: describe("gpt2"))
 from holdall.experiments.sweep_files import _figure
 attempt("plot", _figure)
 for line in LINES:

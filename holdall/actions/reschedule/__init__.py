@@ -20,6 +20,7 @@ from holdall.types.trace import TensorId, digest_of
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
+    from holdall.runtime.programs.runner import Runner
 
 _OFFERED = 8  # programs that planners may choose
 
@@ -35,7 +36,7 @@ class Reschedule(Facts):
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
-    beside: ClassVar[frozenset[str]] = frozenset({"offload"})  # except these: tensors that a program keeps may be offloaded
+    beside: ClassVar[frozenset[str]] = frozenset({"offload", "offload_share"})  # tensors that a program keeps may be offloaded
     rank: ClassVar[int] = 5
     spares_activations: ClassVar[bool] = True
     permitted_by: ClassVar[frozenset[str]] = frozenset({"recompute"})  # it is recomputation of smaller pieces
@@ -122,10 +123,14 @@ class Reschedule(Facts):
             )
 
     def install(self, harness: Harness) -> None:
+        harness.policy(self.block).runner = self.runner(harness)
+
+    def runner(self, harness: Harness, rows: Mapping[int, int] | None = None) -> Runner:
+        """Runs the block. `rows`: of recomputed products, by number, the first rows that come from another tier."""
         from holdall.runtime.programs.runner import Runner
 
-        runner = Runner(self.block, self.forward, self.backward, self.ops, harness.note(), harness.compiler, wanted=self.wanted)
-        harness.policy(self.block).runner = runner
+        note, compiler = harness.note(), harness.compiler
+        return Runner(self.block, self.forward, self.backward, self.ops, note, compiler, wanted=self.wanted, rows=rows)
 
 
 def choice_of(block: Block, backward: tuple[int, ...]) -> Choice:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -33,6 +33,15 @@ class OffloadedPart:
     until: str = ""  # or when this one is
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
     tier: str = ""  # destination; empty: the nearest tier
+    least: int = 0  # elements; smaller tensors stay
+
+    def names(self, position: int | None, number: int | None) -> bool:
+        """Is the input at this position, or the save of this number if it is none of the block's inputs, in the part?"""
+        return position in self.inputs if position is not None else self.saves is None or number in self.saves
+
+    def group(self, store: Store, bank: Bank) -> OffloadedGroup:
+        """For the tensors of one block call."""
+        return OffloadedGroup(store, bank, self)
 
 
 class OffloadedEntry:
@@ -44,6 +53,11 @@ class OffloadedEntry:
         self.storage: torch.UntypedStorage | None = storage
         self.ticket: Ticket | None = None
         self.group = group
+
+    def leaving(self) -> torch.UntypedStorage:
+        """The bytes to copy out."""
+        assert self.storage is not None
+        return self.storage
 
     def fetch(self) -> torch.UntypedStorage:
         if self.group is not None and (self.storage is None or self.ticket is not None):
@@ -60,6 +74,8 @@ class OffloadedEntry:
 class OffloadedGroup:
     """The storages of one part of a block call. Only autograd holds the entries, so backward frees each as it releases it."""
 
+    entry_class: ClassVar[type[OffloadedEntry]] = OffloadedEntry
+
     def __init__(self, store: Store, bank: Bank, part: OffloadedPart) -> None:
         self.store = store
         self.bank = bank
@@ -69,7 +85,7 @@ class OffloadedGroup:
 
     def leave(self, entries: Sequence[OffloadedEntry]) -> None:
         """Start the copies to the tier. Without `lag` the device memory is freed at once, otherwise by `let_go`."""
-        tickets = self.bank.put_all(self.store, [entry.storage for entry in entries if entry.storage is not None])
+        tickets = self.bank.put_all(self.store, [entry.leaving() for entry in entries])
         for entry, ticket in zip(entries, tickets, strict=True):
             entry.ticket = ticket
             self.entries.append(weakref.ref(entry))
@@ -113,17 +129,24 @@ class Bank:
     def __init__(self, ledger: Ledger | None) -> None:
         self._ledger = ledger
 
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Memory that is taken inside is not counted."""
+        return self._ledger.paused() if self._ledger is not None else nullcontext()
+
+    def count(self, storage: torch.UntypedStorage, what: str) -> None:
+        """Count a storage on the device from here on."""
+        if self._ledger is not None:
+            self._ledger.see(storage, what)
+
     def put_all(self, store: Store, storages: Sequence[torch.UntypedStorage]) -> list[Ticket]:
-        with self._ledger.paused() if self._ledger is not None else nullcontext():
+        with self.uncounted():
             return store.put_all(storages)
 
     def get_all(self, store: Store, tickets: Sequence[Ticket], device: torch.device) -> list[torch.UntypedStorage]:
-        if self._ledger is None:
-            return store.get_all(tickets, device)
-        with self._ledger.paused():
+        with self.uncounted():
             storages = store.get_all(tickets, device)
         for storage in storages:
-            self._ledger.see(storage, "fetch")
+            self.count(storage, "fetch")
         return storages
 
 
@@ -166,17 +189,23 @@ class OffloadedSaves:
         key = storage._cdata
         if self._stay(key) or storage.device.type != self.groups[0].store.device.type:
             return tensor  # such as the random seed that attention keeps on the host
-        group = self._group(key, number)
+        group = self._group(tensor, number)
         if group is None and key in self._inputs:
             return tensor
-        entry = self._entries.setdefault(key, OffloadedEntry(storage))
+        entry = self._entries.setdefault(key, (group.entry_class if group is not None else OffloadedEntry)(storage))
         entry.group = entry.group or group
         return _Parked(entry, tensor)
 
-    def _group(self, key: int, number: int | None) -> OffloadedGroup | None:
-        if key in self._inputs:
-            return next((g for g in self.groups if self._inputs[key] in g.part.inputs), None)
-        return next((g for g in self.groups if g.part.saves is None or number in g.part.saves), None)
+    def _group(self, tensor: torch.Tensor, number: int | None) -> OffloadedGroup | None:
+        storage = tensor.untyped_storage()
+        elements = storage.nbytes() // tensor.element_size()
+        position = self._inputs.get(storage._cdata)
+        return next((g for g in self.groups if elements >= g.part.least and g.part.names(position, number)), None)
+
+    def add(self, entry: OffloadedEntry) -> None:
+        """Let an entry leave with its group that stands for no saved tensor."""
+        assert entry.storage is not None
+        self._entries[entry.storage._cdata] = entry
 
     def leave(self, out: Any, call: RecomputedCall | None = None) -> None:
         """After the block's forward: offload the parts, except for the block's outputs. `call`: a recomputed call, whose inputs
@@ -194,11 +223,12 @@ class OffloadedSaves:
         for item in call.inputs:
             if not isinstance(item, Input):
                 continue
-            storage = item.storage()
-            if storage is None or storage.device.type != self.groups[0].store.device.type:
+            tensor = item.tensor
+            if tensor is None or tensor.device.type != self.groups[0].store.device.type:
                 continue
+            storage = tensor.untyped_storage()
             key = storage._cdata
-            group = self._group(key, None) if key in self._inputs else None
+            group = self._group(tensor, None) if key in self._inputs else None
             if group is not None:
                 entry = self._entries.setdefault(key, OffloadedEntry(storage))
                 entry.group = group

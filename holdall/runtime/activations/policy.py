@@ -140,7 +140,7 @@ class Blocks:
         return out
 
     def _group(self, part: OffloadedPart) -> OffloadedGroup:
-        group = OffloadedGroup(self._stores.at(part.tier), self._bank, part)
+        group = part.group(self._stores.at(part.tier), self._bank)
         if part.fetch:
             self._awaited.setdefault(part.fetch, []).append(group)
         return group

@@ -100,25 +100,22 @@ class Input:
     """One tensor input of a call; `park` offloads it until the replay."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
+        self.tensor: torch.Tensor | None = tensor  # until it is offloaded
         self._fetch: Callable[[], torch.UntypedStorage] | None = None  # once it is offloaded
         self._like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
 
     def park(self, fetch: Callable[[], torch.UntypedStorage]) -> None:
         """Let go of the tensor; `fetch` returns the storage of its bytes."""
-        self._fetch, self._tensor = fetch, None
+        self._fetch, self.tensor = fetch, None
 
     def take(self) -> torch.Tensor:
-        if self._tensor is not None:
-            return self._tensor
+        if self.tensor is not None:
+            return self.tensor
         dtype, shape, stride, offset, requires_grad = self._like
         assert self._fetch is not None
         storage = self._fetch()
         tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
         return tensor.requires_grad_(requires_grad)
-
-    def storage(self) -> torch.UntypedStorage | None:
-        return None if self._tensor is None else self._tensor.untyped_storage()
 
 
 class RecomputedCall:

@@ -8,7 +8,7 @@ hooks, streamed weights and updates in backward work as usual.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.ops import odd_argument
 from holdall.runtime.activations.offload import OffloadedSaves
 from holdall.runtime.activations.recompute import Hooks, Segment, unpack
+from holdall.runtime.activations.recompute_rows import RowEntry, fetch_all, take_heads, with_first_rows
 from holdall.runtime.programs.capture import Graph, Instruction, Ref, Slot, capture, refs_of, without_autocast
 from holdall.runtime.programs.compiled import Compiler, in_layout
 from holdall.runtime.programs.fx_function import plain_halves
@@ -41,10 +42,20 @@ class _Turn:
 
 
 class Program:
-    """The ops to run and the frees between them. `compiler`: compiles each half into one function where possible."""
+    """The ops to run and the frees between them. `compiler`: compiles each half into one function where possible. `rows`: first
+    rows of recomputed products, by number, that come from another tier."""
 
-    def __init__(self, graph: Graph, forward: Sequence[int], backward: Sequence[int], compiler: Compiler | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        forward: Sequence[int],
+        backward: Sequence[int],
+        compiler: Compiler | None = None,
+        rows: Mapping[int, int] | None = None,
+    ) -> None:
         self.graph = graph
+        self.rows = dict(rows or {})
+        self.divided = {n: graph.ops[n].makes[0][1] for n in self.rows}  # their results
         self._own = set(graph.made)
         made = [slot for op in graph.ops[: graph.forward] for _, slot in op.makes]
         self.numbers = {slot: number for number, slot in enumerate(made)}  # of what the forward makes, as plans name it
@@ -63,15 +74,16 @@ class Program:
         own_changes = {s for op in graph.ops for s in op.mutates}  # buffers: repeated ops get copies of them
         self.watched = [s for s in self.kept_inputs if s not in own_changes]
         seen: set[int] = set()
-        self.forward = self._turns(forward, last | set(self.saved), seen, again_later)
+        stay = [*self.saved, *self.divided.values()]
+        self.forward = self._turns(forward, last | set(stay), seen, again_later)
         ends = {g.slot for g in graph.gradients if g is not None}
         self.backward = self._turns(backward, ends, seen, set())
         looks = refs_of([graph.gradients, *((op.args, op.kwargs) for op in graph.ops)])
         self.viewed = {r.slot for r in looks if r.size is not None}  # storages read through views
         orders = (forward, backward)
-        self.halves = compiler.compile(graph, orders, self.saved) if compiler is not None else None
+        self.halves = compiler.compile(graph, orders, self.saved) if compiler is not None and not self.rows else None
         self.is_compiled = self.halves is not None
-        self.halves = self.halves or plain_halves(graph, orders, self.saved)
+        self.halves = self.halves or plain_halves(graph, orders, stay)
 
     def _needed_first(self, order: Sequence[int]) -> set[Slot]:
         """Storages that the backward reads before it makes them."""
@@ -112,6 +124,8 @@ class Program:
         results = _Block.apply(call, *differentiable)
         if parking is not None:
             call.hand_over(lambda slot, t: parking.take(t, self.numbers.get(slot)))
+            if self.rows:
+                call.heads, call.divided = take_heads(parking, call.divided, self.rows), {}
             parking.leave(results)
         elif hooks is not None:
             call.hand_over(lambda _, t: hooks[0](t))
@@ -136,7 +150,9 @@ class Runner:
         compiler: Compiler | None = None,
         *,
         wanted: Sequence[int] | None = None,
+        rows: Mapping[int, int] | None = None,
     ) -> None:
+        self._rows = rows
         self._wanted = wanted  # the outputs that received a gradient when the plan was made
         self._name = name
         self._forward = forward
@@ -185,7 +201,7 @@ class Runner:
                 raise Unsupported(
                     "it runs other ops than were planned for", hint="trace and plan this model again, or call `fit`"
                 )
-            return Program(graph, self._forward, self._backward, self._compiler)
+            return Program(graph, self._forward, self._backward, self._compiler, self._rows)
         except Unsupported as error:
             why = str(error).split("\n")[0]
             self._note(f"`{self._name}` is recomputed as a whole instead of op by op: {why}")
@@ -200,6 +216,8 @@ class _Call:
         self.inputs: Sequence[torch.Tensor] | None = inputs
         self.is_trained = [t.requires_grad for t in inputs]
         self.kept: dict[Slot, Any] = {}  # tensors, or placeholders while they are offloaded
+        self.divided: dict[int, torch.Tensor] = {}  # products whose first rows leave, until the end of the forward
+        self.heads: dict[int, RowEntry] = {}  # and those rows
         self.versions: dict[Slot, int] = {}
         self.states: dict[int, Any] = {}  # op -> generator state before its first run
         self.shifts: dict[Slot, int] = {}
@@ -224,6 +242,7 @@ class _Call:
                     self._run(turn, values)
         for slot in program.saved:
             self.kept[slot] = values[slot].detach()  # detached: an output would form a cycle with this call
+        self.divided = {n: values[slot].detach() for n, slot in program.divided.items()}
         self.versions = {s: self.kept[s]._version for s in program.watched}
         return [self._look(ref, values) for ref in graph.outputs if isinstance(ref, Ref)]
 
@@ -246,8 +265,9 @@ class _Call:
         self.kept = {}
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = self._as_captured(slot, t)
+        fetch_all(self.heads.values())
         with without_autocast():
-            if self.odd or program.halves is None or not program.halves.backward.run(values, self._look):
+            if self.odd or program.rows or program.halves is None or not program.halves.backward.run(values, self._look):
                 for turn in program.backward:
                     self._run(turn, values)
         found: list[torch.Tensor | None] = []
@@ -296,6 +316,8 @@ class _Call:
             _set_state(op.device, self.states[turn.op])
             out = self._execute(op, values)
             _set_state(op.device, before)
+        elif turn.again and turn.op in self.heads:
+            out = with_first_rows(op.func, self._fill(op.args, values), self.heads.pop(turn.op))
         else:
             out = self._execute(op, values)
         values.update(aside)
