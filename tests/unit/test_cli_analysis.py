@@ -123,7 +123,7 @@ def test_the_longest_sequence_ends_with_the_positions_of_the_model(tiny):
 
 def test_the_largest_model_of_a_family(monkeypatch, folder):
     little, larger = (str(folder / name / "config.json") for name in ("little", "larger"))
-    monkeypatch.setattr("holdall.cli._inverse.model_names", lambda: (larger, "tiny-llama", little))
+    monkeypatch.setattr("holdall.cli._inverse.family_names", lambda _: (larger, little))
     peaks = [
         answered("plan", m, "--seq", "16", "--optimizer", "sgd", *NOP)["predicted"]["peak"]["gpu"] for m in (little, larger)
     ]
