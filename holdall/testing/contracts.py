@@ -9,11 +9,13 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from holdall.api import apply
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, OverBudget
 from holdall.planners.nop import Nop
@@ -59,6 +61,26 @@ def train(model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer, 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@cache
+def trained_plainly(name: str) -> tuple[list[float], torch.nn.Module]:
+    """(losses, model) of a family after plain training."""
+    model, batch = family(name)
+    return train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3)), model
+
+
+def check_run(name: str, plan: Plan) -> Harness:
+    """Train a family under a plan: losses and parameters are those of plain training, and nothing was remarked on."""
+    model, batch = family(name)
+    expected, reference = trained_plainly(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gc.collect()
+    with apply(plan, model, optimizer) as harness:
+        assert train(model, batch, optimizer) == expected
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+    assert harness.notes == []
+    return harness
 
 
 def run_both(

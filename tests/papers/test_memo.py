@@ -1,7 +1,6 @@
 """Memo (arXiv 2407.12117): alpha, the division of products by tokens, addresses, and plans against plain training."""
 
 import copy
-import gc
 import itertools
 import random
 from collections import Counter
@@ -22,9 +21,8 @@ from holdall.planning.finish import finish
 from holdall.runtime.activations.recompute_rows import RowEntry, with_first_rows
 from holdall.simulator import close, lower, simulate
 from holdall.testing.chaos import chaos
-from holdall.testing.contracts import problem_for
+from holdall.testing.contracts import check_run, problem_for, train, trained_plainly
 from holdall.testing.worlds import family, machine
-from holdall.tracing.step import default_loss
 from holdall.types import Run, Wait
 
 NAMES = ["tied", "tiny-gpt2", "tiny-llama", "tiny-bert"]
@@ -132,36 +130,6 @@ def costed(name):
 
 def planned(name, **options):
     return holdall.plan(traced(name), planner="memo", hardware=machine(overlap=True), **options)
-
-
-def train(model, batch, optimizer, steps=2):
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        loss = default_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@cache
-def plainly(name):
-    model, batch = family(name)
-    return train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3)), model
-
-
-def check_run(name, plan):
-    model, batch = family(name)
-    expected, reference = plainly(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    gc.collect()
-    with holdall.apply(plan, model, optimizer) as harness:
-        assert train(model, batch, optimizer) == expected
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
-    assert harness.notes == []
-    return harness
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -333,7 +301,7 @@ def test_a_slow_link_and_a_small_host_lower_alpha():
 
 def test_fit_takes_it_by_name_and_wrong_options_are_refused():
     model, batch = family("tied")
-    expected, _ = plainly("tied")
+    expected, _ = trained_plainly("tied")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     peak = planned("tied", alpha=0.5).predicted.peak["cpu"]
     plain = holdall.plan(traced("tied"), planner="nop", hardware=machine()).predicted.peak["cpu"]

@@ -14,9 +14,8 @@ from holdall.planners.te_offload import TeOffload, offload_first
 from holdall.planning.segments import saving
 from holdall.simulator import close, lower, simulate
 from holdall.testing.chaos import chaos
-from holdall.testing.contracts import problem_for
+from holdall.testing.contracts import problem_for, train
 from holdall.testing.worlds import chain, family, machine
-from holdall.tracing.step import default_loss
 from holdall.types import Copy, Drop, Run, Wait
 
 NAMES = ["tied", "convnet", "tiny-gpt2", "tiny-llama", "tiny-bert"]
@@ -93,18 +92,6 @@ def test_small_tensors_stay():
 def traced(name):
     model, batch = family(name)
     return holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def train(model, batch, optimizer, steps=2):
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        loss = default_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("name", NAMES)

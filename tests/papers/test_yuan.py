@@ -19,7 +19,7 @@ from holdall.planners.yuan import STEPS, ByteShares, Yuan, balanced, checkpoints
 from holdall.planning.segments import saving
 from holdall.simulator import close, lower, simulate
 from holdall.testing.chaos import chaos
-from holdall.testing.contracts import problem_for
+from holdall.testing.contracts import check_run, problem_for, train
 from holdall.testing.worlds import chain, family, far_used, machine
 from holdall.tracing.step import default_loss
 from holdall.types import Drop, Run
@@ -45,37 +45,6 @@ def long_llama():
 
 def planned(name, overlap=True, **options):
     return holdall.plan(traced(name), planner="yuan", hardware=machine(overlap=overlap), **options)
-
-
-def train(model, batch, optimizer, steps=2):
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        loss = default_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@cache
-def plainly(name):
-    """(losses, model) of plain training."""
-    model, batch = family(name)
-    return train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3)), model
-
-
-def check_run(name, plan):
-    model, batch = family(name)
-    expected, reference = plainly(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    gc.collect()
-    with holdall.apply(plan, model, optimizer) as harness:
-        assert train(model, batch, optimizer) == expected
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
-    assert harness.notes == []
-    return harness
 
 
 @pytest.mark.parametrize("smallest_first", [False, True])
