@@ -1,7 +1,7 @@
 """Mid-size shapes of many families through `holdall.fit` with default options, beside plain training and checkpointing.
 
 python benchmarks/families_on_gpu.py [--only llama-3.2-3b,t5-large] [--recipes bf16,autocast]
-                                     [--budgets half,checkpointed,tight] [--out DIR] [--minutes 9] [--smoke] [--untimed]
+                                     [--budgets half,checkpointed,tight] [--out DIR] [--minutes 9] [--smoke] [--untimed 6]
 
 Recipes: `bf16`, the model on the CPU and `fit(..., precision="bf16")`, against bf16 working copies and fp32 masters on the GPU
 without a budget; `autocast`, the fp32 model on the GPU with `torch.autocast` around the forward, against the same without
@@ -13,8 +13,8 @@ may differ from plain's by 5 % of the loss plus 1 % of the first one.
 Every row is a process of its own with a time limit, and goes to DIR/families_on_gpu.csv at once; rows that are there are not
 run again, so a second call goes on. Peaks are what the driver saw, polled by the parent, less what was in use before.
 `--smoke`: tiny twins on the CPU, the same code; `peak` is then what `holdall` measured.
-`--untimed`: for several calls side by side on one GPU, each with its own shapes and DIR. Losses and peaks count, seconds do
-not and are left out; peaks are then what the allocator of the process reserved (plus, for ours, what `holdall` counts outside).
+`--untimed N`: N rows side by side, each where the GPU and the host have room for it. Losses and peaks count, seconds do not
+and are left out; peaks are then what the allocator of the process reserved (plus, for ours, what `holdall` counts outside).
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +270,7 @@ def child(asked: dict[str, Any], tell: Callable[[str], None]) -> list[dict[str, 
     if not cell.smoke:
         with contextlib.suppress(Exception):
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in cell.shape.build(cell.smoke).parameters())
+    parameters = size_of(cell.shape.name, cell.smoke)
     rows = []
     for method, steps in (("plain", STEPS), ("checkpointing", 2 if cell.untimed else 6)):
         made = guarded(lambda m=method, n=steps: reference(cell, checkpointing=m == "checkpointing", steps=n))  # type: ignore[misc]
@@ -326,26 +327,30 @@ class Driver:
         return name.decode() if isinstance(name, bytes) else str(name)
 
 
+STARTING = threading.Lock()  # a process that another thread starts must not inherit this one's pipe
+
+
 def run_child(asked: dict[str, Any], *, driver: Driver, log: Path, limit: float, forks: bool) -> list[dict[str, Any]]:
     """Start a process for `asked`, poll the driver while it trains, and return its rows (or why there are none)."""
     began, idle = time.monotonic(), driver.used()
-    reading, writing = os.pipe()
-    if forks:
-        process = os.fork()
-        if process == 0:
-            os.close(reading)
-            in_child(asked, writing, log)
-    else:
-        os.set_inheritable(writing, True)
-        command = [sys.executable, __file__, "--child", json.dumps(asked), str(writing), str(log)]
-        started = subprocess.Popen(command, pass_fds=(writing,))
-        process = started.pid
-    os.close(writing)
+    with STARTING:
+        reading, writing = os.pipe()
+        if forks:
+            process = os.fork()
+            if process == 0:
+                os.close(reading)
+                in_child(asked, writing, log)
+        else:
+            os.set_inheritable(writing, True)
+            command = [sys.executable, __file__, "--child", json.dumps(asked), str(writing), str(log)]
+            started = subprocess.Popen(command, pass_fds=(writing,))
+            process = started.pid
+        os.close(writing)
     peaks: dict[str, int] = {}
     now, text, rows, why = "", "", [], ""
     while True:
         is_there, _, _ = select.select([reading], [], [], 0.01)
-        if now:
+        if now and not asked["untimed"]:  # the driver sees the others too
             peaks[now] = max(peaks.get(now, 0), driver.used() - idle)
         if is_there:
             piece = os.read(reading, 1 << 16).decode()
@@ -381,6 +386,28 @@ def run_child(asked: dict[str, Any], *, driver: Driver, log: Path, limit: float,
         elif seen:
             row["peak_gib"] = seen / GIB
     return rows
+
+
+class Room:
+    """What rows side by side may take: each waits until the GPU and the host have room for what it may need."""
+
+    def __init__(self, gpu: float = 132.0, host: float = 105.0) -> None:
+        self.free = [gpu, host]  # GiB
+        self.free_at_most = [gpu, host]
+        self.changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, gpu: float, host: float) -> Iterator[None]:
+        need = [min(gpu, self.free_at_most[0]), min(host, self.free_at_most[1])]
+        with self.changed:
+            self.changed.wait_for(lambda: all(f >= n for f, n in zip(self.free, need, strict=True)))
+            self.free = [f - n for f, n in zip(self.free, need, strict=True)]
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free = [f + n for f, n in zip(self.free, need, strict=True)]
+                self.changed.notify_all()
 
 
 SECONDS = ("predicted_s", "predicted_at_fit_s", "step_s", "longest_after_third", "fit_s", "first_step_s", "row_s", "steps")
@@ -493,7 +520,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="no row is begun after so many")
     parser.add_argument("--row-seconds", type=float, default=100.0)
     parser.add_argument("--smoke", action="store_true", help="tiny twins on the CPU")
-    parser.add_argument("--untimed", action="store_true", help="other processes use the GPU meanwhile: seconds are left out")
+    parser.add_argument("--untimed", type=int, default=0, metavar="N", help="N rows side by side, without their seconds")
     parser.add_argument("--spawn", action="store_true", help="start processes anew instead of forking")
     options = parser.parse_args()
     began = time.monotonic()
@@ -508,26 +535,65 @@ def main() -> None:
     warm_imports(names)
     forks = not options.spawn and can_fork(options.smoke)
     print(f"{'forked' if forks else 'new'} processes; imports took {time.monotonic() - began:.0f} s", flush=True)
-    for name, recipe, what in jobs(names, options.recipes.split(","), options.budgets.split(",")):
-        left = options.minutes * 60 - (time.monotonic() - began)
-        if left < 5:
-            print("no time is left; a second call goes on from here")
-            break
+    run = Run(options, table, forks, began)
+    todo = list(jobs(names, options.recipes.split(","), options.budgets.split(",")))
+    if options.untimed:
+        run.side_by_side(todo)
+    elif not all(run.row(*job) for job in todo):
+        print("no time is left; a second call goes on from here")
+    table.summary()
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+class Run:
+    """Fills a table, row after row or several side by side, until the time is up."""
+
+    def __init__(self, options: argparse.Namespace, table: Table, forks: bool, began: float) -> None:
+        self.options, self.table, self.forks, self.began = options, table, forks, began
+        self.room = Room()
+
+    def side_by_side(self, todo: list[tuple[str, str, str]]) -> None:
+        """One thread takes all rows of a shape and recipe, since they need its reference; the largest models come first."""
+        of: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+        for name, recipe, what in dict.fromkeys(todo):
+            of.setdefault((name, recipe), []).append((name, recipe, what))
+        waiting = sorted(of.values(), key=lambda rows: -size_of(rows[0][0], self.options.smoke))
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    rows = waiting.pop(0)
+                    if not all(self.row(*job) for job in rows):
+                        return
+
+        threads = [threading.Thread(target=work) for _ in range(self.options.untimed)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def row(self, name: str, recipe: str, what: str) -> bool:
+        """Add the rows of one process to the table; False if there is no time for it."""
+        options, table = self.options, self.table
         if table.has(name, recipe, "plain" if what == "reference" else what):
-            continue
+            return True
         asked: dict[str, Any] = {"shape": name, "recipe": recipe, "what": what, "smoke": options.smoke}
-        asked["untimed"] = options.untimed
+        asked["untimed"] = bool(options.untimed)
         plain, checkpointed = table.get(name, recipe, "plain"), table.get(name, recipe, "checkpointing")
         if what != "reference":
             known = [r for r in (plain, checkpointed) if r and r.get("peak_gib")]
             if not known:
                 table.add({"shape": name, "recipe": recipe, "method": what, "result": "no reference"})
-                continue
+                return True
             asked["budget"] = budget_for(what, name, known, plain, smoke=options.smoke)
-        log = folder / "logs" / f"{name}-{recipe}-{what}.log"
-        limit = min(options.row_seconds, left)
-        for made in run_child(asked, driver=table.driver, log=log, limit=limit, forks=forks):
-            row = without_seconds(made) if options.untimed else made
+        log = self.table.path.parent / "logs" / f"{name}-{recipe}-{what}.log"
+        with self.room.taken(*self.needs(asked)) if options.untimed else contextlib.nullcontext():
+            left = options.minutes * 60 - (time.monotonic() - self.began)
+            if left < 5:
+                return False
+            limit = min(options.row_seconds, left)
+            made = run_child(asked, driver=table.driver, log=log, limit=limit, forks=self.forks)
+        for row in [without_seconds(r) for r in made] if options.untimed else made:
             if what != "reference":
                 row.setdefault("budget_gib", asked["budget"] / GIB)
                 row["parameters"] = (plain or {}).get("parameters")
@@ -535,8 +601,21 @@ def main() -> None:
             if limit < options.row_seconds and "took longer" in row.get("message", ""):
                 continue  # cut short by the end of the call, not by itself
             table.add(row)
-    table.summary()
-    print(f"{time.monotonic() - began:.0f} s in all")
+        return True
+
+    def needs(self, asked: dict[str, Any]) -> tuple[float, float]:
+        """GiB on the GPU and on the host, roughly: 16 bytes a parameter of a model that is trained from the host."""
+        parameters = 16 * size_of(asked["shape"], asked["smoke"]) / GIB
+        if asked["what"] == "reference":
+            return max(40.0, 2.4 * parameters), 3.0
+        return asked["budget"] / GIB + 1, 3 + parameters
+
+
+@cache
+def size_of(name: str, smoke: bool) -> int:
+    """The number of parameters."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in SHAPES[name].build(smoke).parameters())
 
 
 class Table:
