@@ -81,7 +81,7 @@ class Cell:
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
         seed(0)
         with torch.device(self.device):
-            model = self.shape.build(self.smoke).train()
+            model = self.shape.build(self.smoke).train().to(self.device)  # `torch.Tensor(n)` in a model ignores the device
             batch = self.shape.batch(self.smoke, getattr(model, "config", None))
         return model, batch
 

@@ -23,7 +23,7 @@ class Shape:
     batch: Callable[[bool, Any], Batch]  # tiny or not, and the model's config
     norm: float = 1.0  # gradients are clipped to it
     tight: float = 0.25  # the tight budget, as a share of plain's peak
-    rate: float = 1e-4
+    rate: float = 1e-4  # small enough for the loss to fall: where it jumps, plain training differs from itself
     block: str = ""  # the class to checkpoint, where the library has no switch for that
 
 
@@ -252,6 +252,7 @@ _add(
         _TINY,
     ),
     _sentences(32, 512),
+    rate=1e-5,
 )
 _add(
     "deberta-v2-xl",
@@ -274,6 +275,7 @@ _add(
         {**_TINY, "position_buckets": 16},
     ),
     _sentences(8, 512),
+    rate=1e-5,
 )
 
 
@@ -348,6 +350,7 @@ _add(
     ),
     _captions,
     norm=1e-3,
+    rate=1e-5,
 )
 
 

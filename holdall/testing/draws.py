@@ -229,7 +229,7 @@ def _nudged(name: str, tied: bool, device: str, seed: int) -> tuple[torch.nn.Mod
 def spread(d: Draw, device: str) -> list[float]:
     """How far plain training leaves itself when its weights begin a ten-millionth off: by what is seen, the largest."""
     plain = _plain(d, device)["seen"]
-    nudged = [_plain(d, device, nudge)["seen"] for nudge in (1, 2, 3, 4, 5)]
+    nudged = [_plain(d, device, nudge)["seen"] for nudge in range(1, 9)]
     return [max(_apart(other[n], value) for other in nudged) for n, value in enumerate(plain)]
 
 

@@ -113,7 +113,7 @@ def _record(
         raise
     except Exception as error:  # a model may raise anything
         if not _can_run(model, device):
-            raise _rejected(error) from error
+            raise _rejected(error, how.precision) from error
         reason = _first_line(error)
     return _watch(model, batch, optimizer, loss, device, how, reason, notes), "eager"
 
@@ -145,7 +145,7 @@ def _watch(
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything
-        raise _rejected(error) from error
+        raise _rejected(error, how.precision) from error
     notes.append(f"recorded a real step instead of a fake one: {reason}")
     log.warning("holdall: %s", notes[-1])
     return recorded
@@ -155,11 +155,11 @@ def _can_run(model: torch.nn.Module, device: torch.device) -> bool:
     return all(p.device.type == device.type for p in model.parameters())
 
 
-def _rejected(error: Exception) -> InvalidInput:
-    return InvalidInput(
-        f"the model rejected the batch: {_first_line(error)}",
-        hint="check that `batch` is what the loop passes to the model, and `loss=` if the model returns no loss",
-    )
+def _rejected(error: Exception, precision: torch.dtype | None) -> InvalidInput:
+    hint = "check that `batch` is what the loop passes to the model, and `loss=` if the model returns no loss"
+    if precision is not None:  # some ops have no narrow kernels
+        hint += "; if it runs in float32, call `fit` without `precision=` and use torch.autocast in the loop"
+    return InvalidInput(f"the model rejected the batch: {_first_line(error)}", hint=hint)
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

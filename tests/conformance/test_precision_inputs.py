@@ -193,3 +193,17 @@ def test_a_product_of_two_dtypes_is_named():
     with pytest.raises(holdall.InvalidInput, match=r"Spectrum.*bfloat16 and float32") as refused:
         holdall.trace(Spectrum(), (torch.randn(2, 4),), precision="bf16")
     assert "autocast" in refused.value.hint
+
+
+def test_the_hint_where_an_op_has_no_narrow_kernel():
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.fft.fft(self.layer(x)).real.sum()
+
+    with pytest.raises(holdall.InvalidInput, match="BFloat16") as refused:
+        holdall.trace(Spectrum(), (torch.randn(2, 4),), precision="bf16", device="cuda")
+    assert "autocast" in refused.value.hint

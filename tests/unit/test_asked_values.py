@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import holdall
 from holdall.actions.reschedule import obstacle
+from holdall.tracing.values.known import KnownValues
 
 
 class Dropping(nn.Module):
@@ -84,6 +86,7 @@ CHOICES = {
     "index": lambda x, mask: x[mask],
     "index of some": lambda x, mask: x[:, mask.any(0)],
     "select": lambda x, mask: x.masked_select(mask[..., None]).view(-1, 8),
+    "gather": lambda x, mask: x.flatten(0, 1).gather(0, mask.flatten().nonzero().expand(-1, 8)),
 }
 
 
@@ -106,6 +109,18 @@ def test_what_a_mask_of_the_batch_chooses_is_as_large_as_in_the_run(choice):
             optimizer.step()
             optimizer.zero_grad()
         assert harness.step_peaks[-1] == plan.predicted.peak["cpu"]
+
+
+def test_what_is_chosen_is_on_the_device_of_what_it_is_chosen_from():
+    """DeBERTa's loss gathers the rows that have a label."""
+    labels = torch.tensor([1, -1, 0])
+    with FakeTensorMode() as mode:
+        fake = torch.empty(3, dtype=torch.long, device="cuda")
+        known = KnownValues(mode)
+        known.tell(fake, labels, 0)
+        has_label = known.run(torch.ops.aten.ge.Scalar, (fake, 0), {})
+        rows = known.run(torch.ops.aten.nonzero.default, (has_label,), {})
+    assert rows.device.type == "cuda" and rows.shape == (2, 1) and known.looked_at == {0}
 
 
 def test_counts_of_numbers_below_a_given_one_have_its_length():

@@ -120,10 +120,9 @@ class KnownValues:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if not have:
                 raise UnknownValue(f"`{func}` needs a value that only a real run can compute") from error
-            assert self._mode is not None
-            mode = self._mode
             self.looked_at |= sources
-            out = tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), value)
+            device = next((t.device for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)), torch.device("cpu"))
+            out = tree_map_only(torch.Tensor, lambda t: self._fake_like(t, device), value)
         if not all(isinstance(x, torch.Tensor) for x in tree_iter(out)):  # a Python result
             self.looked_at |= sources
         if have:
@@ -131,6 +130,12 @@ class KnownValues:
                 if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor) and _small(real):
                     self._known[fake], self._from[fake] = real, sources
         return out
+
+    def _fake_like(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A fake of a known value, which is on the CPU, where the step would have it."""
+        assert self._mode is not None
+        with self._mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
     def _tell_drawn(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record random numbers that the step may read."""
