@@ -1,7 +1,7 @@
 """Published planners by name through `fit`: plain training's losses, a peak under the budget and near the predicted one.
 
-Claims about a GPU of rotor, pofo, rockmate, ProTrain and the planners that swap activations. Every test also runs on a CPU, with smaller sizes, the bits of plain
-training and the far tier of a small machine.
+Claims about a GPU of rotor, pofo, rockmate, ProTrain and the planners that swap activations. Every test also runs on a CPU,
+with smaller sizes, the bits of plain training and the far tier of a small machine.
 """
 
 import copy
