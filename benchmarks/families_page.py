@@ -16,11 +16,15 @@ from the CSVs that the two commands below leave behind; nothing on it is typed b
 
 
 def write_page(page: Path, small: Path, mid_size: Path) -> None:
+    """`mid_size`: the rows with seconds; those that ran side by side lie beside it."""
     parts = [HEAD]
+    untimed = mid_size.with_name("families_untimed.csv")
     if small.exists():
         parts.append(small_part(read(small)))
     if mid_size.exists():
         parts.append(mid_size_part(read(mid_size)))
+    if untimed.exists():
+        parts.append(untimed_part(read(untimed)))
     page.write_text("\n".join(parts), encoding="utf-8")
 
 
@@ -118,6 +122,42 @@ def mid_size_part(rows: list[dict[str, str]]) -> str:
             f"| {number(row['losses_differ_by'], 2)} | {number(row['fit_s'], 1)}, {number(row['first_step_s'], 1)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def untimed_part(rows: list[dict[str, str]]) -> str:
+    """Which shapes train right, in two budgets and two recipes each."""
+    cells = {(row["shape"], row["recipe"], row["method"]): row for row in rows}
+    ours = [row for key, row in cells.items() if key[2] in ("half", "tight")]
+    counts = {r: sum(row["result"] == r for row in ours) for r in dict.fromkeys(row["result"] for row in ours)}
+    shapes = sorted({(row["shape"], row["recipe"]) for row in ours})
+    lines = [
+        "## The same, side by side",
+        "",
+        *wrapped(
+            "`python benchmarks/families_on_gpu.py --untimed 8`: several rows at a time on one GPU, so that only losses and peaks",
+            "count (the allocator's, and what `holdall` counts outside). *tight*: a quarter of plain's peak, or a hair above what",
+            f"a refusal named. {len({shape for shape, _ in shapes})} shapes, {len(ours)} cells:",
+            f"{', '.join(f'{n} {r}' for r, n in counts.items())}; {commits_of(ours)}. Each cell: seen of budget in GiB, and",
+            "the largest difference of a loss as a share of the tolerance.",
+        ),
+        "",
+        "| shape | recipe | plain, GiB | half | tight |",
+        "|---|---|---|---|---|",
+    ]
+    for shape, recipe in shapes:
+        plain = cells.get((shape, recipe, "plain"), {})
+        said = [untimed_cell(cells.get((shape, recipe, budget))) for budget in ("half", "tight")]
+        lines.append(f"| {shape} | {recipe} | {number(plain.get('peak_gib', ''), 1)} | {' | '.join(said)} |")
+    return "\n".join(lines) + "\n"
+
+
+def untimed_cell(row: dict[str, str] | None) -> str:
+    if row is None:
+        return "not run"
+    if not row["losses"]:
+        return f"{row['result']}: {plain_text(row['message'])}"
+    seen = f"{number(row['peak_gib'], 1)} of {number(row['budget_gib'], 1)}, {number(row['losses_differ_by'], 2)}"
+    return seen if row["result"] == "ran" else f"**{row['result']}**: {seen}"
 
 
 def number(text: str, digits: int) -> str:
