@@ -134,9 +134,9 @@ def untimed_part(rows: list[dict[str, str]]) -> str:
         "## The same, side by side",
         "",
         *wrapped(
-            "`python benchmarks/families_on_gpu.py --untimed 8`: several rows at a time on one GPU, so that only losses and peaks",
-            "count (the allocator's, and what `holdall` counts outside). *tight*: a quarter of plain's peak, or a hair above what",
-            f"a refusal named. {len({shape for shape, _ in shapes})} shapes, {len(ours)} cells:",
+            "`python benchmarks/families_on_gpu.py --untimed 8`: several rows at a time on one GPU, so only losses and",
+            "peaks count (the allocator's, and what `holdall` counts outside). *tight*: a quarter of plain's peak, or a hair",
+            f"above what a refusal named. {len({shape for shape, _ in shapes})} shapes, {len(ours)} cells:",
             f"{', '.join(f'{n} {r}' for r, n in counts.items())}; {commits_of(ours)}. Each cell: seen of budget in GiB, and",
             "the largest difference of a loss as a share of the tolerance.",
         ),
