@@ -418,3 +418,72 @@ def test_a_gradient_keeps_its_strides_where_a_block_returns_a_view():
         model(x).backward()
     assert harness.notes == [] and found.seen == expected.seen == [(120, 1, 8)]
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Framed(torch.nn.Module):
+    """A convolution over time and a norm over channels, as in wav2vec2's feature extractor: its gradient comes transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv1d(6, 6, 3, stride=2), torch.nn.LayerNorm(6)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.norm(self.conv(x).transpose(-2, -1)).transpose(-2, -1))
+
+
+def by_ops(trace, blocks):
+    """Blocks as programs whose backward first repeats the op before the last."""
+    actions = []
+    for block in blocks:
+        ops, count = region(trace, block)
+        actions.append(Reschedule.of(trace, block, [count - 2, *range(count, len(ops))]))
+    return finish(Nop(), problem_for(trace), actions)
+
+
+def check_gradients(model, x, plan, steps=3, *, tolerance=0.0):
+    """Those of plain training, in every step: the first call of a program runs otherwise than later ones."""
+    plain = copy.deepcopy(model)
+    with holdall.apply(plan, model, enforce=False) as harness:
+        for _ in range(steps):
+            for each in (plain, model):
+                each(x).square().mean().backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=tolerance, atol=tolerance)
+    assert harness.notes == []
+
+
+def test_what_is_made_of_a_gradient_with_other_strides_is_read_by_its_own_strides():
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(Framed(), Framed(), Framed()), torch.randn(2, 6, 63)
+    trace = holdall.trace(model, x, loss=lambda m, b: m(b).square().mean())
+    check_gradients(model, x, by_ops(trace, trace.blocks))
+
+
+@torch.library.custom_op("holdall_tests::by_columns", mutates_args=())
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    """Twice the matrix, laid out by columns; its fake says by rows."""
+    return (2 * x).t().contiguous().t()
+
+
+by_columns.register_fake(torch.empty_like)
+by_columns.register_autograd(lambda _, gradient: 2 * gradient)
+
+
+class Columns(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.inner(by_columns(x).t()).tanh().t()
+
+
+def test_a_kernel_that_returns_other_strides_than_its_fake_is_found_out():
+    """Views by the strides of the fake would read other elements. autograd chooses the form of a product by the strides, so the
+    last bits may differ.
+    """
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(5, 5), Columns(), Columns(), torch.nn.Linear(5, 5)), torch.randn(5, 5)
+    trace = holdall.trace(model, x, loss=lambda m, b: m(b).square().mean())
+    blocks = [b for b in trace.blocks if b.name in ("1", "2")]
+    check_gradients(model, x, by_ops(trace, blocks), tolerance=1e-6)

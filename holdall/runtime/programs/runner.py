@@ -84,6 +84,8 @@ class Program:
         self.halves = compiler.compile(graph, orders, self.saved) if compiler is not None and not self.rows else None
         self.is_compiled = self.halves is not None
         self.halves = self.halves or plain_halves(graph, orders, stay)
+        self.checked = [False, False]  # has each half run op by op, every layout compared with the captured one?
+        self.strange: set[Slot] = set()  # viewed storages that real kernels lay out otherwise than fake ones
 
     def _needed_first(self, order: Sequence[int]) -> set[Slot]:
         """Storages that the backward reads before it makes them."""
@@ -221,7 +223,10 @@ class _Call:
         self.versions: dict[Slot, int] = {}
         self.states: dict[int, Any] = {}  # op -> generator state before its first run
         self.shifts: dict[Slot, int] = {}
-        self.odd: set[Slot] = set()  # storages in another layout than captured: views of them are made by the model's own ops
+        self.odd = set(
+            program.strange
+        )  # storages in another layout than captured: views of them are made by the model's own ops
+        self.is_turned = False  # a gradient came in another layout: so may what is made of it
         graph = program.graph
         for slot, t, start in zip(graph.inputs, inputs, graph.starts, strict=True):
             if t.storage_offset() != start:
@@ -236,10 +241,7 @@ class _Call:
         self.inputs = None
         for slot in program.kept_inputs:
             self.kept[slot] = values[slot]
-        with without_autocast():
-            if program.halves is None or not program.halves.forward.run(values, self._look):
-                for turn in program.forward:
-                    self._run(turn, values)
+        self._run_half(0, values)
         for slot in program.saved:
             self.kept[slot] = values[slot].detach()  # detached: an output would form a cycle with this call
         self.divided = {n: values[slot].detach() for n, slot in program.divided.items()}
@@ -266,10 +268,7 @@ class _Call:
         for slot, t in zip(graph.tangents, tangents, strict=True):
             values[slot] = self._as_captured(slot, t)
         fetch_all(self.heads.values())
-        with without_autocast():
-            if self.odd or program.rows or program.halves is None or not program.halves.backward.run(values, self._look):
-                for turn in program.backward:
-                    self._run(turn, values)
+        self._run_half(1, values)
         found: list[torch.Tensor | None] = []
         for ref, trained in zip(graph.gradients, self.is_trained, strict=True):
             if trained:
@@ -284,6 +283,7 @@ class _Call:
         if not layout.fits(tangent):
             if self.program.is_compiled:
                 return in_layout(tangent, layout)
+            self.is_turned = True
             if slot in self.program.viewed:
                 self.odd.add(slot)
         self.shifts[slot] = int(tangent.storage_offset())
@@ -300,6 +300,22 @@ class _Call:
         self.shifts.pop(ref.slot, None)
         values[ref.slot] = in_layout(values[ref.slot], self.program.graph.layouts[ref.slot])
         return self._look(ref, values)
+
+    def _run_half(self, n: int, values: Values) -> None:
+        """The forward (0) or the backward (1): by one function, or op by op where a layout may be another than captured.
+
+        The first time it is op by op: kernels may return other strides than their fakes, and a view by the strides of the fake
+        would read other elements.
+        """
+        program = self.program
+        half = None if program.halves is None else (program.halves.forward, program.halves.backward)[n]
+        is_as_captured = not (self.odd or self.is_turned) and (program.is_compiled or program.checked[n])
+        with without_autocast():
+            if half is not None and is_as_captured and not (n and program.rows) and half.run(values, self._look):
+                return
+            for turn in (program.forward, program.backward)[n]:
+                self._run(turn, values)
+        program.checked[n] |= not self.is_turned
 
     def _run(self, turn: _Turn, values: Values) -> None:
         op = self.program.graph.ops[turn.op]
@@ -325,8 +341,10 @@ class _Call:
             leaves = tree_leaves(out)
             for leaf, slot in op.makes:
                 values[slot] = leaves[leaf]
-                if self.odd and not self.program.graph.layouts[slot].fits(leaves[leaf]):
+                if slot in self.program.viewed and not self.program.graph.layouts[slot].fits(leaves[leaf]):
                     self.odd.add(slot)
+                    if not self.is_turned:
+                        self.program.strange.add(slot)
         del out
         for slot in turn.frees:
             values.pop(slot, None)
