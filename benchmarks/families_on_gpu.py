@@ -8,7 +8,8 @@ without a budget; `autocast`, the fp32 model on the GPU with `torch.autocast` ar
 `fit`. Budgets: `half` of the peak that the driver saw in plain training, `checkpointed`, what it saw with gradient
 checkpointing, and a `tight` one (a share that the shape names; if that is refused, a hair above the least that the refusal
 names). One batch is learnt by heart over 12 steps, so that a weight that is old or wrong shows in the next loss. Losses
-may differ from plain's by 5 % of the loss plus 1 % of the first one.
+may differ from plain's by 5 % of the loss plus 1 % of the first one, the norm of the first gradient by 0.5 %: a wrong gradient
+shows there before it shows in a loss.
 
 Every row is a process of its own with a time limit, and goes to DIR/families_on_gpu.csv at once; rows that are there are not
 run again, so a second call goes on. Peaks are what the driver saw, polled by the parent, less what was in use before.
@@ -54,14 +55,16 @@ from families_shapes import SHAPES, Shape
 import holdall
 
 STEPS = 12
+FIRST_NORM = 0.005  # a share
 RECIPES = ("bf16", "autocast")
 BUDGETS = ("half", "checkpointed", "tight")
 NOT_BY_DEFAULT = ("llama-3.1-8b",)
 FIELDS = (
-    "shape", "recipe", "method", "result", "parameters", "max_norm", "budget_gib", "predicted_gib", "peak_gib", "reserved_gib",
-    "host_gib", "predicted_s", "predicted_at_fit_s", "step_s", "step_error", "longest_after_third", "of_plain",
-    "of_checkpointing", "checkpointing_gib", "losses_differ_by", "fit_s", "first_step_s", "refused_gib", "row_s", "actions",
-    "losses", "norms", "steps", "notes", "message", "hardware", "torch", "transformers", "commit",
+    "shape", "recipe", "method", "result", "parameters", "max_norm", "budget_gib", "predicted_gib", "peak_gib",
+    "reserved_gib", "host_gib", "predicted_s", "predicted_at_fit_s", "step_s", "step_error", "longest_after_third",
+    "of_plain", "of_checkpointing", "checkpointing_gib", "losses_differ_by", "first_norm_off", "fit_s", "first_step_s",
+    "refused_gib", "row_s", "actions", "losses", "norms", "steps", "notes", "message", "hardware", "torch", "transformers",
+    "commit",
 )  # fmt: skip
 GIB = 2**30
 
@@ -488,6 +491,7 @@ def compare(row: dict[str, Any], plain: dict[str, Any] | None, checkpointed: dic
         return
     if plain and plain.get("result") == "ran":
         row["losses_differ_by"] = differ(row["losses"], plain["losses"])
+        row["first_norm_off"] = row["norms"][0] / plain["norms"][0] - 1
         if row.get("step_s") and plain.get("step_s"):
             row["of_plain"] = plain["step_s"] / row["step_s"]
     if checkpointed and checkpointed.get("result") == "ran":
@@ -498,6 +502,8 @@ def compare(row: dict[str, Any], plain: dict[str, Any] | None, checkpointed: dic
         row["step_error"] = row["predicted_s"] / row["step_s"] - 1
     if row.get("losses_differ_by", 0) > 1:
         row["result"] = "losses differ"
+    elif abs(row.get("first_norm_off", 0)) > FIRST_NORM:
+        row["result"] = "gradients differ"
     elif row.get("peak_gib") and row["peak_gib"] > row["budget_gib"]:
         row["result"] = "over budget"
 

@@ -138,7 +138,8 @@ def untimed_part(rows: list[dict[str, str]]) -> str:
             "peaks count (the allocator's, and what `holdall` counts outside). *tight*: a quarter of plain's peak, or a hair",
             f"above what a refusal named. {len({shape for shape, _ in shapes})} shapes, {len(ours)} cells:",
             f"{', '.join(f'{n} {r}' for r, n in counts.items())}; {commits_of(ours)}. Each cell: seen of budget in GiB, and",
-            "the largest difference of a loss as a share of the tolerance.",
+            "the largest difference of a loss as a share of the tolerance. The norm of the first gradient is within",
+            f"{first_norms(ours)} of plain's where the losses are.",
         ),
         "",
         "| shape | recipe | plain, GiB | half | tight |",
@@ -149,6 +150,11 @@ def untimed_part(rows: list[dict[str, str]]) -> str:
         said = [untimed_cell(cells.get((shape, recipe, budget))) for budget in ("half", "tight")]
         lines.append(f"| {shape} | {recipe} | {number(plain.get('peak_gib', ''), 1)} | {' | '.join(said)} |")
     return "\n".join(lines) + "\n"
+
+
+def first_norms(rows: list[dict[str, str]]) -> str:
+    off = [abs(float(row["first_norm_off"])) for row in rows if row["result"] == "ran" and row.get("first_norm_off")]
+    return f"{max(off, default=0.0):.2%}"
 
 
 def untimed_cell(row: dict[str, str] | None) -> str:
