@@ -27,7 +27,7 @@ from holdall.runtime.programs import compiled
 from holdall.runtime.programs.capture import capture, tensors_of
 from holdall.runtime.programs.compiled import Compiler
 from holdall.runtime.programs.fx_function import Half
-from holdall.runtime.programs.runner import Program
+from holdall.runtime.programs.program import Program
 from holdall.testing.contracts import problem_for, traced, train
 from holdall.testing.worlds import family, machine
 from holdall.types.program import lazily
