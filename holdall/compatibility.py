@@ -121,6 +121,7 @@ PAIRS = {
         hint="keep, recompute or offload such blocks whole; in bfloat16 they can be run op by op",
     ),
     ("offload", "reschedule"): Verdict(why="on one block, what the program keeps is offloaded"),
+    ("layer_swap", "reschedule"): Verdict(why="on one block, its inputs and what the program keeps leave"),
     ("offload", "compress"): Verdict(why="on different blocks; codes that are to wait elsewhere: `swap`"),
     ("place", "in_backward"): Verdict(why='as `place` with when="backward"; both actions in one plan are refused'),
     ("in_backward", "bf16"): Verdict(why='as `place` with when="backward"'),

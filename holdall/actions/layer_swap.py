@@ -4,21 +4,29 @@ A layer's inputs set out when its forward begins, and what it saves inside as so
 (`begin`); the device's copies are freed when its forward is over (`until`: that of a later layer). An input may be held by the
 layers before, too: the one that made it, if it saved its result, and others that read it. They share one copy, which comes
 back for all of them.
+
+A layer may run by a program (`reschedule`). Its inputs leave in the same way, and tensors that the program keeps (`made`, in
+place of `inner`) when its forward is over; backward asks for all of them when the layer's backward begins.
+
+A layer may have several such actions, each with tensors and moments of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.offload import Offload
-from holdall.errors import Unsupported
+from holdall.actions.reschedule import Reschedule
+from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Block, Copy, Facts, Phase, Problem, Schedule, Trace, Wait
 from holdall.types.trace import OpId, TensorId, once_per_trace
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
+
+_NONE: Mapping[int, Collection[TensorId]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +34,7 @@ class LayerSwap(Facts):
     block: str  # the last that reads the inputs in forward
     inputs: tuple[int, ...] = ()  # positions of the inputs that leave
     inner: tuple[int, ...] = ()  # saves of the block, counted from its first, whose tensors leave as soon as they are saved
+    made: tuple[int, ...] = ()  # where it runs by a program: tensors that its forward makes and the program keeps, by number
     holders: tuple[str, ...] = ()  # earlier blocks that hold one of the inputs for backward
     begin: str = ""  # the copies begin when the forward of this block is over; empty: as soon as the tensors are there
     until: str = ""  # free the device's copies when the forward of this block is over; empty: the block's own
@@ -38,6 +47,7 @@ class LayerSwap(Facts):
     rank: ClassVar[int] = 21
     by_default: ClassVar[bool] = True
     alone: ClassVar[bool] = True
+    beside: ClassVar[frozenset[str]] = frozenset({Reschedule.name})  # tensors that a program keeps may leave
     spares_activations: ClassVar[bool] = True
     permitted_by: ClassVar[frozenset[str]] = frozenset({Offload.name})
     what: ClassVar[str] = "a layer's feature maps are copied to the next tier while it computes"
@@ -46,26 +56,40 @@ class LayerSwap(Facts):
     def tiers(self) -> frozenset[str]:
         return frozenset({self.tier})
 
+    def shares(self, other: LayerSwap) -> bool:
+        """Does the other name other tensors of the block?"""
+        pairs = ((self.inputs, other.inputs), (self.inner, other.inner), (self.made, other.made))
+        return not any(set(mine) & set(theirs) for mine, theirs in pairs)
+
     @staticmethod
-    def of(trace: Trace, block: Block, *, only: Collection[TensorId] | None = None) -> LayerSwap:
-        """The action for all feature maps of a block that can leave, or for those in `only`."""
+    def of(
+        trace: Trace,
+        block: Block,
+        *,
+        only: Collection[TensorId] | None = None,
+        kept: Mapping[int, Collection[TensorId]] = _NONE,
+    ) -> LayerSwap:
+        """The action for all feature maps of a block that can leave, or for those in `only`. `kept`: what the programs of
+        blocks that run by one keep."""
         positions, holders = [], set[int]()
         for position, x in enumerate(block.inputs):
-            held = input_holders(trace, block, x)
+            held = input_holders(trace, block, x, kept)
             if held is not None and (only is None or x in only):
                 positions.append(position)
                 holders |= held
-        numbers = []
-        seen = set[TensorId]()
-        for number, save in enumerate(block.saves):
-            x = trace.saves[save].tensor
-            if x not in seen and is_inner(trace, block, x) and (only is None or x in only):
-                numbers.append(number)
-                seen.add(x)
+        inner, made = dict[TensorId, int](), dict[TensorId, int]()
+        if block.id in kept:
+            made = {x: n for n, x in enumerate(_made(trace, block)) if x in kept[block.id] and x not in block.outputs}
+        else:
+            for number, save in enumerate(block.saves):
+                x = trace.saves[save].tensor
+                if is_inner(trace, block, x):
+                    inner.setdefault(x, number)
         return LayerSwap(
             block=block.name,
             inputs=tuple(positions),
-            inner=tuple(numbers),
+            inner=tuple(n for x, n in inner.items() if only is None or x in only),
+            made=tuple(n for x, n in made.items() if only is None or x in only),
             holders=tuple(trace.blocks[n].name for n in sorted(holders - {block.id})),
         )
 
@@ -86,15 +110,25 @@ class LayerSwap(Facts):
         block = trace.block(self.block)
         inputs = [block.inputs[n] for n in self.inputs if n < len(block.inputs)]
         inner = [trace.saves[block.saves[n]].tensor for n in self.inner if n < len(block.saves)]
-        return tuple(dict.fromkeys([*inputs, *inner]))
+        made = [x for n, x in enumerate(_made(trace, block)) if n in self.made] if self.made else []
+        return tuple(dict.fromkeys([*inputs, *inner, *made]))
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
-        block, moved = trace.block(self.block), self.tensors(trace)
+        block = trace.block(self.block)
+        is_program = block.id in schedule.programs
+        if is_program != bool(self.made) and (self.made or self.inner):  # saves have other numbers than a program's tensors
+            return replace(self, inner=(), made=()).rewrite(schedule, problem)
+        moved = self.tensors(trace)
         self._refuse(schedule, trace)
-        needed = min((s.unpacked for x in moved for s in trace.saves_of(x) if s.unpacked is not None), default=None)
+        asked = [asked_for(schedule, x) for x in moved]
+        needed = min((op for op in asked if op is not None), default=None)
         if needed is None:
             return schedule
+        if None in asked:
+            raise Unsupported(
+                f"`{self.block}` swaps a tensor that no backward reads", hint="plan again: holdall.plan(trace, ...)"
+            )
         schedule = schedule.copy()
         self._send(schedule, trace, block, problem.other(self.tier))
         schedule.insert(trace.block(self.until).last if self.until else block.last, [Wait(tensors=moved)])
@@ -124,15 +158,31 @@ class LayerSwap(Facts):
                 save = trace.saves[block.saves[number]]
                 out = Copy(tensors=(save.tensor,), src=schedule.home, dst=tier, name=self.block)
                 schedule.insert(max(save.packed, trace.tensors[save.tensor].born), [out])
+        made = tuple(x for n, x in enumerate(_made(trace, block)) if n in self.made)
+        if made:
+            schedule.insert(block.last, [Copy(tensors=made, src=schedule.home, dst=tier, name=self.block)])
 
     def _refuse(self, schedule: Schedule, trace: Trace) -> None:
         moved = set(self.tensors(trace))
         for name in self.holders:
             holder = trace.block(name)
-            if holder.id in schedule.programs or (holder.id in schedule.replays and moved & set(holder.inputs)):
+            if holder.id in schedule.replays and moved & set(holder.inputs):
                 raise Unsupported(
-                    f"an input of `{self.block}` cannot be swapped: `{name}` holds it for a replay or a program",
+                    f"an input of `{self.block}` cannot be swapped: `{name}` holds it for a replay",
                     hint=f"keep `{name}`, or do not swap `{self.block}`",
+                )
+        block = trace.block(self.block)
+        steps = (step for op in range(block.first - 1, block.last + 1) for step in schedule.after.get(op, ()))
+        if any(isinstance(step, Copy) and step.src == schedule.home and moved & set(step.tensors) for step in steps):
+            raise InvalidInput(
+                f"two swaps of `{self.block}` name saves of one tensor", hint="name all saves of a tensor in one of them"
+            )
+        for number, program in schedule.programs.items():
+            name = trace.blocks[number].name
+            if moved & program.tensors and name not in (self.block, *self.holders):
+                raise Unsupported(
+                    f"an input of `{self.block}` cannot be swapped: the program of `{name}` keeps it",
+                    hint="plan again: holdall.plan(trace, ...)",
                 )
 
     def install(self, harness: Harness) -> None:
@@ -143,20 +193,24 @@ class LayerSwap(Facts):
             if holder.offloads:
                 raise Unsupported(f"`{name}` is offloaded and holds an input of `{self.block}`", hint=f"swap `{name}`, too")
             holder.lends = True
-        harness.policy(self.block).swap = SwapPolicy(
+        policy = SwapPolicy(
             inputs=frozenset(self.inputs),
             early=frozenset(self.inner),
+            made=frozenset(self.made),
             begin=self.begin,
             until=self.until or self.block,
             fetch=self.fetch,
             arrive=self.arrive,
             tier=self.tier,
         )
+        harness.policy(self.block).swaps.append(policy)
 
 
-def input_holders(trace: Trace, block: Block, x: TensorId) -> set[int] | None:
-    """The blocks that hold an input for backward, if this block may swap it: it reads it last, and only blocks hold it."""
+def input_holders(trace: Trace, block: Block, x: TensorId, kept: Mapping[int, Collection[TensorId]] = _NONE) -> set[int] | None:
+    """The blocks that hold an input for backward, if this block may swap it: it reads it last, and only blocks hold it. `kept`:
+    what programs keep."""
     info = trace.tensors[x]
+    by_program = {n for n, tensors in kept.items() if x in tensors}
     asked = [s.unpacked for s in trace.saves_of(x) if s.unpacked is not None]
     if info.born < 0 or info.freed is None or not asked or info.freed >= min(asked):
         return None  # the user's, or somebody holds it until backward
@@ -164,7 +218,22 @@ def input_holders(trace: Trace, block: Block, x: TensorId) -> set[int] | None:
         return None
     held = holding_blocks(trace)
     savers = [held.get(n) for n in saved_as(trace)[x]]
-    return None if any(b is None or b > block.id for b in savers) else {b for b in savers if b is not None}
+    if any(b is None or b > block.id for b in savers) or max(by_program, default=0) > block.id:
+        return None
+    return by_program | {b for b in savers if b is not None and b not in kept}
+
+
+def asked_for(schedule: Schedule, x: TensorId) -> OpId | None:
+    """The op after which backward first asks for a tensor: autograd, or the program of a block; None: never."""
+    trace, programs = schedule.trace, schedule.programs
+    holders = holding_blocks(trace)
+    saves = [trace.saves[n].unpacked for n in saved_as(trace).get(x, ()) if holders.get(n) not in programs]
+    return min([op for op in saves if op is not None] + [p.until for p in programs.values() if x in p.tensors], default=None)
+
+
+def _made(trace: Trace, block: Block) -> list[TensorId]:
+    """What a block's forward makes, in order: programs name tensors by it."""
+    return [x for op in trace.ops[block.first : block.last + 1] for x in op.writes]
 
 
 def is_inner(trace: Trace, block: Block, x: TensorId) -> bool:

@@ -36,7 +36,7 @@ class Reschedule(Facts):
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
-    beside: ClassVar[frozenset[str]] = frozenset({"offload", "offload_share"})  # tensors that a program keeps may be offloaded
+    beside: ClassVar[frozenset[str]] = frozenset({"offload", "offload_share", "layer_swap"})  # tensors that it keeps may leave
     rank: ClassVar[int] = 5
     spares_activations: ClassVar[bool] = True
     permitted_by: ClassVar[frozenset[str]] = frozenset({"recompute"})  # it is recomputation of smaller pieces

@@ -262,9 +262,13 @@ class Mip:
             sure |= ts <= max(dag.users[i], default=0)
         self.carry[ts, i] = self.model.add_columns(len(ts), lower=sure, whole=True)
 
+    def ends(self, i: int) -> Ints:
+        """By stage, the column for "there as the stage ends"."""
+        return np.append(self.carry[1:, i], -1)
+
     def _lives(self, i: int) -> None:
         """L of a node, from the last of its readers to itself."""
-        after = np.append(self.carry[1:, i], -1)  # by stage, the column for "there after this"
+        after = self.ends(i)  # by stage, the column for "there after this"
         for k in (*reversed(self.dag.users[i]), i):
             ts = self.stages(k)
             lie = self.model.add_columns(len(ts))
@@ -290,7 +294,7 @@ class Mip:
         row[t, k] = self.model.add_rows([(self.held[t, k], 1.0), (before, -1.0)], lower=0.0, upper=0.0)
         following = np.full((n, n), -1)
         following[t[:-1], k[:-1]] = np.where(t[1:] == t[:-1], row[t, k][1:], -1)
-        opening = row[np.arange(n), there.argmax(axis=1)]
+        self.opening = opening = row[np.arange(n), there.argmax(axis=1)]  # the row of each stage's first run
         for i in range(n):  # what lies there as the stage begins: if i cannot run in it, all that it will need
             at_start = np.where(there[:, i], self.carry[:n, i], self._first[:n, i])
             self.model.add_entries(opening, at_start, -size[i])

@@ -6,7 +6,7 @@ that hold an input of a later block lend it (`lent`): both refer to one entry, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall.runtime.activations.offload import Forward, OffloadedEntry, OffloadedGroup, _Parked
-from holdall.runtime.activations.recompute import unpack
+from holdall.runtime.activations.recompute import RecomputedCall, unpack
 
 Lent = WeakValueDictionary[int, OffloadedEntry]
 """Entries that are on the device, by their storage; only autograd holds them."""
@@ -23,10 +23,11 @@ Lent = WeakValueDictionary[int, OffloadedEntry]
 
 @dataclass(frozen=True, kw_only=True)
 class SwapPolicy:
-    """What leaves with a block, and when; see `actions/layer_swap.py`."""
+    """What leaves with a block, and when; see `actions/layer_swap.py`. A block may have several."""
 
     inputs: frozenset[int] = frozenset()  # by position, counted by storage
     early: frozenset[int] = frozenset()  # numbers of the saves whose tensors leave
+    made: frozenset[int] = frozenset()  # by a program: numbers of the tensors that leave, among those that the forward makes
     begin: str = ""  # block after whose forward the copies begin; empty: at once
     until: str  # block after whose forward the device's copies are freed
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
@@ -34,15 +35,39 @@ class SwapPolicy:
     tier: str = ""  # destination; empty: the nearest tier
 
 
-class SwappedSaves:
-    """The saved tensors of one block call: those that leave, and others that can be lent. None leaves before `depart` is called
-    if the policy says so."""
+class SwappedPart:
+    """Tensors of one block call that leave and return together. None leaves before `depart` is called if the policy says so."""
 
-    def __init__(self, group: OffloadedGroup, policy: SwapPolicy, lent: Lent, stay: Callable[[int], bool]) -> None:
-        self.group = group
-        self._policy, self._lent, self._stay = policy, lent, stay
+    def __init__(self, group: OffloadedGroup, policy: SwapPolicy) -> None:
+        self.group, self.policy = group, policy
+        self.chosen: dict[OffloadedEntry, None] = {}  # held until the copies begin: autograd may not hold them yet
+        self.kept: list[OffloadedEntry] = []  # by a program, until its forward is over
+
+    def choose(self, entries: Sequence[OffloadedEntry]) -> None:
+        """Let these leave, at once if they may."""
+        self.chosen |= dict.fromkeys(entries)
+        if not self.policy.begin:
+            self.send(entries)
+
+    def send(self, entries: Sequence[OffloadedEntry]) -> None:
+        for entry in entries:
+            entry.group = self.group
+        self.group.leave(entries)
+
+    def depart(self) -> None:
+        """Start the copies, if they have not begun; autograd holds what was saved from here on."""
+        if self.policy.begin:
+            self.send(list(self.chosen))
+        self.chosen = {}
+
+
+class SwappedSaves:
+    """The saved tensors of one block call: those of its parts, which leave, and others that can be lent."""
+
+    def __init__(self, parts: Sequence[SwappedPart], lent: Lent, stay: Callable[[int], bool]) -> None:
+        self.parts = parts
+        self._lent, self._stay = lent, stay
         self._count = 0
-        self._chosen: dict[OffloadedEntry, None] = {}  # held until the copies begin: autograd may not hold them yet
 
     def begin(self, arguments: Any) -> None:
         """Choose the inputs that leave, and start their copies if they may begin."""
@@ -50,11 +75,9 @@ class SwappedSaves:
         for t in tree_leaves(arguments):
             if isinstance(t, torch.Tensor):
                 storages.setdefault(t.untyped_storage()._cdata, t.untyped_storage())
-        own = [s for position, s in enumerate(storages.values()) if position in self._policy.inputs and not self._stays(s)]
-        for storage in own:
-            self._chosen[self._entry(storage)] = None
-        if not self._policy.begin:
-            self._send(list(self._chosen))
+        for part in self.parts:
+            own = [s for position, s in enumerate(storages.values()) if position in part.policy.inputs and not self._stays(s)]
+            part.choose([self._entry(storage) for storage in own])
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The placeholder for a tensor; `unpack` returns the tensor."""
@@ -63,32 +86,37 @@ class SwappedSaves:
         if self._stays(storage):
             return tensor
         entry = self._entry(storage)
-        if number in self._policy.early and entry not in self._chosen:
-            self._chosen[entry] = None
-            if not self._policy.begin:
-                self._send([entry])
+        for part in self.parts:
+            if number in part.policy.early and entry not in part.chosen:
+                part.choose([entry])
         return _Parked(entry, tensor)
 
-    def depart(self) -> None:
-        """Start the copies, if they have not begun; autograd holds what was saved from here on."""
-        if self._policy.begin:
-            self._send(list(self._chosen))
-        self._chosen = {}
+    def take(self, tensor: torch.Tensor, number: int | None) -> Any:
+        """The placeholder for a tensor that a program keeps. `number`: of those that the block makes."""
+        storage = tensor.untyped_storage()
+        if self._stays(storage):
+            return tensor
+        entry = self._entry(storage)
+        for part in self.parts:
+            if number in part.policy.made:
+                part.kept.append(entry)
+        return _Parked(entry, tensor)
+
+    def leave(self, _out: Any, _call: RecomputedCall | None = None) -> None:
+        """After the forward of a block that runs by a program: start the copies of what it makes, if they may begin."""
+        for part in self.parts:
+            part.choose(part.kept)
+            part.kept = []
 
     def _stays(self, storage: torch.UntypedStorage) -> bool:
-        return self._stay(storage._cdata) or storage.device.type != self.group.store.device.type
+        return self._stay(storage._cdata) or storage.device.type != self.parts[0].group.store.device.type
 
     def _entry(self, storage: torch.UntypedStorage) -> OffloadedEntry:
         key = storage._cdata
         entry = self._lent.get(key)
         if entry is None or entry.storage is None or entry.storage._cdata != key:  # an address may be used again
-            entry = self._lent[key] = OffloadedEntry(storage, self.group)
+            entry = self._lent[key] = OffloadedEntry(storage, self.parts[0].group)
         return entry
-
-    def _send(self, entries: list[OffloadedEntry]) -> None:
-        for entry in entries:
-            entry.group = self.group
-        self.group.leave(entries)
 
 
 def swap_saved(saves: SwappedSaves, forward: Forward, args: Any, kwargs: Any) -> Any:

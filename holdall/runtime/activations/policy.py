@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from holdall.ops import backward_nodes
 from holdall.runtime.activations.compress import Compression, compress_saved
-from holdall.runtime.activations.layer_swap import Lent, SwappedSaves, SwapPolicy, swap_saved
+from holdall.runtime.activations.layer_swap import Lent, SwappedPart, SwappedSaves, SwapPolicy, swap_saved
 from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, offload_saved
 from holdall.runtime.activations.recompute import ByProgram, Segment
 from holdall.runtime.states.engine import Engine
@@ -31,7 +31,7 @@ class Policy:
     inner: tuple[Nest, ...] = ()  # nested segments inside the segment that this call opens
     state: tuple[str, ...] = ()  # buffers that the block changes, by name in the model
     offloads: list[OffloadedPart] = field(default_factory=list)  # with `compress`, the codes leave
-    swap: SwapPolicy | None = None  # what leaves while the block runs
+    swaps: list[SwapPolicy] = field(default_factory=list)  # what leaves while the block runs
     lends: bool = False  # a later block swaps what this one holds, too
     compress: Compression | None = None
     runner: Callable[..., Any] | None = None  # runs the block by a program: (module, forward, args, kwargs, ...) -> output
@@ -60,11 +60,9 @@ class Blocks:
         self._awaited: dict[str, list[OffloadedGroup]] = {}  # block -> groups to fetch when its backward begins
         self._triggers = {part.fetch for p in policies.values() for part in p.offloads if part.fetch}
         self._expected: dict[str, list[OffloadedGroup]] = {}  # block -> groups that its backward waits for
-        self._departing: dict[str, list[SwappedSaves]] = {}  # block -> those whose copies begin after its forward
+        self._departing: dict[str, list[SwappedPart]] = {}  # block -> those whose copies begin after its forward
         self._lent: Lent = Lent()
-        self._triggers |= {
-            name for p in policies.values() if p.swap is not None for name in (p.swap.fetch, p.swap.arrive) if name
-        }
+        self._triggers |= {name for p in policies.values() for swap in p.swaps for name in (swap.fetch, swap.arrive) if name}
 
     def restart(self) -> None:
         """Begin a new step: forget the open groups of an aborted one."""
@@ -94,6 +92,7 @@ class Blocks:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         policy = self._policies.get(name)
+        swaps = (policy.swaps or ([SwapPolicy(until=name)] if policy.lends else [])) if policy is not None else []
         groups = [self._group(part) for part in policy.offloads] if policy is not None else []
         saves = OffloadedSaves(groups, (args, kwargs), self._stay) if groups else None
         if policy is None:
@@ -107,14 +106,22 @@ class Blocks:
             out, call = segment.run(module, made_by, args, kwargs, state=state, keep=policy.keep, only=policy.only, **hold)
             if saves is not None:
                 saves.leave(out, call)
+        elif policy.runner is not None and swaps:
+            runner = policy.runner
+
+            def by_program(swapped: SwappedSaves) -> Any:
+                swapped.begin((args, kwargs))
+                return runner(module, forward, args, kwargs, swapped)
+
+            out = self._swap(swaps, name, by_program)
         elif policy.runner is not None:
             out = policy.runner(module, forward, args, kwargs, saves)
         elif policy.compress is not None:
             out = compress_saved(policy.compress, groups[0] if groups else None, forward, args, kwargs)
         elif saves is not None:
             out = offload_saved(saves, forward, args, kwargs)
-        elif policy.swap is not None or policy.lends:
-            out = self._swap(policy.swap or SwapPolicy(until=name), name, forward, args, kwargs)
+        elif swaps:
+            out = self._swap(swaps, name, lambda swapped: swap_saved(swapped, forward, args, kwargs))
         else:
             out = forward(*args, **kwargs)
         for departing in self._departing.pop(name, ()):
@@ -127,16 +134,17 @@ class Blocks:
                 self._leaving.setdefault(group.part.until, []).append(group)
         return out
 
-    def _swap(self, policy: SwapPolicy, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _swap(self, policies: Sequence[SwapPolicy], name: str, run: Callable[[SwappedSaves], Any]) -> Any:
         """Run a block whose feature maps leave while it runs, or are lent to a later block that lets them leave."""
-        group = OffloadedGroup(self._stores.at(policy.tier), self._bank, OffloadedPart(lag=True))
-        saves = SwappedSaves(group, policy, self._lent, self._stay)
-        out = swap_saved(saves, forward, args, kwargs)
-        self._departing.setdefault(policy.begin or name, []).append(saves)
-        self._leaving.setdefault(policy.until, []).append(group)
-        for table, block in ((self._awaited, policy.fetch), (self._expected, policy.arrive)):
-            if block:
-                table.setdefault(block, []).append(group)
+        parts = [SwappedPart(OffloadedGroup(self._stores.at(p.tier), self._bank, OffloadedPart(lag=True)), p) for p in policies]
+        out = run(SwappedSaves(parts, self._lent, self._stay))
+        for part in parts:
+            policy, group = part.policy, part.group
+            self._departing.setdefault(policy.begin or name, []).append(part)
+            self._leaving.setdefault(policy.until, []).append(group)
+            for table, block in ((self._awaited, policy.fetch), (self._expected, policy.arrive)):
+                if block:
+                    table.setdefault(block, []).append(group)
         return out
 
     def _group(self, part: OffloadedPart) -> OffloadedGroup:

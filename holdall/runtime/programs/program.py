@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from holdall.errors import InvalidInput, Unsupported
+from holdall.runtime.activations.layer_swap import SwappedSaves
 from holdall.runtime.activations.offload import OffloadedSaves
 from holdall.runtime.activations.recompute import Hooks, unpack
 from holdall.runtime.activations.recompute_rows import RowEntry, fetch_all, take_heads, with_first_rows
@@ -114,7 +115,7 @@ class Program:
     # running
 
     def __call__(
-        self, inputs: Sequence[torch.Tensor], parking: OffloadedSaves | None = None, hooks: Hooks | None = None
+        self, inputs: Sequence[torch.Tensor], parking: OffloadedSaves | SwappedSaves | None = None, hooks: Hooks | None = None
     ) -> Any:
         """Run the forward; autograd knows how to come back. `parking`, `hooks`: take what is kept until then."""
         differentiable = [t for t in inputs if t.requires_grad]
@@ -122,7 +123,7 @@ class Program:
         results = _Block.apply(call, *differentiable)
         if parking is not None:
             call.hand_over(lambda slot, t: parking.take(t, self.numbers.get(slot)))
-            if self.rows:
+            if self.rows and isinstance(parking, OffloadedSaves):
                 call.heads, call.divided = take_heads(parking, call.divided, self.rows), {}
             parking.leave(results)
         elif hooks is not None:

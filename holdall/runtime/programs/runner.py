@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdall.errors import Unsupported
 from holdall.ops import odd_argument
+from holdall.runtime.activations.layer_swap import SwappedSaves
 from holdall.runtime.activations.offload import OffloadedSaves
 from holdall.runtime.activations.recompute import Hooks, Segment
 from holdall.runtime.programs.capture import capture
@@ -56,7 +57,7 @@ class Runner:
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        parking: OffloadedSaves | None = None,
+        parking: OffloadedSaves | SwappedSaves | None = None,
         hooks: Hooks | None = None,  # of the segment that the call is in
     ) -> Any:
         if self._parts is None or not self._parts.are_of(module):
