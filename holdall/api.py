@@ -26,7 +26,7 @@ from holdall.runtime.head.lazy_logits import chunk_head
 from holdall.runtime.programs.compiled import resolve_backend
 from holdall.runtime.switching.buckets import Buckets
 from holdall.runtime.switching.recast import Recast
-from holdall.runtime.switching.retry import Tighten
+from holdall.runtime.switching.replacements import Tighten
 from holdall.runtime.switching.trials import Correct
 from holdall.tiers import Store
 from holdall.tracing import check_model, trace_step

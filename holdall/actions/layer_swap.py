@@ -164,6 +164,12 @@ class LayerSwap(Facts):
 
     def _refuse(self, schedule: Schedule, trace: Trace) -> None:
         moved = set(self.tensors(trace))
+        split = trace.about.pieces.modules if trace.about.pieces is not None else ()
+        for name in (self.block, *self.holders):
+            if any(f"{module}.".startswith(f"{trace.block(name).module}.") for module in split):
+                raise Unsupported(
+                    f"`{self.block}` cannot be swapped: `{name}` runs in pieces", hint=f"keep or offload `{self.block}`"
+                )
         for name in self.holders:
             holder = trace.block(name)
             if holder.id in schedule.replays and moved & set(holder.inputs):

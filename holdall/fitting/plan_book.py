@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdall import api
-from holdall.actions.in_backward import InBackward
 from holdall.caching import cache_folder, key_of
 from holdall.errors import HoldallError, Infeasible, InvalidInput, Unsupported
 from holdall.fitting.captured import correct_blocks
 from holdall.fitting.correction import Correction, Corrector
 from holdall.fitting.remembering import SLOW, keep_trace, remember_trace
-from holdall.fitting.replan import plan_around
+from holdall.fitting.replan import leave_to_loop, plan_around, plan_within, settled_by
 from holdall.pace import Pace, pace_of
 from holdall.planning.finish import over_budget
 from holdall.problem import PROBLEM, bare_problem, hardware_for, make_problem, resolve_precision
@@ -35,7 +34,7 @@ from holdall.tracing.calls import Given
 from holdall.tracing.identity import identity_of
 from holdall.tracing.process_memory import OtherMemory, other_memory
 from holdall.tracing.step import default_loss
-from holdall.types import Action, Plan, Problem, Progress, Trace
+from holdall.types import Plan, Problem, Progress, Trace
 from holdall.types.plan import silent
 from holdall.units import format_bytes
 
@@ -149,13 +148,20 @@ class PlanBook:
         unique = {tuple(sorted(b.shapes.items())): b for b in (*found.values(), mine)}
         return mine.plan, Buckets(unique.values(), self._call, partial(self._meet, axes, first.plan))
 
-    def tighten(self, plan: Plan) -> Plan | None:
-        """The plan with the smallest peak for the same step and placement; None: this is it."""
+    def tighten(self, plan: Plan, held: int | None = None, /) -> Plan | None:
+        """A plan for the same step with the same placement: the one with the smallest peak or, with `held`, one that leaves
+        these bytes of the budget to the loop. None: there is none.
+        """
         known = self._traces.get(id(plan))
         if known is None:
             return None
-        home = next(iter(plan.budget))
-        made = self._adjust(plan_around(self._problem(known[1]), _settled(plan), smallest=True), known[1])
+        trace, home = known[1], next(iter(plan.budget))
+        if held is not None:
+            less = plan_within(self._problem(trace), settled_by(plan), held, self._planning)
+            made = leave_to_loop(self._adjust(less, trace), plan.budget, held)
+            self._traces[id(made)] = made, trace
+            return made
+        made = self._adjust(plan_around(self._problem(trace), settled_by(plan), smallest=True), trace)
         return made if made.predicted.peak[home] < plan.predicted.peak[home] else None
 
     def expect_corrections(self, plan: Plan, trace: Trace) -> None:
@@ -252,7 +258,7 @@ class PlanBook:
         try:
             return first_that_goes(makers)
         except Infeasible as error:
-            if not _settled(first):
+            if not settled_by(first):
                 raise
             hint = "name this length up front, as in fit(..., lengths=[512, 2048]), so that model states are placed for it"
             raise Infeasible(error.fact, hint=hint, smallest=error.smallest) from error
@@ -337,11 +343,11 @@ class PlanBook:
 
     def _around(self, traced: _Traced, first: Plan) -> Bucket:
         """A plan with the same placement of states as the first."""
-        settled = _settled(first)
+        settled = settled_by(first)
         if self._planning.get("planner", "auto") == "auto":
             return self._bucket(traced, lambda trace: plan_around(self._problem(trace), settled))
         made = self._freely(traced)
-        if _settled(made.plan) != settled:
+        if settled_by(made.plan) != settled:
             raise Unsupported(
                 f"for a batch of {list(traced.shapes.values())} `{first.planner}` would place model states differently",
                 hint='use planner="auto", which plans around one placement',
@@ -370,12 +376,6 @@ def _context(trace: Trace) -> int:
     if trace.about.timed is None:
         return 0
     return device_context(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _settled(plan: Plan) -> tuple[Action, ...]:
-    """The actions that must not change between steps: where states live and when they are updated."""
-    kept = [a for a in plan.actions if a.settles_states]
-    return tuple(replace(a, late=()) if isinstance(a, InBackward) else a for a in kept)
 
 
 def _loss_of_call(model: torch.nn.Module, call: Any) -> torch.Tensor:

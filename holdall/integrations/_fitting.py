@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from holdall import api
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, MissingExtra
+from holdall.fitting.replan import MARGIN, margin_of
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch, start
 from holdall.problem import resolve_budget, resolve_hardware
@@ -29,11 +30,9 @@ from holdall.reporting import Report
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss, call_model, default_loss
 from holdall.types import Hardware, Phase, Plan, Trace
-from holdall.units import GiB, MiB, format_bytes
+from holdall.units import GiB, format_bytes
 
 log = logging.getLogger("holdall")
-
-_MARGIN = 16 * MiB  # or 1 % of the budget: logged values, norms of gradients, the loss in a progress bar
 
 
 def need(module: str, *, what: str, package: str, extra: str) -> Any:
@@ -182,8 +181,8 @@ class _Room:
     @property
     def left(self) -> dict[str, int]:
         """The budget to plan for."""
-        margin = min(_MARGIN, self.budget[self.home] // 100)
-        return {**self.budget, self.home: max(1, self.budget[self.home] - margin - self.batches)}
+        whole = self.budget[self.home]
+        return {**self.budget, self.home: max(1, whole - margin_of(whole) - self.batches)}
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -194,7 +193,7 @@ class _Room:
             if error.smallest is None:
                 raise
             least = error.smallest + self.batches
-            smallest = min(least + _MARGIN, least * 100 // 99 + 2)  # with the margin of that budget
+            smallest = min(least + MARGIN, least * 100 // 99 + 2)  # with the margin of that budget
             fact = f"{error.fact}; the trainer needs {format_bytes(smallest - error.smallest)} more"
             raise Infeasible(fact, hint=f"use a budget of at least {smallest} bytes", smallest=smallest) from error
 

@@ -13,8 +13,8 @@ from holdall.types.trace import TensorId
 
 def block_rows(problem: Problem, actions: Iterable[Action]) -> list[BlockRow]:
     """One row per block: decision, bytes held on the device for backward with and without the plan, seconds."""
-    trace = problem.trace
     schedule = lower(problem, actions)
+    trace = schedule.trace
     decided: dict[str, list[Action]] = {}
     for action in sorted(actions, key=lambda a: a.rank):
         for name in blocks_of(action):

@@ -31,8 +31,9 @@ def by_programs(problem: Problem, plan: Plan) -> Plan:
         return plan
     planner = build_member("planners", plan.planner, dict(plan.options), f"planner {plan.planner}")
     plan = _without_offload(planner, problem, plan)
-    again = _recomputed(problem.trace, plan)
-    for actions in ([*again, *_kept(problem.trace, again)], again):
+    trace = problem.under(plan.actions).trace
+    again = _recomputed(trace, plan)
+    for actions in ([*again, *_kept(trace, again)], again):
         try:
             return finish(planner, problem, actions, why=[*plan.why, "its blocks run by programs, to be compiled"])
         except HoldallError:  # a program holds its parameters' gradients to its end, which may exceed the budget

@@ -40,7 +40,8 @@ from holdall.runtime.switching.backward_hook import watch_backward
 from holdall.runtime.switching.buckets import Buckets
 from holdall.runtime.switching.drift import Watch, refuse_compiled
 from holdall.runtime.switching.recast import Casting, Prepared, Recast
-from holdall.runtime.switching.retry import Repeat, Tighten
+from holdall.runtime.switching.replacements import Tighten
+from holdall.runtime.switching.retry import Repeat
 from holdall.runtime.switching.selector import Choosing
 from holdall.runtime.switching.snapshot import RandomNumbers
 from holdall.runtime.switching.submodule_calls import Parts
@@ -105,7 +106,7 @@ class Harness:
         self._make_stores = make_stores
         self._next: Plan | None = None  # a plan to change to before the next step
         recorder = FlightRecorder(record)
-        self._repeat = Repeat(self, tighten, recorder) if tighten is not None or record is not None else None
+        self._repeat = Repeat(self, tighten, recorder, self._meter) if tighten is not None or record is not None else None
         self._sizes = buckets is not None
         self._casting = Casting(self.device, recast, self.note())
         chooses = self._repeat is not None or self._sizes or recast is not None
@@ -329,8 +330,6 @@ class Harness:
         self._watch.again()
         if self.engine is not None:
             self.engine.streaming.release_all()
-        if self._meter.ledger is not None:
-            self._meter.ledger.restart()  # the allocation that exceeded the budget never happened
 
     def follow_autocast(self) -> None:
         """Before a training forward: plan again if its autocast differs from the traced one."""

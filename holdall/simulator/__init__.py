@@ -44,7 +44,7 @@ def simulate(
         made = make_allocator(allocator or "ideal")
         outcome = replay(steps, schedule, problem.hardware, allocator=made, full=full)
     if checked:
-        naive = check(steps, {**problem.trace.tensors, **schedule.added}, problem.home, schedule.start)
+        naive = check(steps, {**schedule.trace.tensors, **schedule.added}, problem.home, schedule.start)
         if naive != outcome.peak:
             raise Illegal(f"the simulator counts {outcome.peak}, the checker {naive}")
     return outcome

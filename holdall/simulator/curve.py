@@ -25,10 +25,10 @@ class MemoryCurve:
 
 def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
     schedule = lower(problem, actions)
-    info = {**problem.trace.tensors, **schedule.added}
+    info = {**schedule.trace.tensors, **schedule.added}
     home = problem.home
     live = sum(t.nbytes for x, t in info.items() if t.born < 0 and x not in schedule.start)
-    count = len(problem.trace.ops)
+    count = len(schedule.trace.ops)
     curve = MemoryCurve([0] * count, [0] * count, [0.0] * count, [0] * count, [0] * count, [0.0] * count, [0.0] * count)
     launches = _Launches(schedule) if launching(problem.hardware) else None
     high, again, out, back, sent, more = live, 0.0, 0, 0, 0.0, 0.0
@@ -63,7 +63,7 @@ def memory_curve(problem: Problem, actions: Iterable[Action]) -> MemoryCurve:
                 back += size
             else:
                 out += size
-                sent += starts_of_copy(step, problem.trace) if launches is not None else 0.0
+                sent += starts_of_copy(step, schedule.trace) if launches is not None else 0.0
         elif isinstance(step, Drop) and step.tier == home:
             live -= info[step.tensor].nbytes
             if done:  # frees by the op itself belong to it, not to the next

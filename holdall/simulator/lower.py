@@ -30,9 +30,15 @@ class Lowering:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._known: dict[tuple[Action, ...], Schedule] = {}
+        self._changed: Lowering | None = None  # of the step with other ops
 
     def lower(self, actions: Iterable[Action]) -> Schedule:
         ordered = sorted(actions, key=lambda a: a.rank)
+        under = self._problem.under(ordered)
+        if under is not self._problem:
+            if self._changed is None or self._changed._problem.trace is not under.trace:
+                self._changed = Lowering(under)
+            return self._changed.lower(ordered)
         _once_per_block(ordered)
         count = next((n for n, action in enumerate(ordered) if action.places_states), 0)
         if not count:

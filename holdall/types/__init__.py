@@ -20,7 +20,18 @@ op k's completion and the start of op k + 1; -1 is the moment before the first o
 
 from holdall.types.choice import KEEP, Choice
 from holdall.types.hardware import Hardware, Link, Rate, Tier
-from holdall.types.info import BlockRow, ChunkedHead, HardwareInfo, HostLink, PlanInfo, QueueRate, StepInfo, TierRate, TraceInfo
+from holdall.types.info import (
+    BlockRow,
+    ChunkedHead,
+    HardwareInfo,
+    HostLink,
+    PlanInfo,
+    QueueRate,
+    SplitModules,
+    StepInfo,
+    TierRate,
+    TraceInfo,
+)
 from holdall.types.outcome import Holder, Moment, Outcome, Span
 from holdall.types.plan import Action, Facts, Plan, Planner, Problem, Progress
 from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
@@ -59,6 +70,7 @@ __all__ = [
     "Site",
     "Span",
     "Step",
+    "SplitModules",
     "StepInfo",
     "TensorInfo",
     "Tier",

@@ -22,6 +22,14 @@ class ChunkedHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitModules:
+    """Modules that run on a piece of the sequence at a time."""
+
+    modules: tuple[str, ...]  # their paths
+    rows: int  # positions at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
     """The plan's decision for one block, with bytes and seconds."""
 
@@ -77,6 +85,7 @@ class TraceInfo(StepInfo):
     torch: str = ""  # version
     timed: str | None = None  # the GPU on which ops were timed while tracing; None: the cost model estimates their times
     head: ChunkedHead | None = None  # set by `api.trace_calls` if the step was traced with a chunked head
+    pieces: SplitModules | None = None  # set by the action `pieces` in the step that it makes of a trace
     besides: int = 0  # bytes on the GPU of tensors outside the training
     asked: tuple[str, ...] = ()  # names of block calls that read a value, and so cannot run op by op
     looked_at: tuple[int, ...] = ()  # indices of the batch's tensors whose values decide the control flow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -56,6 +56,13 @@ class Problem:
         """Bytes allowed in a tier."""
         return self.budget.get(tier, self.hardware.tier(tier).capacity)
 
+    def under(self, actions: Iterable[Action]) -> Problem:
+        """The same problem with the ops of the step as these actions change them."""
+        trace = self.trace
+        for action in actions:
+            trace = action.retraced(trace)
+        return self if trace is self.trace else replace(self, trace=trace)
+
     def permits(self, action: type[Action]) -> bool:
         """Whether an action may be used: it was named, or one that it serves was."""
         return bool({action.name, *action.permitted_by} & self.allow)
@@ -98,6 +105,15 @@ class Action(Protocol):
         """A few instances for this trace, for the contract tests."""
         ...
 
+    def retraced(self, trace: Trace) -> Trace:
+        """The step with other ops, if it changes them; the same trace a second time."""
+        ...
+
+    @classmethod
+    def last_resorts(cls, problem: Problem) -> Iterable[Action]:
+        """Actions on the whole step to try if no plan fits without; the action is permitted by `problem`."""
+        ...
+
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule: ...
 
     def install(self, harness: Any) -> None:
@@ -130,6 +146,15 @@ class Facts:
     def shares(self, other: Any) -> bool:  # noqa: ARG002
         """May another action of its class treat the same block, since each treats a part of it?"""
         return False
+
+    def retraced(self, trace: Trace) -> Trace:
+        """The trace itself: most actions leave the ops as they are."""
+        return trace
+
+    @classmethod
+    def last_resorts(cls, problem: Problem) -> Iterable[Action]:  # noqa: ARG003
+        """None: it is no last resort."""
+        return ()
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:  # noqa: ARG003

@@ -24,6 +24,7 @@ from holdall.actions.compress import Compress
 from holdall.actions.in_backward import InBackward
 from holdall.actions.layer_swap import LayerSwap
 from holdall.actions.offload import Offload
+from holdall.actions.pieces import Pieces
 from holdall.actions.place import Place, streamable
 from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, effects, region
@@ -31,6 +32,7 @@ from holdall.cli import app
 from holdall.compatibility import CLOSE, REFUSED, pairs, verdict
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
+from holdall.simulator.lower import blocks_of
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import machine
 from holdall.types.program import lazily
@@ -104,12 +106,16 @@ def actions_for(features, trace):
     """The plan's features, each on blocks where it may be: first and second layer, last, one of those that are left."""
     layers = [b for b in trace.blocks if ".layers." in f".{b.name}" and b.saves]
     found = []
+    if "pieces" in features:
+        split = Pieces.of(trace, 5)
+        last = layers[-1].name if "reschedule" in features else "none"  # the block that runs op by op
+        found.append(replace(split, modules=tuple(m for m in split.modules if not m.startswith(last))))
     if "recompute" in features:
         found.append(Recompute.of(trace, layers[:1]))
     if "offload" in features:
         found += [Offload.of(trace, b, overlap=False) for b in (layers[:1] if "recompute" in features else [])]
         found.append(Offload.of(trace, layers[-1], overlap=False))
-    taken = {b for a in found for b in (getattr(a, "blocks", None) or (a.block,))}
+    taken = {b for a in found for b in blocks_of(a)}
     left = [b for b in layers if b.name not in taken]
     if "layer_swap" in features:
         found.append(LayerSwap.of(trace, left.pop(0)))
@@ -123,7 +129,7 @@ def actions_for(features, trace):
     if "place" in features:
         found.append(place(features, trace))
     elif "in_backward" in features:
-        found.append(InBackward.of(trace, found))
+        found.append(InBackward.of(problem_for(trace).under(found).trace, found))
     return found
 
 

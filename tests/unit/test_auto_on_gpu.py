@@ -46,7 +46,7 @@ def test_fit_begins_with_a_plan_made_ahead_and_can_still_tighten_it(tmp_path):
     with holdall.fit(model, optimizer, batch, plan=tmp_path / "ahead.json", hardware=machine()) as harness:
         assert harness.plan.planner == "nop" and harness.plan.actions == ahead.actions
         train(model, batch, optimizer)
-        tighter = harness._repeat._tighten(harness.plan)
+        tighter = harness._repeat._replacements.tightest(harness.plan)[0]
     assert tighter.predicted.peak["cpu"] < ahead.predicted.peak["cpu"]
 
 

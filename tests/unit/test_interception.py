@@ -324,7 +324,7 @@ def test_a_harness_and_updates_in_backward_together_keep_the_bits_and_leave_in_a
     trace = holdall.trace(model, torch.randn(4, 8), optimizer=optimizer)
     plan = holdall.plan(trace, planner="nop", hardware=machine())
     with around():
-        harness, updates = holdall.apply(plan, model, optimizer, enforce=False, tighten=lambda _: None), ExitStack()
+        harness, updates = holdall.apply(plan, model, optimizer, enforce=False, tighten=lambda *_: None), ExitStack()
         updates.enter_context(in_backward(optimizer, max_norm=0.01, accumulate=2))
         train(model, optimizer)
         ends = [harness.close, updates.close]

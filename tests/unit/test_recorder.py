@@ -190,7 +190,7 @@ def test_the_limit_goes_also_if_leaving_fails(limited):
 
 def test_the_limit_goes_with_a_harness_that_nobody_closes(limited):
     model, plan, ids = limited()
-    gone = weakref.ref(holdall.apply(plan, model, tighten=lambda _: None))
+    gone = weakref.ref(holdall.apply(plan, model, tighten=lambda *_: None))
     model(ids).backward()
     gc.collect()
     assert Limit.on == 1  # the model holds it

@@ -415,7 +415,7 @@ def test_states_on_the_host_are_no_obstacle(monkeypatch, phase, weights, when):
     layers = [b for b in trace.blocks if "layers" in b.name]
     plan = finish(Nop(), problem_for(trace), [place])
     tight = finish(Nop(), problem_for(trace), [*(Recompute.of(trace, [b]) for b in layers), place])
-    with holdall.apply(plan, model, optimizer, enforce=False, tighten=lambda _: tight) as harness:
+    with holdall.apply(plan, model, optimizer, enforce=False, tighten=lambda *_: tight) as harness:
         fails = Fails(monkeypatch, phase, at=4)
         got = train(model, optimizer, before=lambda step: fails.arm() if step == 2 else None)
     assert fails.left == 0
@@ -480,3 +480,49 @@ def test_two_harnesses_take_turns():
     one(x, y).backward()
     first.close()
     assert torch.autograd.backward is PLAIN
+
+
+def many(step=0):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(256, 8, generator=generator), torch.randint(0, 4, (256,), generator=generator)
+
+
+def train_with_average(model, optimizer, steps=5):
+    """A loop that keeps a moving average of the weights, which no trace knows of."""
+    average = [p.detach().clone() for p in model.parameters()]
+    random.seed(0)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(*many(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, p in zip(average, model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+        losses.append(float(loss.detach()))
+    return losses, average
+
+
+@pytest.mark.parametrize(("planner", "share"), [("auto", 0.6), ("auto", 0.8), ("rotor", 0.7)])
+def test_the_plan_after_a_retry_leaves_the_loop_what_it_holds_and_uses_the_rest(planner, share):
+    model, reference = make()
+    expected, means = train_with_average(reference, adam(reference))
+    optimizer = adam(model)
+    given = {"hardware": machine(), "allow": ["recompute", "offload"]}
+    trace = holdall.trace(model, many(), optimizer=optimizer)
+    whole = holdall.plan(trace, planner="nop", hardware=machine()).predicted.peak["cpu"]
+    wanted = holdall.plan(trace, planner=planner, budget=int(share * whole), **given)
+    budget = wanted.predicted.peak["cpu"] + 64  # less than the average needs
+    with holdall.fit(model, optimizer, many(), budget=budget, planner=planner, **given) as harness:
+        got, averages = train_with_average(model, optimizer)
+        measured = harness.report().measured.peak["cpu"]
+    assert sum("retried" in note for note in harness.notes) == 1
+    assert harness.plan.planner == planner
+    assert got == expected
+    assert all(map(torch.equal, averages, means))
+    assert same(model, reference)
+    assert max(harness.all_peaks) <= budget
+    assert measured == pytest.approx(harness.plan.predicted.peak["cpu"], abs=64)
+    assert measured >= (0.85 if planner == "auto" else 0.65) * budget  # rotor's next smaller plan is this much smaller

@@ -22,6 +22,7 @@ from holdall.errors import Infeasible, Unsupported
 from holdall.planners.auto.placements import Guesses, Placements, PlacementShape
 from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
 from holdall.planning.finish import NEVER, finish, over_budget
+from holdall.planning.last_resorts import or_last_resort
 from holdall.planning.updates_in_backward import plan_with_updates
 from holdall.simulator import simulate
 from holdall.types import KEEP, Action, Choice, Outcome, Phase, Plan, Problem
@@ -57,6 +58,9 @@ class Auto:
         return {"via_device" if name == "through" else name: value for name, value in options.items()}
 
     def __call__(self, problem: Problem) -> Plan:
+        return or_last_resort(self, problem, self._best)
+
+    def _best(self, problem: Problem) -> Plan:
         began = time.perf_counter()
         search = _Search(problem, via_device=self.via_device, ahead=self.ahead)
         plain = search.require("keep everything", ())

@@ -21,6 +21,10 @@ class Meter(Protocol):
 
     def begin(self) -> None: ...
 
+    def forget_peak(self) -> None:
+        """Measure the peak of this step from now on."""
+        ...
+
     def end(self) -> None: ...
 
     def seconds(self) -> list[float]:
@@ -55,6 +59,10 @@ class CpuMeter:
         assert self.ledger is not None
         self.ledger.restart()
         self._began = time.perf_counter()
+
+    def forget_peak(self) -> None:
+        assert self.ledger is not None
+        self.ledger.restart()
 
     def end(self) -> None:
         assert self.ledger is not None
@@ -133,6 +141,10 @@ class CudaMeter:
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._began = self._mark()
+
+    def forget_peak(self) -> None:
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) + self._context)
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def end(self) -> None:
         assert self._began is not None

@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from holdall.errors import HoldallError, OverBudget
+from holdall.errors import OverBudget
 from holdall.runtime.activations.recompute import autocast_state
 from holdall.runtime.budget.ledger import Ledger
+from holdall.runtime.budget.meter import Meter
 from holdall.runtime.budget.oom_report import FlightRecorder, OomMoment
 from holdall.runtime.head.lazy_logits import LazyLogits
 from holdall.runtime.states.weights.slots import weights_of
+from holdall.runtime.switching.replacements import Replacements, Tighten
 from holdall.runtime.switching.snapshot import BufferSnapshots, RandomNumbers, Values
 from holdall.types import Plan
 
@@ -40,9 +42,6 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, OverBudget)
 _SMALL = 2**20  # bytes; gradients of smaller outputs are copied, larger ones would take memory that the plan uses
-_TWICE = 2  # failures after which a plan is not used again
-
-Tighten = Callable[[Plan], Plan | None]  # a plan with a smaller peak and the same placement of states; None: there is none
 
 
 @dataclass(eq=False)
@@ -65,19 +64,18 @@ class _Forward:
 class Repeat:
     """Wraps the model's forward, and every backward while the harness is on."""
 
-    def __init__(self, harness: Harness, tighten: Tighten | None, recorder: FlightRecorder) -> None:
+    def __init__(self, harness: Harness, tighten: Tighten | None, recorder: FlightRecorder, meter: Meter) -> None:
         self._harness = harness
+        self._meter = meter
         self.run: Callable[[Any, Any], Any] = lambda args, kwargs: harness.model.forward(*args, **kwargs)
         self.adopt: Callable[[Plan], None] = harness.adopt
-        self._tighten = tighten
+        self._replacements = Replacements(tighten)
         self._recorder = recorder
         self._buffers = BufferSnapshots(harness.model, harness.quiet)
         self._known: list[torch.nn.Parameter] | None = None
         self._own: list[int] = []
         self._latest: _Forward | None = None
         self._is_inside = False
-        self._failures: dict[int, int] = {}  # by id of the plan
-        self._tighter: dict[int, tuple[Plan, Plan | None]] = {}  # by id; keeps the plan, so that its id stays unique
 
     def _weights(self) -> list[torch.nn.Parameter]:
         """The model's weights during a step; cached, since finding them takes longer than checking them."""
@@ -92,9 +90,8 @@ class Repeat:
         return [*self._weights(), *(engine.others() if engine is not None else ())]
 
     def instead_of(self, plan: Plan) -> Plan:
-        """The plan to begin a step with: one that failed twice is replaced by its tighter plan."""
-        tighter = self._tighter[id(plan)][1] if self._failures.get(id(plan), 0) >= _TWICE else None
-        return tighter if tighter is not None else plan
+        """The plan to begin a forward with: another if steps under this one ran out of memory."""
+        return self._replacements.instead_of(plan, self._harness)
 
     # forward
 
@@ -239,6 +236,7 @@ class Repeat:
         gc.collect()  # frames of the first attempt may be in cycles and hold its tensors
         if self._harness.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._meter.forget_peak()  # the failed attempt is over
 
     def _begin(self, step: _Forward) -> tuple[Any, Any]:
         engine = self._harness.engine
@@ -253,27 +251,15 @@ class Repeat:
         plan = harness.plan
         tighter = None
         if not reason:
-            tighter, reason = self._find_tighter(plan)
+            tighter, reason = self._replacements.tightest(plan)
         if tighter is None:
             self._recorder.add_to(error, harness, _moment(phase, step, f"The step was not retried: {reason}"))
             raise error
-        self._failures[id(plan)] = count = self._failures.get(id(plan), 0) + 1
+        is_given_up = self._replacements.fail(plan, tighter, len(harness.all_peaks))
         self._recorder.write(error, harness, _moment(phase, step, f"The step is retried under {tighter.summary()}"))
-        after = "; steps of this size keep it" if count >= _TWICE else ""
+        after = "; steps of this size keep it" if is_given_up else ""
         harness.note()(f"out of memory in {phase}: the step was retried under a tighter plan{after} ({tighter.summary()})")
         return tighter
-
-    def _find_tighter(self, plan: Plan) -> tuple[Plan | None, str]:
-        if self._tighten is None:
-            return None, "this harness has no tighter plan (`holdall.fit` makes one, `holdall.apply` does not)"
-        if id(plan) not in self._tighter:
-            try:
-                self._tighter[id(plan)] = plan, self._tighten(plan)
-            except HoldallError as wrong:
-                self._tighter[id(plan)] = plan, None
-                return None, f"no tighter plan could be made: {wrong.fact}"
-        found = self._tighter[id(plan)][1]
-        return found, "" if found is not None else "the plan is already the tightest"
 
     def _lost(self, step: _Forward) -> str:
         """Why the state before this forward cannot be restored; empty: it can."""
