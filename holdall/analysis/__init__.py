@@ -6,6 +6,7 @@ Each answer rests on real plans at the values that it names, so it can be reprod
 from holdall.analysis.alternatives import Alternative, alternatives
 from holdall.analysis.evaluation import evaluation_of, trace_evaluation
 from holdall.analysis.largest import Largest, Probe, largest
+from holdall.analysis.layouts import LayoutRow, compare_layouts
 from holdall.analysis.pareto import Curve, Point, pareto
 from holdall.analysis.phases import PhasePeak, deciding, phases, tied_bytes
 from holdall.analysis.smallest import Smallest, needed, smallest_budget
@@ -14,11 +15,13 @@ __all__ = [
     "Alternative",
     "Curve",
     "Largest",
+    "LayoutRow",
     "PhasePeak",
     "Point",
     "Probe",
     "Smallest",
     "alternatives",
+    "compare_layouts",
     "deciding",
     "evaluation_of",
     "largest",

@@ -20,6 +20,7 @@ VERBS = {
     "trace": "What one training step does, without needing the memory.",
     "plan": "Decide what to keep, recompute and offload so that a step fits a budget.",
     "explain": "Why a plan does what it does, block by block.",
+    "layout": "Where a plan's tensors lie: what each layout and allocator reserves for what is live.",
     "compare": "Planners against budgets in one table.",
     "ladder": "What each technique gives and costs, added one after the other in real runs.",
     "train": "Train a model under a budget.",

@@ -8,10 +8,11 @@ from dataclasses import replace
 from holdall.errors import OverBudget
 from holdall.simulator.allocators import Expandable, make_allocator
 from holdall.simulator.check import Illegal, check
+from holdall.simulator.lifetimes import count_at_start
 from holdall.simulator.lower import Lowering, close, lower
 from holdall.simulator.pages import Churn, churn
 from holdall.simulator.replay import replay
-from holdall.types import Action, Outcome, Problem, Schedule
+from holdall.types import Action, Outcome, Problem
 from holdall.units import MiB
 
 # Share of the limit left for pages of other streams and late kernels; with it, a 6 GiB plan predicts the halts of an H200.
@@ -39,7 +40,9 @@ def simulate(
         made = make_allocator(allocator, limit=limit) if allocator else None
         outcome = replay(steps, schedule, problem.hardware, allocator=made, full=full)
         if isinstance(made, Expandable):
-            outcome = _with_churn(outcome, churn(made.order, _there(schedule), limit - min(_AT_MOST, int(_ASIDE * limit))))
+            outcome = _with_churn(
+                outcome, churn(made.order, count_at_start(schedule), limit - min(_AT_MOST, int(_ASIDE * limit)))
+            )
     except OverBudget:
         made = make_allocator(allocator or "ideal")
         outcome = replay(steps, schedule, problem.hardware, allocator=made, full=full)
@@ -48,12 +51,6 @@ def simulate(
         if naive != outcome.peak:
             raise Illegal(f"the simulator counts {outcome.peak}, the checker {naive}")
     return outcome
-
-
-def _there(schedule: Schedule) -> int:
-    """Number of tensors on the device when a step begins."""
-    info = {**schedule.trace.tensors, **schedule.added}
-    return sum(t.born < 0 and schedule.start.get(x, schedule.home) == schedule.home for x, t in info.items())
 
 
 def _with_churn(outcome: Outcome, found: Churn) -> Outcome:

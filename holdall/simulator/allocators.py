@@ -85,16 +85,12 @@ class Ideal:
         return self.peak_allocated
 
 
-class Expandable(Ideal):
-    """Segments that grow and shrink by pages: holes are released, except for pages shared with live tensors."""
+class Recording(Ideal):
+    """Also writes down what was asked of it."""
 
-    SHARED = 0.03  # share of live bytes lost in partly used pages: 2 to 3 % at 8, 12 and 24 GiB on an H200
-    PAGES = 128 * MiB  # plus six pages (64 MiB were 28 MiB too few at 6 GiB there); or, if little is live,
-    SMALL = 1 / 6  # this share of it
-
-    def __init__(self, *, limit: Bytes | None = None) -> None:
-        super().__init__(BLOCK, limit=None if limit is None else self.usable(limit))
-        self.order: list[tuple[int, Bytes]] = []  # (key, size) of each allocation, size -1 for a free; for `pages.py`
+    def __init__(self, align: int = 1, *, limit: Bytes | None = None) -> None:
+        super().__init__(align, limit=limit)
+        self.order: list[tuple[int, Bytes]] = []  # (key, size) of each allocation, size -1 for a free
 
     def alloc(self, key: int, nbytes: Bytes, stream: int = 0) -> None:
         self.order.append((key, nbytes))
@@ -103,6 +99,17 @@ class Expandable(Ideal):
     def free(self, key: int) -> None:
         self.order.append((key, -1))
         super().free(key)
+
+
+class Expandable(Recording):
+    """Segments that grow and shrink by pages: holes are released, except for pages shared with live tensors."""
+
+    SHARED = 0.03  # share of live bytes lost in partly used pages: 2 to 3 % at 8, 12 and 24 GiB on an H200
+    PAGES = 128 * MiB  # plus six pages (64 MiB were 28 MiB too few at 6 GiB there); or, if little is live,
+    SMALL = 1 / 6  # this share of it
+
+    def __init__(self, *, limit: Bytes | None = None) -> None:
+        super().__init__(BLOCK, limit=None if limit is None else self.usable(limit))
 
     @classmethod
     def usable(cls, limit: Bytes) -> Bytes:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, permutations
 from math import inf
+from random import Random
 
 from holdall.actions.reschedule.dag import Answer, Dag, Program, answer
 from holdall.runtime.eviction.replay import Free, Key, OpCall
+from holdall.simulator.lifetimes import lifetimes_of
+from holdall.types.lifetimes import Lifetime, StepLifetimes
+from holdall.types.trace import Bytes
 
 
 def shortest(dag: Dag, budget: int, *, loss: int | None = None, saved_budget: int | None = None) -> Answer:
@@ -76,3 +80,81 @@ def _path(came: dict[tuple[int, int], tuple[tuple[int, int], int]], state: tuple
         if ran >= 0:
             runs.append(ran)
     return tuple(reversed(runs))
+
+
+# lifetimes and their layouts
+
+
+def random_lifetimes(rng: Random, count: int, *, period: int = 16, most: int = 12, wraps: bool = False) -> StepLifetimes:
+    """Any lifetimes and sizes; `wraps`: some are alive from one step to the next."""
+    found = []
+    for key in range(count):
+        begin = rng.randrange(period)
+        end = rng.randint(begin + 1, period)
+        if wraps and begin and rng.random() < 0.3:
+            end = rng.randint(1, begin)
+        found.append(Lifetime(key, begin, end, rng.randint(1, most)))
+    return StepLifetimes(tuple(sorted(found, key=lambda t: t.begin)), period)
+
+
+def training_lifetimes(rng: Random, layers: int, *, recompute: bool = False, unit: Bytes = 512) -> StepLifetimes:
+    """A synthetic step: activations wait for their backward, with temporaries both ways. `recompute`: every second layer
+    keeps its first tensor alone, and makes the others again."""
+    order: list[tuple[int, Bytes]] = []
+    held: list[tuple[int, list[int]]] = []  # layer -> what it keeps
+    sizes = [[rng.choice((1, 2, 4, 8, 16)) * rng.randint(3, 9) * unit for _ in range(3)] for _ in range(layers)]
+    key = 0
+
+    def alloc(size: Bytes) -> int:
+        nonlocal key
+        key += 1
+        order.append((key, size))
+        return key
+
+    def passage(layer: int) -> list[int]:
+        made = []
+        for size in sizes[layer]:
+            temporary = alloc(rng.choice((1, 2, 4)) * size)
+            made.append(alloc(size))
+            order.append((temporary, -1))
+        return made
+
+    for layer in range(layers):
+        made = passage(layer)
+        if recompute and layer % 2:
+            order.extend((x, -1) for x in made[1:])
+            made = made[:1]
+        held.append((layer, made))
+    gradient = alloc(sizes[-1][0])
+    for layer, made in reversed(held):
+        again = passage(layer)[1:] if recompute and layer % 2 else []
+        for x in (*reversed(again), *reversed(made)):
+            temporary, new = alloc(rng.choice((1, 2)) * sizes[layer][0]), alloc(sizes[layer][0])
+            order.extend(((temporary, -1), (gradient, -1), (x, -1)))
+            gradient = new
+    order.append((gradient, -1))
+    return lifetimes_of(order, align=unit)
+
+
+def brute_force_height(lifetimes: StepLifetimes) -> Bytes:
+    """The least height: the lowest of all orders in which tensors are put at the lowest free offset."""
+    numbers = range(len(lifetimes.tensors))
+    spans = [t.spans(lifetimes.period) for t in lifetimes.tensors]
+    meet = [[any(b < e and c < d for b, d in spans[i] for c, e in spans[j]) for j in numbers] for i in numbers]
+    best = sum(t.size for t in lifetimes.tensors)
+    for order in permutations(numbers):
+        placed: dict[int, Bytes] = {}
+        for number in order:
+            offset = 0
+            for low, top in sorted((o, o + lifetimes.tensors[n].size) for n, o in placed.items() if meet[n][number]):
+                if low - offset >= lifetimes.tensors[number].size:
+                    break
+                offset = max(offset, top)
+            placed[number] = offset
+            if offset + lifetimes.tensors[number].size >= best:
+                break
+        else:
+            best = max((o + lifetimes.tensors[n].size for n, o in placed.items()), default=0)
+        if best == lifetimes.load:
+            break
+    return best
