@@ -16,7 +16,7 @@ from holdall.errors import OverBudget
 from holdall.optim import in_backward
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
-from holdall.runtime.programs import runner
+from holdall.runtime.programs import program
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import machine
 
@@ -233,7 +233,7 @@ def test_a_plan_for_the_whole_model_is_left_in_the_middle_of_its_call(monkeypatc
     options = {"planner": "checkmate", "method": "lp", "scope": "model", "budget": most - 400, "allow": None}
     with fit(model, optimizer, **options) as harness:
         assert [a.block for a in harness.plan.actions] == [""]
-        plain, left = getattr(runner._Call, phase), [1]
+        plain, left = getattr(program._Call, phase), [1]
 
         def sometimes(call, *args):
             if left and len(harness.all_peaks) == 1:
@@ -241,7 +241,7 @@ def test_a_plan_for_the_whole_model_is_left_in_the_middle_of_its_call(monkeypatc
                 raise torch.OutOfMemoryError("no more memory")
             return plain(call, *args)
 
-        monkeypatch.setattr(runner._Call, phase, sometimes)
+        monkeypatch.setattr(program._Call, phase, sometimes)
         got = train(model, optimizer)
     assert not left
     assert got[0] == expected[0] and same(model, reference)
