@@ -18,6 +18,7 @@ from holdall.analysis.largest import largest
 from holdall.errors import Infeasible, Unsupported
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
+from holdall.runtime.activations.pieces import split
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
 from holdall.testing.worlds import machine
@@ -132,6 +133,29 @@ def test_gradients_differ_by_the_stated_tolerance(dtype, near):
     whole(**batch).loss.backward()
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):
         assert (p.grad - q.grad).float().norm() <= near * q.grad.float().norm()
+
+
+class Summed(nn.Module):
+    """Two weights with one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.bias = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+
+    def forward(self, x):
+        return x @ (self.first + self.second) + self.bias[0] + self.bias[1:].sum(0)
+
+
+def test_weights_with_one_gradient_are_added_up_apart():
+    torch.manual_seed(0)
+    whole, x = Summed().double(), torch.randn(1, 10, 4, dtype=torch.double)
+    pieces = copy.deepcopy(whole)
+    undo = split(pieces, "summed", 3, nullcontext)
+    for module in (whole, pieces):
+        module(x).square().sum().backward()
+    undo()
+    for p, q in zip(pieces.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_only_modules_that_treat_positions_alone_are_split():

@@ -117,7 +117,7 @@ class _Call:
                     for_input = torch.empty_like(x, memory_format=torch.contiguous_format)
                 _rows_of(for_input, rows).copy_(found.pop(0))  # type: ignore[arg-type]
             if not totals:
-                totals = found
+                totals = _own(found, incoming)
                 continue
             for total, more in zip(totals, found, strict=True):
                 if total is not None and more is not None:
@@ -156,6 +156,20 @@ _WITHOUT = 'plan without pieces: fit(..., allow=["recompute", "offload", "place"
 def _rows_of(t: torch.Tensor, rows: slice) -> torch.Tensor:
     """Some positions, with as many dimensions as the whole."""
     return t.reshape(*[1] * (t.dim() - 2), -1, t.shape[-1]).narrow(-2, rows.start, rows.stop - rows.start)
+
+
+def _own(found: list[torch.Tensor | None], incoming: torch.Tensor) -> list[torch.Tensor | None]:
+    """The gradients, to be added to: two weights that a module adds up have one gradient, and each needs its own."""
+    seen = {incoming.untyped_storage()._cdata}
+
+    def apart(gradient: torch.Tensor) -> torch.Tensor:
+        storage = gradient.untyped_storage()
+        is_shared = storage._cdata in seen or storage.nbytes() != gradient.nbytes
+        mine = gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient
+        seen.add(mine.untyped_storage()._cdata)
+        return mine
+
+    return [None if gradient is None else apart(gradient) for gradient in found]
 
 
 class _Remember(torch.autograd.Function):
