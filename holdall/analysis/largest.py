@@ -1,7 +1,7 @@
 """The largest batch, length or model of a list that fits: doubles until one does not, then bisects.
 
 Planners are heuristics, so a larger value may fit where a smaller one does not. The answer rests on trials: it has a plan, and
-the next larger value was refused.
+the next larger value (or, with `near`, one that little larger) was refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Probe:
 class Largest:
     value: int
     plan: Plan
-    beyond: Probe | None  # the next larger value, refused; None: `most` was reached
+    beyond: Probe | None  # the least value that was refused; None: `most` was reached
     probes: tuple[Probe, ...]  # in the order of the trials
 
 
@@ -41,11 +41,12 @@ def largest(
     start: int = 1,
     step: int = 1,
     most: int = 2**24,
+    near: float = 0.0,
     progress: Progress = silent,
 ) -> Largest:
     """The largest multiple of `step` up to `most` that has a plan; `Infeasible` if not even `step` has one.
 
-    `make_plan`: value -> plan. `start`: the first value to try.
+    `make_plan`: value -> plan. `start`: the first value to try. `near`: an answer that may be this share too small is enough.
     """
     if step < 1 or most < step:
         raise InvalidInput(f"`step` is {step} and `most` is {most}: there is nothing to try", hint="use 1 <= step <= most")
@@ -66,7 +67,7 @@ def largest(
             low, k = k, min(2 * k, end)
         else:
             high, k = k, k if low else k // 2
-    while high - low > 1:
+    while high - low > max(1, int(near * low)):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     if low == 0:

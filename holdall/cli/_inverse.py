@@ -22,6 +22,7 @@ from holdall.units import format_bytes, format_seconds
 
 KINDS = ("batch", "seq", "model")
 _SEQ_STEP = 64  # tokens: finer answers are rarely used, and kernels like round lengths
+_SEQ_NEAR = 0.02  # planning a long sequence takes a while
 
 
 def check_kind(kind: str) -> None:
@@ -48,12 +49,20 @@ def ask_largest(request: Request, kind: str, *, step: int | None, progress: Prog
     if kind == "seq" and _is_image(request):
         raise InvalidInput(f"{request.model} takes images, which have no length", hint="ask for `--largest batch`")
     grain = step or (_SEQ_STEP if kind == "seq" else 1)
-    found = _search(request, kind, int, getattr(request, kind), grain, 2**24, progress)
+    near = _SEQ_NEAR if kind == "seq" and step is None else 0.0
+    found = _search(request, kind, int, getattr(request, kind), grain, 2**24, progress, near)
     return found, str(found.value), []
 
 
 def _search(
-    request: Request, field: str, value: Callable[[int], Any], start: int, step: int, most: int, progress: Progress
+    request: Request,
+    field: str,
+    value: Callable[[int], Any],
+    start: int,
+    step: int,
+    most: int,
+    progress: Progress,
+    near: float = 0.0,
 ) -> Largest:
     def make_plan(n: int) -> Plan:
         asked = replace(request, **{field: value(n)})
@@ -63,7 +72,7 @@ def _search(
 
         return prepare(asked, inner).plan(inner)
 
-    return largest(make_plan, start=start, step=step, most=most, progress=progress)
+    return largest(make_plan, start=start, step=step, most=most, near=near, progress=progress)
 
 
 def _is_image(request: Request) -> bool:

@@ -60,7 +60,11 @@ def plan(
     step: Annotated[
         int | None,
         typer.Option(
-            "--step", metavar="N", min=1, help="With --largest: how finely to search. [1; for seq 64]", show_default=False
+            "--step",
+            metavar="N",
+            min=1,
+            help="With --largest: how finely to search. [1; for seq 64, and no finer than 2 %]",
+            show_default=False,
         ),
     ] = None,
     smallest_budget: Annotated[

@@ -182,6 +182,18 @@ def test_the_largest_is_what_trying_everything_finds(some_plan, limit, start, st
     assert len(tried) == len(set(tried)) <= 16 and all(n % step == 0 for n in tried)
 
 
+def test_the_largest_within_a_share_takes_fewer_trials(some_plan):
+    def make_plan(n):
+        if n > 98_765:
+            raise Infeasible("too large", smallest=n)
+        return some_plan
+
+    near, exact = (largest(make_plan, start=64, step=64, near=share) for share in (0.02, 0.0))
+    assert exact.value == 98_765 // 64 * 64
+    assert 0.98 * exact.value <= near.value <= exact.value < near.beyond.value <= 1.02 * near.value
+    assert len(near.probes) <= len(exact.probes) - 4
+
+
 def test_the_largest_stops_where_the_model_ends_and_where_it_is_told(some_plan):
     def make_plan(n):
         if n > 10:
