@@ -108,9 +108,8 @@ def _show(plan: Plan, home: str, rows: Sequence[LayoutRow]) -> None:
         f"{plan.planner} for {format_bytes(plan.budget[home])} of {home}: "
         f"{format_bytes(plan.predicted.peak[home])} live at the peak, {first.tensors} tensors\n"
     )
-    table = grid("layout", "kind", "reserved", "live", "reserved/live", "lower bound", "found in", "", left=2)
+    table = grid("layout", "kind", "reserved", "live", "reserved/live", "found in", left=2)
     for row in rows:
-        notes = ", ".join(f"{name} {value}" for name, value in row.notes.items())
         add_row(
             table,
             row.name,
@@ -118,8 +117,6 @@ def _show(plan: Plan, home: str, rows: Sequence[LayoutRow]) -> None:
             format_bytes(row.reserved),
             format_bytes(row.live),
             f"{row.ratio:.4f}",
-            format_bytes(row.bound),
             format_seconds(row.seconds),
-            notes,
         )
     show(table)
