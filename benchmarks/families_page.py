@@ -135,8 +135,9 @@ def untimed_part(rows: list[dict[str, str]]) -> str:
         "",
         *wrapped(
             "`python benchmarks/families_on_gpu.py --untimed 8`: several rows at a time on one GPU, so only losses and",
-            "peaks count (the allocator's, and what `holdall` counts outside). *tight*: a quarter of plain's peak, or a hair",
-            f"above what a refusal named. {len({shape for shape, _ in shapes})} shapes, {len(ours)} cells:",
+            "peaks count (the allocator's, and what `holdall` counts outside). *half*, *tight*: half and a quarter of plain's",
+            f"peak; {sum(bool(row['refused_gib']) for row in ours)} of them were refused, and ran a hair above what the",
+            f"refusal named. {len({shape for shape, _ in shapes})} shapes, {len(ours)} cells:",
             f"{', '.join(f'{n} {r}' for r, n in counts.items())}; {commits_of(ours)}. Each cell: seen of budget in GiB, and",
             "the largest difference of a loss as a share of the tolerance. The norm of the first gradient is within",
             f"{first_norms(ours)} of plain's where the losses are.",
