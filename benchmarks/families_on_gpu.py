@@ -112,10 +112,13 @@ def loss_of(output: Any) -> torch.Tensor:
     return output.loss if hasattr(output, "loss") else output
 
 
-def reference(cell: Cell, *, checkpointing: bool, steps: int) -> dict[str, Any]:
-    """The recipe without a budget. `bf16`: working copies in bf16, masters, gradients and states in fp32."""
+def reference(cell: Cell, *, method: str, steps: int) -> dict[str, Any]:
+    """The recipe without a budget. `bf16`: working copies in bf16, masters, gradients and states in fp32.
+
+    `method`: "plain", "checkpointing", or "save_on_cpu" (torch's own: every saved tensor waits in pinned host memory).
+    """
     model, batch = cell.build()
-    if checkpointing:
+    if method == "checkpointing":
         enable_checkpointing(model, cell.shape.block)
     parameters = list(model.parameters())
     masters: list[torch.Tensor] = parameters  # type: ignore[assignment]
@@ -130,7 +133,8 @@ def reference(cell: Cell, *, checkpointing: bool, steps: int) -> dict[str, Any]:
     optimizer = cell.optimizer(masters)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        with cell.autocast():
+        saving = torch.autograd.graph.save_on_cpu(pin_memory=True) if method == "save_on_cpu" else contextlib.nullcontext()
+        with cell.autocast(), saving:
             loss = loss_of(model(**batch))
         loss.backward()
         if masters is not parameters:
@@ -146,7 +150,7 @@ def reference(cell: Cell, *, checkpointing: bool, steps: int) -> dict[str, Any]:
                     parameter.copy_(master)
         return loss.detach(), norm
 
-    cell.tell("checkpointing" if checkpointing else "plain")
+    cell.tell(method)
     return {"result": "ran", **timed(cell, step, steps)}
 
 
@@ -267,6 +271,9 @@ def child(asked: dict[str, Any], tell: Callable[[str], None]) -> list[dict[str, 
     """The rows of one process: both references, or one budget of ours."""
     cell = Cell(asked, tell)
     head = {"shape": cell.shape.name, "recipe": cell.recipe, "max_norm": cell.shape.norm}
+    if asked["what"] == "save_on_cpu":
+        made = guarded(lambda: reference(cell, method="save_on_cpu", steps=asked.get("steps", STEPS)))
+        return [{**head, "method": "save_on_cpu", **made}]
     if asked["what"] != "reference":
         options = {"steps": asked.get("steps", STEPS), **asked.get("fit", {})}
         return [{**head, "method": asked["what"], **guarded(lambda: ours(cell, asked["budget"], **options))}]
@@ -276,7 +283,7 @@ def child(asked: dict[str, Any], tell: Callable[[str], None]) -> list[dict[str, 
     parameters = size_of(cell.shape.name, cell.smoke)
     rows = []
     for method, steps in (("plain", STEPS), ("checkpointing", 2 if cell.untimed else 6)):
-        made = guarded(lambda m=method, n=steps: reference(cell, checkpointing=m == "checkpointing", steps=n))  # type: ignore[misc]
+        made = guarded(lambda m=method, n=steps: reference(cell, method=m, steps=n))  # type: ignore[misc]
         rows.append({**head, "method": method, "parameters": parameters, **made})
         cell.tell("over")
         empty(cell)
@@ -382,7 +389,7 @@ def run_child(asked: dict[str, Any], *, driver: Driver, log: Path, limit: float,
             for m in methods
         ]
     for row in rows:
-        seen = peaks.get("ours" if asked["what"] != "reference" else row["method"])
+        seen = peaks.get(row["method"] if asked["what"] in ("reference", "save_on_cpu") else "ours")
         row["row_s"] = time.monotonic() - began
         if asked["untimed"]:
             row.setdefault("peak_gib", row.get("reserved_gib"))

@@ -1,9 +1,9 @@
-"""The planners of model states beside `auto` on one model and one budget, through `holdall.fit`.
+"""Planners by name beside `auto` on one model and one budget, through `holdall.fit`.
 
 python benchmarks/members_on_gpu.py [--shape llama-3.2-3b] [--budget 24] [--planners auto,gemini,ratel:tier=host]
                                     [--steps 6] [--out DIR] [--minutes 9] [--smoke]
 
-A planner's options follow its name, `name:option=value`. Every row is a process of its own, and the first one is plain
+A planner's options follow its name, `name:option=value`; `save_on_cpu` is torch's own way, without a budget. Every row is a process of its own, and the first one is plain
 training, whose losses the others must have (within the tolerance of `families_on_gpu.py`). `--smoke`: a tiny twin on the CPU.
 """
 
@@ -18,6 +18,8 @@ from families_on_gpu import GIB, Table, budget_for, can_fork, compare, run_child
 from families_shapes import SHAPES
 
 PLANNERS = "auto,zero_offload,stronghold,zero_infinity:tier=host,patrickstar,gemini,elixir,ratel:tier=host"
+
+OTHERS = ("reference", "save_on_cpu")  # not ours
 
 
 def main() -> None:
@@ -50,10 +52,10 @@ def main() -> None:
         plain = table.get(options.shape, options.recipe, "plain")
         if options.smoke and plain:
             asked["budget"] = budget_for("half", options.shape, [plain], plain, smoke=True)
-        row_of = {**asked, "what": planner, "fit": {} if planner == "reference" else fit_options(planner)}
+        row_of = {**asked, "what": planner, "fit": {} if planner in OTHERS else fit_options(planner)}
         log = folder / "logs" / f"{options.shape}-{planner.replace(':', '-')}.log"
         for row in run_child(row_of, driver=table.driver, log=log, limit=min(options.row_seconds, left), forks=forks):
-            if planner != "reference":
+            if planner not in OTHERS:
                 row.setdefault("budget_gib", asked["budget"] / GIB)
                 compare(row, plain, table.get(options.shape, options.recipe, "checkpointing"))
             table.add(row)
