@@ -1,11 +1,12 @@
 """One long sequence through `holdall.fit`: does it train in the budget, and how many tokens a second?
 
-python benchmarks/long_contexts.py [--rows llama-3.2-3b:full:131072,llama-3.1-8b:lora:131072] [--budget 24] [--steps 3] [--out FILE]
+python benchmarks/long_contexts.py [--rows llama-3.2-3b:full:131072,llama-3.1-8b:lora:131072] [--budget 24] [--steps 3]
+                                   [--out FILE] [--smoke]
 
 `full`: all weights, `precision="bf16"` with float32 masters. `lora`: PEFT adapters of rank 16 on all linear layers of a frozen
-bf16 model. Both start on the CPU, as a model does that is too large for the GPU. Every row is a process of its own, with default
-options of `fit`; the peak is what the driver saw less what was in use before. One sequence of random ids is learnt by heart, so
-that the loss must fall. `--smoke`: tiny twins on the CPU with 64 tokens.
+bf16 model. Both start on the CPU, as a model does that is too large for the GPU. Every row is a process of its own, with
+default options of `fit`; the peak is what the driver saw less what was in use before. One sequence of random ids is learnt by
+heart, so that the loss must fall. `--smoke`: tiny twins on the CPU with 64 tokens.
 """
 
 from __future__ import annotations

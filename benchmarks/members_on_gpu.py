@@ -3,8 +3,9 @@
 python benchmarks/members_on_gpu.py [--shape llama-3.2-3b] [--budget 24] [--planners auto,gemini,ratel:tier=host]
                                     [--steps 6] [--out DIR] [--minutes 9] [--smoke]
 
-A planner's options follow its name, `name:option=value`; `save_on_cpu` is torch's own way, without a budget. Every row is a process of its own, and the first one is plain
-training, whose losses the others must have (within the tolerance of `families_on_gpu.py`). `--smoke`: a tiny twin on the CPU.
+A planner's options follow its name, `name:option=value`; `save_on_cpu` is torch's own way, without a budget. Every row is a
+process of its own, and the first one is plain training, whose losses the others must have (within the tolerance of
+`families_on_gpu.py`). `--smoke`: a tiny twin on the CPU.
 """
 
 from __future__ import annotations
