@@ -11,7 +11,16 @@ from holdall.registry import member_names
 
 ROOT = Path(__file__).parent.parent / "holdall"
 FILES = sorted(ROOT.rglob("*.py"))
-MEMBERS = {"actions", "planners", "tiers", "optim", "cli", "planning", "testing/families"}  # folders whose files are members
+MEMBERS = {
+    "actions",
+    "planners",
+    "tiers",
+    "optim",
+    "precision",
+    "cli",
+    "planning",
+    "testing/families",
+}  # folders whose files are members
 LONG = {"harness.py": 520, "states/engine.py": 540, "tracing/recorder.py": 490, "lazy_logits.py": 430}
 CROWDED = {"tracing": 17}
 LINES, ENTRIES = 400, 15

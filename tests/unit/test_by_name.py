@@ -125,10 +125,10 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16-autocast", "bf16-weights", "fp8:emulate=true"])
+@pytest.mark.parametrize("name", ["fp32", "bf16-autocast", "bf16-weights", "fp8-torchao:emulate=true", "qat-int8"])
 def test_a_recipe_trains_under_a_plan_as_it_does_alone_and_leaves_nothing_behind(name):
     """`bf16-master` is tests/contracts/test_compatibility.py's."""
-    if name.startswith("fp8"):
+    if name.startswith(("fp8", "qat")):
         pytest.importorskip("torchao")
     model, batch = family("tied")
     plain = copy.deepcopy(model)
@@ -151,7 +151,7 @@ def test_names_of_recipes_are_those_of_plans_and_the_old_ones():
         "fp16-master",
         "fp16-weights",
     ]
-    assert str(precision.find("fp8:kind=rowwise")) == "fp8:kind=rowwise"
+    assert str(precision.find("fp8:scaling=row")) == "fp8:scaling=row"
 
 
 @pytest.mark.parametrize("name", ["fp16-autocast", "O2", "bf16-stochastic", "fp16"])

@@ -12,7 +12,7 @@ from holdall.errors import InvalidInput, MissingExtra
 from holdall.precision import Recipe
 from holdall.runtime.budget.ledger import Ledger
 
-NAMES = [name for name in precision.names() if name != "fp8"]  # through torchao, on devices that have it
+NAMES = [name for name in precision.names() if name not in ("fp8-torchao", "qat-int8", "qat-fp8")]  # through torchao
 
 
 def make(seed=0):

@@ -1,0 +1,6 @@
+"""Products of layers (linear, convolution) whose operands are rounded to a few bits.
+
+`formats.py` holds the formats, `product.py` the product and its gradients, `kernels.py` the GPU's own, `layers.py` what puts
+them on a model and takes them off again. Precision recipes of this kind are a `Formats`: one format for every operand of the
+three products of a layer.
+"""

@@ -1,0 +1,36 @@
+"""Products of 8-bit floats by the GPU's own kernel (`torch._scaled_mm`), where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from holdall.narrow.formats import Float8, Format
+
+_MULTIPLE = 16  # of all sizes, as the kernel wants
+_HOPPER = (8, 9)
+
+
+def can_scale(left: torch.Tensor, right: torch.Tensor, of_left: Format | None, of_right: Format | None) -> bool:
+    """Is left (rows, inner) times right (columns, inner) transposed a product for the kernel?"""
+    if not (isinstance(of_left, Float8) and isinstance(of_right, Float8)) or left.device.type != "cuda":
+        return False
+    if of_left.rows != of_right.rows or (left.dtype == torch.float32 and of_left.rows):
+        return False
+    sizes = (*left.shape, *right.shape)
+    return not any(s % _MULTIPLE for s in sizes) and _has_kernel(left.device.index or 0)
+
+
+@cache
+def _has_kernel(index: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= _HOPPER
+
+
+def scaled_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """left times right transposed; both as codes with the units of the tensor, or of each row."""
+    unit_left = left[1].reshape(-1, 1) if left[1].dim() else left[1].reshape(1)
+    unit_right = right[1].reshape(1, -1) if right[1].dim() else right[1].reshape(1)
+    made: torch.Tensor = torch._scaled_mm(left[0], right[0].t(), scale_a=unit_left, scale_b=unit_right, out_dtype=dtype)
+    return made
