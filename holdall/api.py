@@ -108,6 +108,7 @@ def plan(
     allow: Iterable[str] | None = None,
     reads_gradients: bool = True,
     accumulate: int = 1,
+    layout: str | None = None,
     progress: Progress = silent,
     **options: Any,
 ) -> Plan:
@@ -117,7 +118,8 @@ def plan(
     per tier (`{"gpu": "24GiB", "cpu": "64GiB"}`). `hardware`: a `Hardware`, the path of one, the name of a GPU, or None to
     probe this machine. `allow`: names of the actions that may be used. `reads_gradients`: whether the loop reads or changes
     gradients between backward and step; if not, parameters may be updated in backward. `accumulate`: backwards per step.
-    `options` go to the planner.
+    `layout`: give the step's tensors planned offsets in one arena, found by a static layout such as "best_fit"
+    (`holdall layout`); None: torch's allocator decides where they lie. `options` go to the planner.
     """
     from holdall.fitting.remembering import remember_plan
 
@@ -131,6 +133,7 @@ def plan(
         allow=allow,
         reads_gradients=reads_gradients,
         accumulate=accumulate,
+        layout=layout,
         progress=progress,
     )
     with _no_collection():
@@ -245,6 +248,7 @@ def fit(
     head: str | int = "auto",
     reads_gradients: bool = True,
     accumulate: int = 1,
+    layout: str | None = None,
     enforce: bool = True,
     lengths: str | Iterable[Any] | None = None,
     repeat: bool = True,
@@ -262,6 +266,7 @@ def fit(
     met. `autocast`: see `trace`; where the loop's first forward comes under another, the step is traced and planned again
     before that forward runs. `repeat`: a step that runs out of memory is made again under a tighter plan. `record`: a folder
     for what was in memory.
+    `layout`: see `plan`.
     `plan`: one that was made ahead for this step and budget, to begin with; fallbacks, corrections and repeats are as without.
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
@@ -283,6 +288,7 @@ def fit(
         head=head,
         reads_gradients=reads_gradients,
         accumulate=accumulate,
+        layout=layout,
         enforce=enforce,
         lengths=lengths,
         repeat=repeat,

@@ -17,7 +17,7 @@ from holdall.machine.more_tiers import with_tiers
 from holdall.machine.presets import gpu
 from holdall.machine.probe import probed
 from holdall.precision import Recipe, plannable
-from holdall.registry import allowed_by_default, member_names
+from holdall.registry import allowed_by_default, member_classes, member_names
 from holdall.runtime.budget.meter import device_context
 from holdall.types import Hardware, Problem, Progress, Trace
 from holdall.types.plan import silent
@@ -25,7 +25,7 @@ from holdall.units import parse_bytes
 
 Budget = str | int | float | Mapping[str, str | int | float]
 
-PROBLEM = ("budget", "hardware", "allow", "reads_gradients", "accumulate", "progress")
+PROBLEM = ("budget", "hardware", "allow", "reads_gradients", "accumulate", "layout", "progress")
 
 
 def make_problem(
@@ -36,14 +36,15 @@ def make_problem(
     allow: Iterable[str] | None = None,
     reads_gradients: bool = True,
     accumulate: int = 1,
+    layout: str | None = None,
     progress: Progress = silent,
 ) -> Problem:
     """The problem for a planner; arguments as in `plan`."""
     progress("looking at this machine", 0, 0, "")
     machine = hardware_for(trace, hardware, budget)
     progress("planning", 0, 0, "")
-    given: dict[str, Any] = {"allow": allow, "reads_gradients": reads_gradients, "accumulate": accumulate, "progress": progress}
-    return bare_problem(cost_trace(trace, machine), machine, budget=budget, **given)
+    given: dict[str, Any] = {"allow": allow, "reads_gradients": reads_gradients, "accumulate": accumulate, "layout": layout}
+    return bare_problem(cost_trace(trace, machine), machine, budget=budget, progress=progress, **given)
 
 
 def bare_problem(
@@ -54,6 +55,7 @@ def bare_problem(
     allow: Iterable[str] | None = None,
     reads_gradients: bool = True,
     accumulate: int = 1,
+    layout: str | None = None,
     progress: Progress = silent,
 ) -> Problem:
     """The problem with the given trace, which may be costed already."""
@@ -64,6 +66,7 @@ def bare_problem(
         allow=resolve_allow(allow),
         reads_gradients=reads_gradients,
         accumulate=accumulate,
+        layout=resolve_layout(layout),
         progress=progress,
     )
 
@@ -136,6 +139,16 @@ def resolve_allow(allow: Iterable[str] | None) -> frozenset[str]:
         if name not in known:
             raise unknown_name("action", name, known)
     return frozenset({"keep", *names})
+
+
+def resolve_layout(layout: str | None) -> str:
+    """The name of a static layout; empty: none is asked for."""
+    if layout is None:
+        return ""
+    static = [member.name for member in member_classes("layouts") if member.is_static and not hasattr(member, "reorder")]
+    if not isinstance(layout, str) or layout not in static:
+        raise unknown_name("static layout", str(layout), static)
+    return layout
 
 
 def resolve_optimizer(optimizer: torch.optim.Optimizer | str | None, model: torch.nn.Module) -> torch.optim.Optimizer | None:

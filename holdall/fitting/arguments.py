@@ -13,7 +13,7 @@ from holdall import optim
 from holdall.errors import InvalidInput, unknown_name
 from holdall.fitting.request import FitRequest
 from holdall.precision import Recipe
-from holdall.problem import resolve_allow, resolve_budget, resolve_hardware, resolve_recipe
+from holdall.problem import resolve_allow, resolve_budget, resolve_hardware, resolve_layout, resolve_recipe
 from holdall.registry import build_member, member_names
 from holdall.types import Hardware
 from holdall.units import TiB, parse_bytes
@@ -36,6 +36,7 @@ def check_arguments(model: Any, optimizer: Any, batch: Any, request: FitRequest)
     _check_precision(request.precision)
     _check_head(request.head)
     resolve_allow(request.allow)
+    resolve_layout(request.layout)
     loss, accumulate, lengths = request.loss, request.accumulate, request.lengths
     if loss is not None and not callable(loss):
         raise InvalidInput(

@@ -73,6 +73,7 @@ class Corrector:
             "allow": sorted(problem.allow),
             "reads_gradients": problem.reads_gradients,
             "accumulate": problem.accumulate,
+            "layout": problem.layout,
             "clipped": problem.clipped,
             "seconds": seconds,
             "rate": rate,
@@ -164,6 +165,7 @@ def main(folder: Path, parent: int) -> None:
         allow=frozenset(asked["allow"]),
         reads_gradients=asked["reads_gradients"],
         accumulate=asked["accumulate"],
+        layout=asked["layout"],
         clipped=asked["clipped"],
     )
     actions = Plan.load(folder / _PLAN).actions

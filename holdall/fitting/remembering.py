@@ -43,7 +43,14 @@ def remember_plan(problem: Problem, planner: Planner, make: Callable[[], Plan]) 
 def _plan_key(problem: Problem, planner: Planner) -> str:
     trace = problem.trace
     about = replace(trace.about, process=0, besides=0, context=0, notes=())  # `besides` is one of its tensors
-    asked = [problem.budget, sorted(problem.allow), problem.reads_gradients, problem.accumulate, problem.clipped]
+    asked = [
+        problem.budget,
+        sorted(problem.allow),
+        problem.reads_gradients,
+        problem.accumulate,
+        problem.clipped,
+        problem.layout,
+    ]
     step = _json.pack(replace(trace, about=about))
     return key_of("plan", planner.name, _json.pack(planner), step, _json.pack(problem.hardware), asked)
 

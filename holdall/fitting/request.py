@@ -29,6 +29,7 @@ class FitRequest:
     head: str | int = "auto"
     reads_gradients: bool = True
     accumulate: int = 1
+    layout: str | None = None
     enforce: bool = True
     lengths: str | Iterable[Any] | None = None
     repeat: bool = True
@@ -50,4 +51,5 @@ class FitRequest:
     @property
     def asked(self) -> dict[str, Any]:
         """Arguments of every planner besides the trace."""
-        return {"budget": self.budget, "hardware": self.hardware, "allow": self.allow, "accumulate": self.accumulate}
+        given = {"budget": self.budget, "hardware": self.hardware, "allow": self.allow}
+        return {**given, "accumulate": self.accumulate, "layout": self.layout}

@@ -14,7 +14,7 @@ import torch
 from holdall.machine.findings import Finding
 from holdall.machine.host_memory import host_memory
 from holdall.units import GiB, MiB, format_bytes, format_rate
-from holdall.updates.host_adam import COMPILERS
+from holdall.updates.host_library import find_compiler
 
 _LITTLE_DISK = 20 * GiB  # a checkpoint of 1e9 parameters with AdamW's states takes 11 GiB, and two exist at a time
 _LITTLE_SHARED = GiB
@@ -89,7 +89,7 @@ def _copies() -> Finding:
 
 
 def _compiler() -> Finding:
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
+    found = find_compiler()
     advice = "updates on the host are slower without the compiled kernel: install g++ or clang"
     return Finding(what="compiler", found=found or "none", ok=found is not None, advice="" if found else advice)
 

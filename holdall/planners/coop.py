@@ -2,8 +2,8 @@
 
 "Coop: Memory is not a Commodity", NeurIPS 2023. A sweep with two pointers over the arena finds the run whose recomputation
 costs least; results of expensive ops are placed from the left end, cheap ones from the right; an op that changes a storage in
-place leaves it where it is. Addresses are modelled: the arena decides what is evicted, the device's own allocator chooses the
-real addresses.
+place leaves it where it is. The arena decides what is evicted. With `real`, on a CPU, storages lie at its addresses; otherwise
+the device's own allocator chooses others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Coop:
     small: int | None = None  # bytes up to which a storage stays out of the arena; None: 10 KiB, or a thousandth of it
     patience: float = 10.0
     always: bool = False
+    real: bool = False  # storages lie at the arena's addresses; on a CPU
 
     name: ClassVar[str] = "coop"
     paper: ClassVar[str] = "Coop, NeurIPS 2023"
@@ -31,6 +32,7 @@ class Coop:
     def __call__(self, problem: Problem) -> Plan:
         def make(base: Evict, arena: int) -> Evict:
             least = least_for(self.small, arena, SMALL)
-            return replace(base, score="coop", how="windows", arena=arena, least=least, patience=self.patience)
+            made = replace(base, score="coop", how="windows", arena=arena, least=least, patience=self.patience)
+            return replace(made, placed=self.real)
 
         return plan_online(self, problem, make, always=self.always)

@@ -2,8 +2,8 @@
 
 "MegTaiChi: dynamic tensor-based memory management optimization for DNN training", ICS 2022, doi 10.1145/3524059.3532394. The
 eviction of that system (dynamic tensor evicting); its tensor splitting across ranks is not implemented. The score also counts
-the storage's own cost. Addresses are modelled: the arena decides what is evicted, the device's own allocator chooses the real
-addresses.
+the storage's own cost. The arena decides what is evicted. With `real`, on a CPU, storages lie at its addresses; otherwise the
+device's own allocator chooses others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Megtaichi:
     sample: bool = False
     patience: float = 10.0
     always: bool = False
+    real: bool = False  # storages lie at the arena's addresses; on a CPU
 
     name: ClassVar[str] = "megtaichi"
     paper: ClassVar[str] = "MegTaiChi, ICS 2022, doi 10.1145/3524059.3532394"
@@ -31,8 +32,7 @@ class Megtaichi:
     def __call__(self, problem: Problem) -> Plan:
         def make(base: Evict, arena: int) -> Evict:
             least = least_for(self.least, arena, MiB)
-            return replace(
-                base, score="megtaichi", how="holes", arena=arena, least=least, sample=self.sample, patience=self.patience
-            )
+            made = replace(base, score="megtaichi", how="holes", arena=arena, least=least, sample=self.sample)
+            return replace(made, patience=self.patience, placed=self.real)
 
         return plan_online(self, problem, make, always=self.always)

@@ -13,7 +13,9 @@ from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
 from holdall.errors import Infeasible, Unsupported
 from holdall.planning.block_rows import block_rows
+from holdall.planning.laid_out import with_layout
 from holdall.simulator import simulate
+from holdall.simulator.allocators import usable_by
 from holdall.types import Action, Outcome, Plan, PlanInfo, Planner, Problem, TierRate
 from holdall.units import MiB, format_bytes
 
@@ -26,6 +28,7 @@ def finish(
     """The plan of these actions; `Infeasible` if it does not fit. `began`: when planning started (`time.perf_counter`)."""
     actions = with_traced(problem, actions)
     outcome = simulate(problem, actions, full=True, checked=True, allocator=allocator_of(problem))
+    outcome, layout = with_layout(problem, actions, outcome)
     refuse_over_budget(problem, outcome, planner.name)
     trace = problem.trace
     return Plan(
@@ -39,7 +42,7 @@ def finish(
         hardware=problem.hardware.name,
         solve_seconds=time.perf_counter() - began if began is not None else 0.0,
         why=tuple(why),
-        about=_about(problem, actions, outcome),
+        about=dataclasses.replace(_about(problem, actions, outcome), layout=layout),
     )
 
 
@@ -54,7 +57,14 @@ def _if_not_clipped(problem: Problem, actions: Sequence[Action], clipped: Outcom
 
 def allocator_of(problem: Problem) -> str | None:
     """The allocator that the runtime will use on the problem's device; None: only bytes count."""
+    if problem.layout:
+        return "arena" if problem.hardware.device == "cuda" else "host_arena"
     return "expandable" if problem.hardware.device == "cuda" else None
+
+
+def usable_bytes(problem: Problem, limit: int) -> int:
+    """The most bytes that can be live under a limit on what the device's allocator reserves."""
+    return usable_by(allocator_of(problem), limit)
 
 
 def outcome_of(problem: Problem, actions: Sequence[Action]) -> Outcome:

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from holdall.actions.evict import Evict
 from holdall.errors import HoldallError, Infeasible, Unsupported
-from holdall.planning.finish import finish, over_budget
+from holdall.planning.finish import finish, over_budget, usable_bytes
 from holdall.simulator import simulate
-from holdall.simulator.allocators import Expandable
 from holdall.types import Plan, Planner, Problem, Schedule
 from holdall.types.layout import block_of
 from holdall.units import format_bytes
@@ -132,7 +131,7 @@ def _before(problem: Problem) -> int:
 def _usable(problem: Problem, limit: int) -> int:
     """Bytes that the policy may fill: the limit without workspaces and the allocator's slack."""
     workspace = max((op.workspace for op in problem.trace.ops), default=0)
-    return (Expandable.usable(limit) if problem.hardware.device == "cuda" else limit) - workspace
+    return usable_bytes(problem, limit) - workspace
 
 
 def least_for(given: int | None, arena: int, usual: int) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
+from holdall.runtime.arena.step_arena import StepArena
 from holdall.runtime.budget.meter import CpuMeter, CudaMeter, Meter, device_context
 from holdall.runtime.states.engine import Engine
 from holdall.runtime.states.weights.cache import Gauge
@@ -17,6 +19,20 @@ def make_meter(device: torch.device, plan: Plan, there: Callable[[], Iterable[to
     if device.type == "cpu":
         return CpuMeter(there)
     return CudaMeter(device, context=plan.about.context)
+
+
+def use_arena(harness: Any, meter: Meter) -> Callable[[], None]:
+    """Give the tensors of steps their planned offsets, if the plan has a layout. Returns the function that undoes it."""
+    layout = harness.plan.about.layout
+    if layout is None:
+        return lambda: None
+    arena = harness.arena = meter.arena = StepArena(layout, harness.device, note=harness.note())
+
+    def undo() -> None:
+        harness.arena = meter.arena = None
+        arena.close()
+
+    return undo
 
 
 def make_gauge(device: torch.device, meter: Meter, budget: int, busy: Callable[[], bool]) -> Gauge:

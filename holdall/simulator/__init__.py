@@ -39,7 +39,7 @@ def simulate(
     try:  # an allocator limited to the budget releases cached memory before it fails, as the real one does
         made = make_allocator(allocator, limit=limit) if allocator else None
         outcome = replay(steps, schedule, problem.hardware, allocator=made, full=full)
-        if isinstance(made, Expandable):
+        if type(made) is Expandable:
             outcome = _with_churn(
                 outcome, churn(made.order, count_at_start(schedule), limit - min(_AT_MOST, int(_ASIDE * limit)))
             )

@@ -132,6 +132,25 @@ class Expandable(Recording):
         return self.taken(self.peak_allocated)
 
 
+class ArenaModel(Expandable):
+    """An arena with planned offsets for most of the step, and expandable segments for the rest: an estimate for searches.
+    `arena_bytes` is what a layout that was found takes."""
+
+    SHARED = 0.01  # share of live bytes for holes of the layout and small tensors outside: most layouts have none
+    PAGES = 64 * MiB  # the last page, pages of small tensors and of other streams, and what the meter leaves to late kernels
+
+    @classmethod
+    def arena_bytes(cls, arena: Bytes, others: Bytes) -> Bytes:
+        """Bytes reserved for an arena of this size and this many live bytes outside of it."""
+        return int(arena + others + min(cls.PAGES, (arena + others) * cls.SMALL))
+
+
+class HostArenaModel(ArenaModel):
+    """The same on a host, which has no pages."""
+
+    PAGES = 0
+
+
 class PageBlock:
     """A range of bytes in one segment; its neighbours there are `before` and `after`."""
 
@@ -307,7 +326,15 @@ _ALLOCATORS: dict[str, Callable[[Bytes | None], Allocator]] = {
     "ideal": lambda limit: Ideal(limit=limit),
     "caching": lambda limit: Caching(limit=limit),
     "expandable": lambda limit: Expandable(limit=limit),
+    "arena": lambda limit: ArenaModel(limit=limit),
+    "host_arena": lambda limit: HostArenaModel(limit=limit),
 }
+
+
+def usable_by(name: str | None, limit: Bytes) -> Bytes:
+    """The most bytes that can be live under a limit on what the allocator of this name reserves."""
+    kinds = {"expandable": Expandable, "arena": ArenaModel, "host_arena": HostArenaModel}
+    return kinds[name].usable(limit) if name in kinds else limit
 
 
 def make_allocator(name: str, *, limit: Bytes | None = None) -> Allocator:

@@ -9,9 +9,8 @@ from holdall.simulator.allocators import Recording
 from holdall.simulator.lower import close, lower
 from holdall.simulator.replay import replay
 from holdall.types import Action, Hardware, Outcome, Phase, Problem, Schedule, Step
-from holdall.types.layout import BLOCK, round_up
-from holdall.types.lifetimes import Lifetime, StepLifetimes
-from holdall.types.trace import Bytes
+from holdall.types.layout import BLOCK
+from holdall.types.lifetimes import StepLifetimes, lifetimes_of
 
 HOST_ALIGN = 64  # bytes; torch aligns memory on the host by it
 
@@ -52,26 +51,3 @@ def count_at_start(schedule: Schedule) -> int:
     """Number of tensors on the device when a step begins; they are the first to be allocated."""
     info = {**schedule.trace.tensors, **schedule.added}
     return sum(t.born < 0 and schedule.start.get(x, schedule.home) == schedule.home for x, t in info.items())
-
-
-def lifetimes_of(order: Sequence[tuple[int, Bytes]], there: int = 0, *, align: int = 1) -> StepLifetimes:
-    """Pair allocations with frees, a size of -1. The first `there` entries are tensors present when a step begins.
-
-    Those are alive from moment 0 on; the first allocation or free of the step is moment 1. What nothing frees stays to the end.
-    """
-    period = len(order) - there + 1
-    begun: dict[int, tuple[int, Bytes]] = {}  # key -> number of its allocation, size
-    found: list[tuple[int, Lifetime]] = []
-
-    def end(key: int, moment: int) -> None:
-        number, nbytes = begun.pop(key)
-        found.append((number, Lifetime(key, max(number - there + 1, 0), moment, round_up(nbytes, align))))
-
-    for number, (key, size) in enumerate(order):
-        if size < 0:
-            end(key, max(number - there + 1, 0))
-        else:
-            begun[key] = (number, size)
-    for key in list(begun):
-        end(key, period)
-    return StepLifetimes(tuple(t for _, t in sorted(found) if t.size and t.begin < t.end), period, align)

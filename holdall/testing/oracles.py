@@ -10,8 +10,7 @@ from random import Random
 
 from holdall.actions.reschedule.dag import Answer, Dag, Program, answer
 from holdall.runtime.eviction.replay import Free, Key, OpCall
-from holdall.simulator.lifetimes import lifetimes_of
-from holdall.types.lifetimes import Lifetime, StepLifetimes
+from holdall.types.lifetimes import Lifetime, StepLifetimes, lifetimes_of
 from holdall.types.trace import Bytes
 
 

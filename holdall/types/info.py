@@ -52,6 +52,19 @@ class TierRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLayout:
+    """Where the requests of a step lie in its arena, in the order in which they come."""
+
+    name: str  # of the layout that found it
+    reserved: int  # bytes of the arena
+    align: int  # sizes and offsets are multiples of it
+    smallest: int  # requests of fewer bytes are left to the device's own allocator
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    brief: tuple[int, ...] = ()  # which of them are workspaces of ops: they may come in parts, or not at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
     """What both a trace and the plans made for it say about the step; written by `tracing.trace_step` unless noted."""
 
@@ -103,6 +116,7 @@ class PlanInfo(StepInfo):
     rows: tuple[BlockRow, ...] = ()  # the decision for every block, for reports
     rates: tuple[TierRate, ...] = ()  # of the tiers that the step copies to or from
     seconds_if_not_clipped: float | None = None  # of a step without clipping; None: the same as with clipping
+    layout: PlannedLayout | None = None  # None: the device's own allocator decides where tensors lie
 
     @staticmethod
     def from_older(data: Mapping[str, Any]) -> Mapping[str, Any]:

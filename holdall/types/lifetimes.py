@@ -5,11 +5,12 @@ Moments are numbers of events: each allocation and each free is one. A tensor is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from holdall.types.layout import round_up
 from holdall.types.trace import Bytes
 
 
@@ -92,3 +93,26 @@ class StepLifetimes:
         yield [Event(n, False) for n in at_first]
         for _ in range(steps):
             yield [*body, *between]
+
+
+def lifetimes_of(order: Sequence[tuple[int, Bytes]], there: int = 0, *, align: int = 1) -> StepLifetimes:
+    """Pair allocations with frees, a size of -1. The first `there` entries are tensors present when a step begins.
+
+    Those are alive from moment 0 on; the first allocation or free of the step is moment 1. What nothing frees stays to the end.
+    """
+    period = len(order) - there + 1
+    begun: dict[int, tuple[int, Bytes]] = {}  # key -> number of its allocation, size
+    found: list[tuple[int, Lifetime]] = []
+
+    def end(key: int, moment: int) -> None:
+        number, nbytes = begun.pop(key)
+        found.append((number, Lifetime(key, max(number - there + 1, 0), moment, round_up(nbytes, align))))
+
+    for number, (key, size) in enumerate(order):
+        if size < 0:
+            end(key, max(number - there + 1, 0))
+        else:
+            begun[key] = (number, size)
+    for key in list(begun):
+        end(key, period)
+    return StepLifetimes(tuple(t for _, t in sorted(found) if t.size and t.begin < t.end), period, align)

@@ -36,6 +36,7 @@ class Problem:
     allow: frozenset[str] = field(default_factory=allowed_by_default)  # names of actions that may be used
     reads_gradients: bool = True  # the loop reads or changes gradients between backward and step
     accumulate: int = 1  # backwards per step
+    layout: str = ""  # the layout of tensors in an arena; empty: the device's own allocator decides where they lie
     clipped: bool = True  # gradients are clipped in every step, so that an update begun ahead of that was in vain
     progress: Progress = silent
 

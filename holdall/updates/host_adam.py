@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -24,12 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdall.updates import host_native
+from holdall.updates import host_library, host_native
 from holdall.updates.host_native import KINDS
 from holdall.updates.host_step import Arrays, Rule, Step, step_by_torch
 
 TOLERANCE = 4  # largest accepted difference of the native back end, in ulps of a tensor's largest element
-COMPILERS = ("c++", "g++", "clang++")
 
 log = logging.getLogger("holdall")
 _lock = threading.Lock()
@@ -171,9 +169,9 @@ def _choose() -> _Backend:
 
 def _load() -> _Backend:
     """The native back end with the rounding that agrees best with torch, or the torch back end with the reason."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = host_library.find_compiler()
     if compiler is None:
-        return _by_torch(f"no C++ compiler is on the path (of {', '.join(COMPILERS)})")
+        return _by_torch(f"no C++ compiler is on the path (of {', '.join(host_library.COMPILERS)})")
     try:
         found = host_native.find(compiler)
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:

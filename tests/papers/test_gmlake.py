@@ -9,8 +9,8 @@ from holdall.layouts.caching import CachingLayout
 from holdall.layouts.gmlake import GMLake
 from holdall.packing.playing import play
 from holdall.packing.stitching import CHUNK, Stitching
-from holdall.simulator.lifetimes import lifetimes_of
 from holdall.testing.oracles import training_lifetimes
+from holdall.types.lifetimes import lifetimes_of
 from holdall.units import MiB
 
 SEEDS = range(5)

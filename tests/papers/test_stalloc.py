@@ -65,7 +65,7 @@ def test_a_transformer_with_recompute_is_planned_within_two_percent_of_the_bound
         for x, size in reversed(made):
             gradient = next(key)
             order.extend([(gradient, 512 * size), (gradient, -1), (x, -1)])
-    from holdall.simulator.lifetimes import lifetimes_of
+    from holdall.types.lifetimes import lifetimes_of
 
     found = lifetimes_of([(x, size) for x, size in order if size > 0 or x in {y for y, s in order if s > 0}], align=512)
     layout = STAlloc()(found)

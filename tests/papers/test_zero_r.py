@@ -6,7 +6,7 @@ import pytest
 
 from holdall.layouts.caching import CachingLayout
 from holdall.layouts.zero_r import ZeroR
-from holdall.simulator.lifetimes import lifetimes_of
+from holdall.types.lifetimes import lifetimes_of
 from holdall.units import MiB
 
 

@@ -14,9 +14,10 @@ from holdall.packing import LaidOut
 from holdall.packing.arena import PlannedArena
 from holdall.packing.flat_buffer import FlatBuffer
 from holdall.planning.finish import with_traced
-from holdall.simulator.lifetimes import PlannedStep, lifetimes_of
+from holdall.simulator.lifetimes import PlannedStep
 from holdall.testing.worlds import HUGGING_FACE, family, machine
 from holdall.types import Problem
+from holdall.types.lifetimes import lifetimes_of
 
 STEPS = 3
 

@@ -349,7 +349,7 @@ def test_it_is_compiled_once_for_all_processes(nothing_chosen, monkeypatch, tmp_
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(nothing_chosen, monkeypatch, tmp_path):
-    if not any(map(shutil.which, host_adam.COMPILERS)):
+    if not any(map(shutil.which, host_library.COMPILERS)):
         pytest.skip("no C++ compiler")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

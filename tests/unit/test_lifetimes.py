@@ -7,10 +7,10 @@ from holdall.machine.presets import gpu
 from holdall.planning.finish import with_traced
 from holdall.registry import member_class
 from holdall.simulator import check
-from holdall.simulator.lifetimes import PlannedStep, lifetimes_of
+from holdall.simulator.lifetimes import PlannedStep
 from holdall.testing.worlds import family, machine
 from holdall.types import Problem
-from holdall.types.lifetimes import Event, Lifetime, StepLifetimes
+from holdall.types.lifetimes import Event, Lifetime, StepLifetimes, lifetimes_of
 
 FAMILIES = ("convnet", "tied")
 

@@ -5,7 +5,8 @@ and Coop (NeurIPS 2023). The policy decides while the step runs, so it suits mod
 clock counts the costs of ops, not seconds: `rewrite` simulates the policy on the schedule, `install` gives the same policy to
 the runtime, and both take the same decisions as long as the loop does what was traced.
 
-Addresses are modelled (see `runtime/eviction/arena.py`): real allocators choose other addresses; byte counts are real.
+Addresses are modelled (see `runtime/eviction/arena.py`), and byte counts are real. With `placed`, storages lie at the arena's
+addresses, in memory that is allocated once; without, real allocators choose others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from holdall.runtime.eviction.evictor import Evictor
     from holdall.runtime.harness import Harness
 
+ADDRESSED = 64  # bytes; real addresses are multiples of it
 WAYS = ("bytes", "holes", "windows")
 
 
@@ -42,6 +44,7 @@ class Evict(Facts):
     sample: bool = False  # score a sample of about sqrt(n) of n candidates
     patience: float = 10.0  # give up at so many seconds of recomputation per useful second; 0: never
     align: int = 1  # sizes are rounded up to multiples of this
+    placed: bool = False  # storages lie at the addresses of the arena; on a CPU
     flops: float = 1e12  # FLOP/s by which the policy's clock counts
     bandwidth: float = 1e11
     overhead: float = 5e-6
@@ -102,7 +105,8 @@ class Evict(Facts):
             return EvictionRoom(score, sample=self.sample, least=self.least)
         kind = Holes if self.how == "holes" else Windows
         tiny = self.least - 1 if self.how == "windows" and self.least else 0
-        return kind(score, arena, sample=self.sample, least=self.least, align=self.align, tiny=tiny)
+        align = max(self.align, ADDRESSED) if self.placed else self.align
+        return kind(score, arena, sample=self.sample, least=self.least, align=align, tiny=tiny)
 
     def rehearse(self, schedule: Schedule) -> Rehearsal:
         """The schedule under this policy, with its costs. It exceeds the budget where nothing is left to evict."""
@@ -124,7 +128,7 @@ class Evict(Facts):
         def make_pool(evictor: Evictor, before: int, live: Callable[[], int]) -> EvictionPool:
             return self.pool(evictor, outside=before, live=live)
 
-        install(harness, make_pool, self.rates, align=self.align)
+        install(harness, make_pool, self.rates, align=self.align, memory=self.arena if self.placed else 0)
 
 
 def fits(action: Evict, schedule: Schedule) -> bool:

@@ -19,11 +19,11 @@ from holdall.planners.auto.bounds import Bounds, Extra
 from holdall.planners.auto.hidden_offload import hidden_offloads, price_of, with_hidden
 from holdall.planners.auto.spill import spill
 from holdall.planning.chain_dp import best_choices
-from holdall.planning.finish import allocator_of, outcome_of, over_budget
+from holdall.planning.finish import outcome_of, over_budget, usable_bytes, with_traced
+from holdall.planning.laid_out import with_layout
 from holdall.planning.menus import Item, MenuLine, Menus, kind_of, order_of, try_offered
 from holdall.planning.segments import segmented
 from holdall.simulator import Lowering, simulate
-from holdall.simulator.allocators import Expandable
 from holdall.types import Action, Block, Choice, Outcome, Problem
 
 _TRIES = 6  # times the dynamic program may run again with a budget corrected by the whole simulation
@@ -107,7 +107,9 @@ class Search:
     def allocated(self, candidate: Candidate) -> Outcome:
         """The outcome with the device's allocator simulated."""
         if candidate.actions not in self._allocated:
-            self._allocated[candidate.actions] = outcome_of(self.problem, candidate.actions)
+            made = with_traced(self.problem, candidate.actions)
+            outcome = outcome_of(self.problem, candidate.actions)
+            self._allocated[candidate.actions] = with_layout(self.problem, made, outcome)[0]
         return self._allocated[candidate.actions]
 
     def fitting(self, problem: Problem) -> list[Candidate]:
@@ -250,6 +252,7 @@ def _alike(some: Sequence[Place], others: Sequence[Place]) -> bool:
 
 def usable(problem: Problem) -> Problem:
     """The same problem without the memory that the device's allocator cannot use; other tiers are unchanged."""
-    if allocator_of(problem) is None:
+    limit = problem.limit(problem.home)
+    if usable_bytes(problem, limit) == limit:
         return problem
-    return replace(problem, budget={**problem.budget, problem.home: Expandable.usable(problem.limit(problem.home))})
+    return replace(problem, budget={**problem.budget, problem.home: usable_bytes(problem, limit)})

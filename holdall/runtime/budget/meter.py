@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from holdall.runtime.arena.step_arena import StepArena
 from holdall.runtime.budget.gpu_processes import own_bytes
 from holdall.runtime.budget.ledger import Ledger
 from holdall.units import PAGE, MiB
@@ -16,6 +17,7 @@ from holdall.units import PAGE, MiB
 
 class Meter(Protocol):
     ledger: Ledger | None
+    arena: StepArena | None  # where the tensors of steps lie
 
     def start(self, budget: int | None) -> None: ...
 
@@ -46,6 +48,7 @@ class CpuMeter:
     def __init__(self, there: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._there = there  # lists the tensors on the device when counting starts
         self.ledger: Ledger | None = None
+        self.arena: StepArena | None = None
         self._seconds: list[float] = []
         self._peaks: list[int] = []
         self._curve: list[tuple[float, int]] = []
@@ -58,6 +61,8 @@ class CpuMeter:
     def begin(self) -> None:
         assert self.ledger is not None
         self.ledger.restart()
+        if self.arena is not None:
+            self.arena.begin_step()
         self._began = time.perf_counter()
 
     def forget_peak(self) -> None:
@@ -67,6 +72,8 @@ class CpuMeter:
     def end(self) -> None:
         assert self.ledger is not None
         self._seconds.append(time.perf_counter() - self._began)
+        if self.arena is not None:
+            self.arena.end_step()
         self._peaks.append(self.ledger.peak)
         self._curve = [(at - self._began, live) for at, live in self.ledger.curve]
 
@@ -114,6 +121,7 @@ class CudaMeter:
 
     def __init__(self, device: torch.device, context: int = 0) -> None:
         self._device = device
+        self.arena: StepArena | None = None
         self._budget: int | None = None
         self._before: float | None = None
         self._expanded = False
@@ -140,6 +148,8 @@ class CudaMeter:
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+        if self.arena is not None:
+            self.arena.begin_step()
         self._began = self._mark()
 
     def forget_peak(self) -> None:
@@ -154,7 +164,11 @@ class CudaMeter:
             if self._budget is not None:
                 self._limit(self._budget)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) + self._context)
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device) + self._context)
+        idle = 0  # bytes of the arena in which nothing lies at the peak
+        if self.arena is not None:
+            self.arena.end_step()
+            idle = self.arena.idle
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device) - idle + self._context)
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -178,6 +192,8 @@ class CudaMeter:
         return []
 
     def stop(self) -> None:
+        if self.arena is not None:  # nobody has closed the harness
+            self.arena.close()
         if self._before is not None:
             torch.cuda.set_per_process_memory_fraction(self._before, self._device)
             self._before = None

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from holdall.runtime.arena.directed import DirectedArena
 from holdall.runtime.eviction.arguments import Spec, flatten, map_tensors, unflatten
 from holdall.runtime.eviction.handle import Cell, Handle, geometry, over
 from holdall.runtime.eviction.outlook import Nature, Outlook, changed_arguments, nature_of
@@ -62,8 +63,10 @@ class Evictor(TorchDispatchMode):
         tick: Callable[[], None],
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
         waits: bool = True,
+        memory: DirectedArena | None = None,
     ) -> None:
         super().__init__()
+        self.memory = memory  # where results lie as the policy's arena says; None: the device's allocator places them
         self._make_pool = make_pool
         self._outlook = outlook
         self._live = live
@@ -91,6 +94,9 @@ class Evictor(TorchDispatchMode):
             self.settle()
         if self._depth == 1 and self._is_over:
             self.pool = self._make_pool(self, self._live())
+            if self.memory is not None:
+                memory = self.memory
+                self.pool.room.address_of = lambda s: memory.offset_of(s.bytes)
             self._is_over = self._went_back = False
 
     def end_forward(self) -> None:
@@ -261,7 +267,8 @@ class Evictor(TorchDispatchMode):
         """Run an op; on an out-of-memory error (fragmentation) evict more and try again."""
         while True:
             try:
-                return call()
+                with nullcontext() if self.memory is None else self.memory.at(self.pool.room.expected()):
+                    return call()
             except torch.OutOfMemoryError:
                 if not self.pool.give_way():
                     raise

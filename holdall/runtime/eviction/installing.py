@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdall.errors import Unsupported
+from holdall.runtime.arena.directed import DirectedArena
 from holdall.runtime.budget.meter import device_context
 from holdall.runtime.eviction.evictor import Evictor
 from holdall.runtime.eviction.handle import Handle
@@ -27,8 +29,9 @@ log = logging.getLogger("holdall")
 MakePool = Callable[[Evictor, int, Callable[[], int]], EvictionPool]  # (driver, bytes in use before the step, live bytes)
 
 
-def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int = 1) -> Evictor:
-    """Install the hooks that mark the beginning and end of a step, and the mode that handles its ops."""
+def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int = 1, memory: int = 0) -> Evictor:
+    """Install the hooks that mark the beginning and end of a step, and the mode that handles its ops. `memory`: bytes of an
+    arena in which results lie as the policy says; 0: the device's allocator places them."""
     model = harness.model
     live = _live_bytes(harness)
 
@@ -48,6 +51,7 @@ def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int =
         tick=tick,
         quiet=lambda: harness.ledger.paused() if harness.ledger is not None else nullcontext(),
         waits=harness.optimizer is not None,
+        memory=_directed(harness, memory) if memory else None,
     )
     undo = [
         model.register_forward_pre_hook(lambda *_: evictor.begin_forward(), prepend=True).remove,
@@ -55,6 +59,9 @@ def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int =
         register_optimizer_step_pre_hook(lambda *_: evictor.settle()).remove,
     ]
     harness.around(evictor)
+    if evictor.memory is not None:
+        harness.around(evictor.memory)
+        undo.append(evictor.memory.close)
 
     def close() -> None:
         for each in undo:
@@ -67,6 +74,12 @@ def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int =
 
     harness.on_close(close)
     return evictor
+
+
+def _directed(harness: Harness, size: int) -> DirectedArena:
+    if harness.device.type != "cpu":
+        raise Unsupported("storages lie at the addresses of the policy's arena on a CPU only", hint="leave `real` out")
+    return DirectedArena(size)
 
 
 def _live_bytes(harness: Harness) -> Callable[[], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from holdall.runtime.eviction.arena import Arena, Piece, cheapest_window
@@ -23,6 +23,7 @@ class EvictionRoom:
     """
 
     arena: Arena | None = None
+    address_of: Callable[[Storage], int | None] = staticmethod(lambda _: None)  # where it lies in real memory, if known
     drops_temporaries = False  # evict storages recomputed on the way to another as soon as possible
 
     def __init__(self, score: Score, *, sample: bool = False, small: float = 0.01, least: Bytes = 0, seed: int = 0) -> None:
@@ -82,6 +83,10 @@ class EvictionRoom:
 
     def leave(self, s: Storage) -> None:
         """The storage is evicted or freed."""
+
+    def expected(self) -> list[tuple[Bytes, Bytes]]:
+        """(address, bytes) of the room made for the results of the next op."""
+        return []
 
     def settle(self) -> None:
         """Free the space reserved for an op that it did not use."""
@@ -150,8 +155,9 @@ class _Addressed(EvictionRoom):
     def place(self, s: Storage, maker: Maker | None) -> None:
         if not self._has_address(s.size):
             return
-        size = self.arena.rounded(s.size)
-        piece = next((p for p in self._aside if p.size == size), None)
+        size, at = self.arena.rounded(s.size), self.address_of(s)
+        fitting = [p for p in self._aside if p.size == size]
+        piece = next((p for p in fitting if p.start == at), fitting[0] if fitting else None)
         if piece is not None:
             self._aside.remove(piece)
         else:  # nothing was reserved for it
@@ -163,6 +169,9 @@ class _Addressed(EvictionRoom):
         if s.place is not None:
             self.arena.give(s.place)
             s.place = None
+
+    def expected(self) -> list[tuple[Bytes, Bytes]]:
+        return [(piece.start, piece.size) for piece in self._aside]
 
     def settle(self) -> None:
         for piece in self._aside:
