@@ -87,10 +87,12 @@ TESTS = {  # a part of the tree -> the tests that cover it; the longest prefix c
         "tests/unit/test_order_of_copies.py",
         "tests/unit/test_third_tier.py",
     ],
+    "simulator/lifetimes.py": ["tests/unit/test_lifetimes.py"],
     "simulator/lower.py": ["tests/unit/test_simulator.py", "tests/unit/test_order_of_copies.py", "tests/papers/test_pofo.py"],
     "simulator/curve.py": ["tests/unit/test_simulator.py", "tests/papers/test_chen.py", "tests/papers/test_pofo.py"],
     "simulator/pages.py": ["tests/unit/test_moving_pages.py", "tests/unit/test_pages.py", "tests/unit/test_reserved.py"],
 }
+DEFAULTS = {"optim/": "optimizer", "planners/": "planner"}
 _FLIPS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,
@@ -175,10 +177,11 @@ def tests_of(path: str) -> list[str] | None:
     """The tests that cover a file of the package: those of the table, else those named like the member."""
     inside = path.removeprefix("holdall/")
     best = max((prefix for prefix in TESTS if inside.startswith(prefix)), key=len, default=None)
+    defaults = [f"tests/papers/test_{DEFAULTS[folder]}_defaults.py" for folder in DEFAULTS if inside.startswith(folder)]
     if best is not None:
-        return [*TESTS[best], *(["tests/papers/test_optimizer_defaults.py"] if inside.startswith("optim/") else [])]
+        return [*defaults, *TESTS[best]]
     named = f"tests/papers/test_{Path(inside).parts[1].removesuffix('.py')}.py" if inside.startswith("planners/") else ""
-    return [named] if named and (ROOT / named).exists() else None
+    return [*defaults, named] if named and (ROOT / named).exists() else None
 
 
 def survives(mutant: Mutant, folder: Path, timeout: float) -> bool | None:

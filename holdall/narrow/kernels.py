@@ -25,7 +25,8 @@ def can_scale(left: torch.Tensor, right: torch.Tensor, of_left: Format | None, o
 
 @cache
 def _has_kernel(index: int) -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= _HOPPER
+    """A step that is traced for a GPU on a machine without one is traced for a GPU that has it."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(index) >= _HOPPER
 
 
 def scaled_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -4,8 +4,8 @@ Claims about a GPU of rotor, pofo, rockmate, ProTrain and the planners that swap
 with smaller sizes, the bits of plain training and the far tier of a small machine.
 """
 
-import copy
 import gc
+from functools import cache
 
 import pytest
 import torch
@@ -68,10 +68,21 @@ def hardware_of(device):
     return machine(overlap=True) if device == "cpu" else None
 
 
+@cache
+def traced(device, layers, family):
+    model, batch = world(device, layers, family)
+    return holdall.trace(model, batch, optimizer=adamw(model), device=device)
+
+
+@cache
+def plain_losses(device, layers, family):
+    model, batch = world(device, layers, family)
+    return train(model, batch, adamw(model))
+
+
 def budget_for(name, device, share, layers=None, family="gpt2"):
     """Between the least that the planner needs and what plain training takes."""
-    model, batch = world(device, layers, family)
-    trace = holdall.trace(model, batch, optimizer=adamw(model), device=device)
+    trace = traced(device, layers, family)
     hardware = hardware_of(device)
     home = "cpu" if device == "cpu" else "gpu"
     plain = holdall.plan(trace, planner="nop", hardware=hardware).predicted
@@ -84,11 +95,8 @@ def budget_for(name, device, share, layers=None, family="gpt2"):
 def check(name, device, share, layers=None, family="gpt2"):
     """Run it; returns measured over predicted peak."""
     budget = budget_for(name, device, share, layers, family)
-    gc.collect()
+    expected = plain_losses(device, layers, family)
     model, batch = world(device, layers, family)
-    reference = copy.deepcopy(model)
-    expected = train(reference, batch, adamw(reference))
-    del reference
     gc.collect()
     optimizer = adamw(model)
     given = {"budget": budget, "planner": name, "hardware": hardware_of(device), "repeat": False, **PLANNERS.get(name, {})}

@@ -22,7 +22,7 @@ from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for, traced
 from holdall.testing.layers import layered
 from holdall.testing.placed import check_fit, check_under, plain_peak, trace_of
-from holdall.testing.worlds import machine
+from holdall.testing.worlds import chain, machine
 from holdall.types import Problem
 from holdall.units import GiB, MiB
 
@@ -197,6 +197,11 @@ def test_limits_are_lowered_around_the_nodes_that_do_not_fit():
     longer = replace(graph, spans=[*graph.spans, *[graph.spans[0]] * 48])
     some = lowered(problem, longer, [budget] * 64, [], outcome)
     assert some[-1] == budget > some[0]  # far from those that do not fit
+
+
+def test_every_block_but_the_last_may_move():
+    """What the last one holds is wanted at once."""
+    assert [swap.block for swap in graph_of(problem_for(chain([50] * 4))).swaps] == ["b0", "b1", "b2"]
 
 
 def test_what_the_allocator_reserves_fits():

@@ -214,6 +214,16 @@ def test_decoupled_swaps_are_never_slower_than_waiting_for_every_copy():
         assert decoupled <= in_step * (1 + 1e-9)
 
 
+def test_what_is_held_at_the_peak_goes_first_and_the_rest_after_it():
+    """Claim: candidates are those of the peak's window, others only if they do not do. Here the fourth op needs most."""
+    trace = chain([50] * 6)
+    ops = [dataclasses.replace(op, workspace=10_000 if op.id == 3 else 0) for op in trace.ops]
+    chosen = [d.candidate.tensor for d in decide(problem_for(dataclasses.replace(trace, ops=tuple(ops))))]
+    at_peak = {x for x in chosen if trace.tensors[x].born < 3}
+    assert at_peak and set(chosen[: len(at_peak)]) == at_peak
+    assert set(chosen) == {d.candidate.tensor for d in decide(problem_for(trace))}
+
+
 def test_single_tensors_are_chosen_and_not_whole_blocks():
     plan, _ = planned("tiny-gpt2", 0.8, rate=1e9)
     trace = cached_trace("tiny-gpt2")

@@ -73,6 +73,14 @@ def test_uniform_chains_have_checkmates_optimum_where_the_copies_are_enough(laye
                 assert max(seen.executed) <= copies
 
 
+@pytest.mark.parametrize(("seed", "budget", "cost"), [(4, 14, 20), (18, 9, 21)])
+def test_bytes_are_counted_in_their_largest_common_part(seed, budget, cost):
+    """Where the search finds less than the greedy start."""
+    dag = random_dag(seed, 7)
+    large = replace(dag, size=tuple(8 * s for s in dag.size), extra=tuple(8 * s for s in dag.extra))
+    assert solve(dag, budget, copies=3).cost == solve(large, 8 * budget, copies=3).cost == cost
+
+
 def test_with_enough_copies_it_is_checkmates_program():
     pytest.importorskip("scipy")
     solvable = 0

@@ -136,6 +136,10 @@ def test_the_size_leaves_the_least_room_of_all_that_are_accepted(seed):
     assert chunk_size(traced, device, host) == best
 
 
+def test_chunks_have_at_most_128_mi_elements():
+    assert accepted_sizes(step_of_units([16 << 20] * 10), 2**50, 2**50)[-1] == 128 << 20
+
+
 def test_the_margin_holds_states_of_the_first_chunks():
     layout = step_of_units([10] * 6, 30).layout(10)
     per_chunk = 10 * (12 + 2)  # states, and gradients that stay

@@ -510,6 +510,8 @@ def test_long_segments_from_offloaded_inputs_run_as_simulated(stack, overlap, at
     assert [a.fetch for a in actions if a.name == "offload"] == (
         ["layers.6", "layers.8", "layers.9"] if overlap and not at_once else ["", "", ""]
     )
+    last = [*cut[:-1], PofoSegment(9, 9, "all", "offload", at_once, at_once)]  # nothing follows: backward begins with it
+    assert [a.fetch for a in actions_of(problem, make_menus(problem), last) if a.name == "offload"][-1] == ""
     plan = finish(Pofo(), problem, actions)
     assert plan.predicted.peak["cpu"] < simulate(problem, []).peak["cpu"] / 2
     assert_runs_as_planned(plan, stack)

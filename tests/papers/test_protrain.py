@@ -16,6 +16,7 @@ import holdall
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.protrain import ProTrain, actions_of, profile_of
+from holdall.planners.protrain.chunks import GRID, boundaries, chunk_size, slack
 from holdall.planners.protrain.model import (
     BlockSpan,
     BlockStage,
@@ -103,8 +104,9 @@ def naive_peak(profile, setting):
 
 def every_setting(profile):
     units, blocks = len(profile.chunks), len(profile.stages)
-    for n_persist in range(units + 1):
-        for n_buffer in range(units - n_persist + 1):
+    ends = profile.bounds or range(units + 1)
+    for n_persist in ends:
+        for n_buffer in (units - n for n in ends if n >= n_persist):
             for n_swap in range(profile.most_swaps + 1):
                 for n_ckpt in range(min(profile.most_ckpts, blocks - n_swap) + 1):
                     yield Setting(n_persist, n_buffer, n_swap, n_ckpt)
@@ -115,9 +117,10 @@ def brute_force(profile):
     return [Found(naive_ticks(profile, s), naive_peak(profile, s), s) for s in every_setting(profile)]
 
 
-def random_profile(rng, largest=6):
+def random_profile(rng, largest=6, in_chunks=False):
     """Small numbers, so that ties are many; the bytes of a step are more than those of all its parts."""
     units, blocks = rng.randint(largest // 2, largest), rng.randint(largest // 2, largest)
+    bounds = (0, *(n for n in range(1, units) if rng.random() < 0.5), units) if in_chunks else ()
     chunks = []
     for _ in range(units):
         trained = rng.random() < 0.8
@@ -172,6 +175,7 @@ def random_profile(rng, largest=6):
         when=rng.choice(["backward", "overlap_forward", "step"]),
         overlap=rng.random() < 0.7,
         sums_workspace=rng.random() < 0.5,
+        bounds=bounds,
     )
 
 
@@ -182,7 +186,7 @@ def random_profile(rng, largest=6):
 def test_the_search_equals_brute_force_ties_included(seed):
     """Check (1) of the catalogue: up to six units and six blocks, every budget from too little to plenty."""
     rng = random.Random(seed)
-    profile = random_profile(rng, largest=6 if seed < 2 else 4)
+    profile = random_profile(rng, largest=6 if seed < 2 else 4, in_chunks=seed % 2 == 1)
     mapped = map_blocks(profile)
     by_blocks = {m.found(0, 0).setting[2:]: m for m in mapped}
     every = brute_force(profile)
@@ -222,6 +226,66 @@ def test_blocks_are_swapped_first_and_run_again_in_between():
             found = modes(count, n_swap, n_ckpt)
             assert found[:n_swap] == ["swap"] * n_swap
             assert (found.count("swap"), found.count("ckpt"), len(found)) == (n_swap, n_ckpt, count)
+
+
+# the size of chunks
+
+
+def test_the_size_of_chunks_is_the_one_of_the_grid_with_least_slack():
+    """Claim, by hand: chunks of 4 hold 3 + 1 | 3 | 2 | 3 and leave 0 + 1 + 2 over, the last not counted; those of 8 hold
+    3 + 1 + 3 | 2 + 3 and leave 1."""
+    units = [[3, 1], [3], [2], [3]]
+    assert (slack(units, 4), slack(units, 8)) == (1 + 2, 1)
+    assert chunk_size(units, (4, 8)) == 8
+    assert chunk_size(units, (4, 6)) == 4  # 3 + 1 | 3 + 2 | 3 leave 2 + 1 over: the smaller of equals
+    assert chunk_size(units, (2, 4)) == 4  # a chunk holds every parameter
+    assert chunk_size([[9], *units], (4, 8)) == 8  # but for one that is larger than all of them
+    assert chunk_size(units, (4, 6, 16)) == 4  # 16 holds everything in one chunk: nothing would be decided
+    assert chunk_size(units, (16, 32)) == 16
+
+
+def test_units_of_one_chunk_are_not_divided():
+    """A unit is not split where it fits into one chunk, and several chunks of one unit go together."""
+    assert boundaries([[3, 1], [3], [2], [3]], 4) == (0, 1, 2, 3, 4)
+    assert boundaries([[3, 1], [3], [2], [3]], 8) == (0, 2, 4)
+    assert boundaries([[2], [2, 2]], 4) == (0, 1, 2)  # 2 would be left for the first half of the second unit
+    assert boundaries([[3, 3, 1], [2], [4]], 4) == (0, 1, 2, 3)
+    assert boundaries([[3, 3], [1], [4]], 4) == (0, 2, 3)  # the rest of the first unit's second chunk
+    assert boundaries([[3], [1]], 0) == (0, 1, 2)
+
+
+def placed_rows(plan):
+    return {unit: row for a in plan.actions if a.name == "place" for unit, *row in a.units}
+
+
+def test_a_plan_treats_the_units_of_a_chunk_alike():
+    """Claim: n_persist and n_buffer count chunks. Each holds two layers, the first the embedding and one, the last the head."""
+    problem = problem_on(traced(6), hardware=replace(machine(overlap=True, read=3e7, write=3e7), updates=1e6))
+    size = 2 * sum(p.nbytes for p in Layer().parameters())
+    assert profile_of(problem, size).bounds == (0, 2, 4, 6, 8)
+    plain, names = simulate(problem, []).peak["cpu"], [u.name for u in problem.trace.units]
+    divided = []
+    for share in (93, 83, 70):
+        tight = replace(problem, budget={**problem.budget, "cpu": plain * share // 100})
+        for chunk in (0, size):
+            rows = placed_rows(ProTrain(chunk=chunk)(tight))
+            divided.append((chunk, any(rows[a] != rows[b] for a, b in zip(names[::2], names[1::2], strict=True))))
+    assert (size, True) not in divided
+    assert (0, True) in divided
+
+
+def test_the_size_of_chunks_is_searched_on_a_gpu():
+    problem = problem_on(traced(6))
+    assert profile_of(problem).size == 0
+    on_gpu = replace(problem, hardware=replace(problem.hardware, device="cuda"))
+    assert profile_of(on_gpu).size == GRID[0]  # all of it is smaller than one chunk
+    assert profile_of(on_gpu).bounds == (0, len(problem.trace.units))
+    assert len(profile_of(on_gpu, 0).bounds) == len(problem.trace.units) + 1
+
+
+def test_a_negative_size_of_chunks_is_refused():
+    with pytest.raises(InvalidInput, match="chunk"):
+        ProTrain(chunk=-1)(problem_on(chain([50] * 4)))
 
 
 # models of ours in numbers
@@ -512,6 +576,18 @@ def test_every_mix_of_modes_trains_to_the_same_weights(overlap, clip):
         assert sum(a.name == "offload" for a in actions) == setting.n_swap
         plan = finish(ProTrain(), replace(problem, budget={"cpu": UNLIMITED, "far": UNLIMITED}), actions)
         assert_runs_as_planned(plan, clip=clip)
+
+
+def test_a_frozen_unit_takes_no_more_of_the_host_than_its_weights():
+    model, batch = family("tied")
+    model.layers[1].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trace = holdall.trace(model, batch, optimizer=torch.optim.AdamW(trained, lr=1e-3))
+    problem = problem_on(trace)
+    profile = profile_of(problem)
+    outcome = simulate(problem, actions_of(problem, profile, Setting(0, 0, 0, 0)))
+    assert outcome.peak["far"] == sum(c.host for c in profile.chunks)
+    assert [c.host - c.weights for c in profile.chunks if not c.is_trained] == [0]
 
 
 def test_frozen_units_in_bfloat16_leave_their_wide_copy_on_the_host():

@@ -28,7 +28,7 @@ from holdall.simulator.curve import memory_curve
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
 from holdall.testing.placed import check_fit, check_under, plain_peak, trace_of
-from holdall.testing.worlds import family, machine
+from holdall.testing.worlds import chain, family, machine
 from holdall.tracing.step import default_loss
 
 pytest.importorskip("scipy")
@@ -197,6 +197,8 @@ def test_blocks_are_grouped_by_their_bytes():
     rows = grouped(trace, blocks, 4)
     assert [b for row in rows for b in row] == blocks and 2 <= len(rows) <= 4
     assert grouped(trace, blocks, 99) == [[b] for b in blocks]
+    trace = chain([10, 40, 20])  # each saves its input of 10, too
+    assert [len(row) for row in grouped(trace, trace.blocks, 2)] == [2, 1]  # 7 tenths and 3, not 2 and 8
 
 
 # plans

@@ -507,6 +507,8 @@ def test_fused_kernels_are_close_and_nothing_is_left_behind(tmp_path, monkeypatc
 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where inductor puts its caches
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)  # else it tries what vectors the compiler knows
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)  # longer than four small kernels
     configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
     before = [c.shallow_copy_dict() for c in configs], dict(os.environ), torch.get_rng_state()
     torch.manual_seed(0)

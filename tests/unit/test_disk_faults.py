@@ -39,10 +39,15 @@ def fresh():
 
 
 @cache
+def traced(precision):
+    model, optimizer = fresh()
+    return holdall.trace(model, BATCH, optimizer=optimizer, precision=precision)
+
+
+@cache
 def planned(what, when="step", weights="streamed", precision=None, rate=1e8):
     """What lies on the disk: activations, weights (and gradients), states (and masters)."""
-    model, optimizer = fresh()
-    trace = holdall.trace(model, BATCH, optimizer=optimizer, precision=precision)
+    trace = traced(precision)
     there = machine()
     hardware = replace(
         there,
@@ -74,8 +79,10 @@ def values(model, optimizer):
     return [t.detach().clone() for t in found]
 
 
-def left_alone(plan):
+@cache
+def left_alone(*case):
     """Weights and states after each step, and how often the disk is called in the second."""
+    plan = planned(*case)
     model, optimizer = fresh()
     found, counts = [], {}
     with holdall.apply(plan, model, optimizer), failing_disk("preadv", None) as reads, failing_disk("pwritev", None) as writes:
@@ -129,7 +136,7 @@ CASES += [
 @pytest.mark.parametrize("call", FAULTS)
 def test_a_fault_at_any_moment_of_a_step(call, case, tmp_path):
     plan = planned(*case)
-    alone, counts = left_alone(plan)
+    alone, counts = left_alone(*case)
     count = counts[call]
     for moment in {count // 4, 3 * count // 4}:
         out = tmp_path / str(moment)
@@ -146,7 +153,7 @@ def test_a_fault_at_any_moment_of_a_step(call, case, tmp_path):
 
 @pytest.mark.parametrize("what", ["activations", "weights", "states"])
 def test_a_slow_disk_gives_the_same_bits_and_the_report_says_so(what):
-    alone, _ = left_alone(planned(what))
+    alone, _ = left_alone(what)
     for rate, seconds in ((1e3, 0.0), (1e9, 0.01)):  # 4 KiB take 4 s by the plan, which any disk reaches; 4 us, which none does
         model, optimizer = fresh()
         with slow_disk(seconds), holdall.apply(planned(what, rate=rate), model, optimizer) as harness:

@@ -52,6 +52,11 @@ def test_guesses_find_the_most_that_fit(seed):
     assert len(set(asked)) == len(asked)
 
 
+def test_one_byte_too_many_does_not_fit():
+    assert Guesses().most_that_fit(lambda n: n, [0, 10, 20]) == 0
+    assert Guesses().most_that_fit(lambda n: n + 1, [0, 10, 20]) is None
+
+
 def test_no_bound_is_above_what_the_simulator_says(problem):
     """Every candidate that a search tries, held against the bound that it would have been left out by."""
     checked = []

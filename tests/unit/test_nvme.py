@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import thread
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -444,6 +445,7 @@ def fresh():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@cache
 def traced(precision=None):
     model, optimizer = fresh()
     return holdall.trace(model, BATCH, optimizer=optimizer, precision=precision)

@@ -219,3 +219,18 @@ def test_pythons_collector_is_as_it_was_after_planning(fits, was_on):
         assert gc.isenabled() == was_on
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("options", "when"),
+    [
+        ({}, "overlap_forward"),
+        ({"reads_gradients": False}, "backward"),
+        ({"reads_gradients": False, "accumulate": 2}, "overlap_forward"),
+    ],
+)
+def test_the_host_updates_as_early_as_the_loop_permits(options, when):
+    trace = traced("tied")[3]
+    budget = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
+    plan = holdall.plan(trace, budget=budget, hardware=machine(overlap=True), allow=["place"], **options)
+    assert [a.when for a in plan.actions if a.name == "place"] == [when]

@@ -289,6 +289,23 @@ def test_the_curve_counts_the_workspace_of_an_op_while_it_runs():
     assert [h for k, h in enumerate(roomy.high) if k != 2] == [h for k, h in enumerate(plain.high) if k != 2]
 
 
+def test_a_long_timeline_has_1200_points_at_most_and_the_peak_among_them():
+    got = simulate(problem_for(chain([5] * 800)), [], full=True)  # 2,402 moments
+    assert 600 < len(got.timeline) <= 1200
+    assert max(m.total for m in got.timeline) == got.peak["cpu"]
+
+
+@pytest.mark.parametrize("allocator", ["ideal", "caching", "expandable"])
+def test_an_allocator_has_the_workspace_of_an_op_back_after_it(allocator):
+    """Two ops with workspaces need one at a time."""
+    trace = chain([50] * 3)
+    for ids in ({2}, {2, 4}):
+        ops = tuple(replace(op, workspace=1000 if op.id in ids else 0) for op in trace.ops)
+        got = simulate(problem_for(replace(trace, ops=ops)), [], allocator=allocator)
+        assert got.peak["cpu"] == simulate(problem_for(replace(trace, ops=ops)), [], checked=True).peak["cpu"]
+        assert got.reserved >= got.peak["cpu"]
+
+
 def test_a_block_is_treated_once_by_a_technique():
     trace = chain([50] * 3)
     twice = [Recompute.of(trace, trace.blocks[:2]), Recompute.of(trace, trace.blocks[1:2])]

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -65,9 +66,14 @@ def placed(trace, *, weights="streamed", when="step", stretch=PAGE, buffers=3, e
     return replace(place, elsewhere=tuple(states.items())) if elsewhere else place
 
 
-def planned(rule="fused", precision=None, *, width=40, accumulate=1, hardware=None, **how):
+@cache
+def traced(rule, precision, width):
     model, optimizer = fresh(rule, width)
-    trace = holdall.trace(model, batch(width), optimizer=optimizer, precision=precision)
+    return holdall.trace(model, batch(width), optimizer=optimizer, precision=precision)
+
+
+def planned(rule="fused", precision=None, *, width=40, accumulate=1, hardware=None, **how):
+    trace = traced(rule, precision, width)
     problem = Problem(trace=trace, hardware=hardware or with_disk(), budget={}, accumulate=accumulate)
     place = placed(trace, **how)
     near = replace(place, states=(), elsewhere=())

@@ -19,6 +19,7 @@ from holdall.cli import app
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.machine.findings import examine
 from holdall.machine.more_tiers import with_tiers
+from holdall.planners.auto.spill import spill
 from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.simulator import simulate
@@ -347,6 +348,13 @@ def test_states_that_neither_device_nor_host_have_room_for_spill_to_a_third_tier
     assert losses == trained(None)[0]
     assert dict(report.measured.peak) == dict(plan.predicted.peak)
     assert all(size <= plan.budget[tier] for tier, size in report.measured.peak.items())
+
+
+def test_what_has_room_on_the_host_is_left_as_it_is(attic):
+    trace = traced()
+    problem = Problem(trace=trace, hardware=with_attic(), budget={})
+    actions = (replace(Place.all(trace, update="host", when="overlap_forward"), ahead=True),)
+    assert spill(problem, actions, lambda given: simulate(problem, given)) == actions
 
 
 def test_a_unit_passes_through_the_device_from_the_nearest_tier_alone():

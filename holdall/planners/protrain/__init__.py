@@ -11,8 +11,13 @@ In the paper every unit that is not persistent passes through a pool of n_buffer
 still there when backward begins: they save one of two fetches. Our runtime has no such pool. It streams units through a ring of
 two, the one in use and the next; what a hit saves is had by leaving the weights where they are. So `n_buffer` counts buffers
 that are never handed on, beside that ring, and the traffic of a hit (once up, once down) and of a miss (twice up) is the
-paper's. Units that several blocks use cannot be streamed and stay in any case. For the same reason no size of chunks is
-searched: the paper takes the one of a grid that leaves least room in equal buffers, and a unit here has one of its own size.
+paper's. Units that several blocks use cannot be streamed and stay in any case.
+
+Units are decided about by chunks: those that share one persist together and hit together. On a GPU the size of chunks is the
+paper's, of a grid the one with the least slack (`chunks.py`). What slack costs the paper, room in buffers of one size, costs
+nothing here: the runtime moves units, each in memory of its own size. So the size decides which units go together and nothing
+else, and `chunk=0`, which decides about each, is never worse in the model. The grid is meant for models of gigabytes; on a CPU
+each unit is decided about.
 
 The paper lets the host update units during backward. With clipping or accumulation that would not be exact; then the updates
 are made beside the next forward, and the model's `max` moves there. Where copies do not overlap, all times add up.
@@ -34,6 +39,7 @@ from holdall.actions.recompute import Recompute, obstacle
 from holdall.cost.link import copy_seconds
 from holdall.cost.updates import host_seconds
 from holdall.errors import InvalidInput
+from holdall.planners.protrain.chunks import boundaries, chunk_size
 from holdall.planners.protrain.model import (
     BlockSpan,
     BlockStage,
@@ -60,6 +66,7 @@ _TICKS = 10**12  # per second
 @dataclass(frozen=True, kw_only=True)
 class ProTrain:
     alpha: float = 1.1  # the paper's allowance for fragmentation, where an allocator fragments: not on a CPU
+    chunk: int | None = None  # bytes of a chunk; 0: a unit each; None: of the paper's grid by the least slack, on a CPU 0
 
     name: ClassVar[str] = "protrain"
     paper: ClassVar[str] = "Yang et al. 2024, arXiv 2406.08334"
@@ -69,7 +76,9 @@ class ProTrain:
         began = time.perf_counter()
         if not self.alpha >= 1:
             raise InvalidInput(f"`alpha` is {self.alpha}", hint="use 1 or more")
-        profile = profile_of(problem)
+        if self.chunk is not None and self.chunk < 0:
+            raise InvalidInput(f"`chunk` is {self.chunk} bytes", hint="use 1 or more, 0 for units, or leave it out")
+        profile = profile_of(problem, self.chunk)
         chosen = self._choose(problem, profile)
         actions = actions_of(problem, profile, chosen.setting)
         return finish(self, problem, actions, why=_why(problem, profile, chosen), began=began)
@@ -97,8 +106,8 @@ class ProTrain:
         return _smallest(problem, profile, mapped)
 
 
-def profile_of(problem: Problem) -> Profile:
-    """The untouched step in numbers. Without units that may be placed, only blocks are decided."""
+def profile_of(problem: Problem, chunk: int | None = None) -> Profile:
+    """The untouched step in numbers, `chunk` as in `ProTrain`. Without units that may be placed, only blocks are decided."""
     trace, hardware = problem.trace, problem.hardware
     curve = memory_curve(problem, with_traced(problem, []))
     end = next((op.id for op in trace.ops if op.site.phase is Phase.STEP), len(trace.ops))
@@ -106,6 +115,9 @@ def profile_of(problem: Problem) -> Profile:
     units = trace.units if problem.permits(Place) and hardware.far is not None else ()
     ready = [max((k for g in u.grads for k in trace.uses(g) if k < end), default=-1) for u in units]
     forward, backward, rest = _computation(trace, units, ready, end)
+    params = [[trace.tensors[x].nbytes for x in u.weights] for u in units]
+    if chunk is None:
+        chunk = chunk_size(params) if hardware.device == "cuda" else 0
     return Profile(
         chunks=tuple(_chunks(problem, units, blocks, forward, backward)),
         stages=tuple(_stages(problem, units, blocks, curve, end)),
@@ -115,6 +127,8 @@ def profile_of(problem: Problem) -> Profile:
         when=_when(problem),
         overlap=hardware.overlap,
         sums_workspace=hardware.device == "cuda" and trace.about.precision is None,
+        size=chunk,
+        bounds=boundaries(params, chunk),
         blocks=tuple(blocks),
     )
 
@@ -306,8 +320,11 @@ def _why(problem: Problem, profile: Profile, chosen: Found) -> list[str]:
     expected = f"expects {format_bytes(chosen.peak)} and {format_seconds(chosen.ticks / _TICKS)}"
     if (n_persist, n_swap, n_ckpt) == (units, 0, 0):
         return ["everything fits: nothing needs to be done", f"the paper's model {expected}"]
+    how = f"when: {profile.when}"
+    if profile.size:
+        how += f"; {len(profile.bounds) - 1} groups by chunks of {format_bytes(profile.size)}"
     return [
-        f"{n_persist} of {units} units persist; of the others {n_buffer} keep their weights here (when: {profile.when})",
+        f"{n_persist} of {units} units persist; of the others {n_buffer} keep their weights here ({how})",
         f"of {blocks} blocks the first {n_swap} are swapped and {n_ckpt} run again",
         f"the paper's model {expected} of {format_bytes(problem.limit(problem.home))}",
     ]

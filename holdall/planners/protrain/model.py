@@ -110,10 +110,17 @@ class Profile:
     when: str = "overlap_forward"  # of updates on the host, as in `Place`
     overlap: bool = True  # copies run beside computation
     sums_workspace: bool = False  # all units are updated on the device at once, else one after the other
+    size: int = 0  # bytes of the paper's chunks; 0: a unit each
+    bounds: tuple[int, ...] = ()  # numbers of units that whole chunks hold, from none to all; none given: any number
     blocks: tuple[Block, ...] = ()  # of the stages
 
     def both(self, compute: Ticks, copies: Ticks) -> Ticks:
         return max(compute, copies) if self.overlap else compute + copies
+
+    @cached_property
+    def whole(self) -> Sequence[int]:
+        """Numbers of units that may be persistent; so many of the last may be hits as are left of all by one of these."""
+        return self.bounds or range(len(self.chunks) + 1)
 
     @property
     def most_swaps(self) -> int:
@@ -257,13 +264,15 @@ class Mapped:
 
     def best(self, limit: int, host: int) -> Iterator[Found]:
         """For every n_persist that fits: the least time, and the fewest buffers that give it."""
-        for n_persist, nbytes in enumerate(self._profile.host_bytes):
-            counts = range(len(self._profile.chunks) - n_persist + 1)
+        whole, units = self._profile.whole, len(self._profile.chunks)
+        for n_persist in whole:
+            nbytes = self._profile.host_bytes[n_persist]
+            counts = [units - n for n in reversed(whole) if n >= n_persist]
             fitting = bisect_right(counts, limit, key=lambda n: self.peak(n_persist, n))
             if fitting and nbytes + self._swapped.nbytes <= host:
-                least = self.ticks(n_persist, fitting - 1)
+                least = self.ticks(n_persist, counts[fitting - 1])
                 fewest = bisect_left(counts[:fitting], -least, key=lambda n: -self.ticks(n_persist, n))
-                yield self.found(n_persist, fewest)
+                yield self.found(n_persist, counts[fewest])
 
     def found(self, n_persist: int, n_buffer: int) -> Found:
         setting = Setting(n_persist, n_buffer, self._swapped.count, self._n_ckpt)
