@@ -15,6 +15,7 @@ import torch
 
 from holdall.fitting.applying import check_belongs, stores_for
 from holdall.fitting.head import choose_head
+from holdall.narrow.kernels import traced_for
 from holdall.precision import plannable, put_on
 from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.registry import build_member
@@ -80,7 +81,8 @@ def trace_calls(
         undo = put_on(recipe, model)
         try:
             plainly: dict[str, Any] = {"loss": loss, "device": device, "autocast": autocast, "head": head}
-            traced, given = trace_calls(model, batch, optimizer=optimizer, precision=dtype, **plainly)
+            with traced_for(device):
+                traced, given = trace_calls(model, batch, optimizer=optimizer, precision=dtype, **plainly)
         finally:
             undo()
         return replace(traced, about=replace(traced.about, recipe=str(recipe))), given

@@ -52,17 +52,15 @@ class Float8(Format):
 
     def scale_of(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """What values are multiplied by."""
-        largest = values.detach().abs()
-        largest = largest.amax(dim, keepdim=True) if self.rows else largest.amax()
+        given = values.detach()
+        inf = float("inf")
+        largest = torch.linalg.vector_norm(given, inf, dim, keepdim=True) if self.rows else torch.linalg.vector_norm(given, inf)
         scale = torch.finfo(self.dtype).max / largest.float().clamp(min=_SMALLEST)
         return torch.exp2(torch.floor(torch.log2(scale))) if self.powers else scale
 
     def narrow(self, values: torch.Tensor, dim: int = -1) -> Parts:
-        return self.scaled(values, self.scale_of(values, dim))
-
-    def scaled(self, values: torch.Tensor, scale: torch.Tensor) -> Parts:
-        most = torch.finfo(self.dtype).max
-        return (values.float() * scale).clamp(-most, most).to(self.dtype), scale.reciprocal()
+        scale = self.scale_of(values, dim)
+        return (values * scale).to(self.dtype), scale.reciprocal()  # nothing is above the largest: nothing is cut
 
     def widen(self, parts: Sequence[torch.Tensor], shape: torch.Size, dim: int = -1) -> torch.Tensor:  # noqa: ARG002
         codes, unit = parts

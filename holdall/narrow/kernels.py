@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -11,11 +13,23 @@ from holdall.narrow.formats import Float8, Format
 
 _MULTIPLE = 16  # of all sizes, as the kernel wants
 _HOPPER = (8, 9)
+_FOR_GPU: ContextVar[bool] = ContextVar("_FOR_GPU", default=False)
+
+
+@contextmanager
+def traced_for(device: str | torch.device | None) -> Iterator[None]:
+    """While a step is traced for a GPU on a machine without one: products are those of a GPU that has the kernel."""
+    is_there = device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available()
+    before = _FOR_GPU.set(is_there)
+    try:
+        yield
+    finally:
+        _FOR_GPU.reset(before)
 
 
 def can_scale(left: torch.Tensor, right: torch.Tensor, of_left: Format | None, of_right: Format | None) -> bool:
     """Is left (rows, inner) times right (columns, inner) transposed a product for the kernel?"""
-    if not (isinstance(of_left, Float8) and isinstance(of_right, Float8)) or left.device.type != "cuda":
+    if not (isinstance(of_left, Float8) and isinstance(of_right, Float8)) or not (left.is_cuda or _FOR_GPU.get()):
         return False
     if of_left.rows != of_right.rows or (left.dtype == torch.float32 and of_left.rows):
         return False
@@ -25,7 +39,6 @@ def can_scale(left: torch.Tensor, right: torch.Tensor, of_left: Format | None, o
 
 @cache
 def _has_kernel(index: int) -> bool:
-    """A step that is traced for a GPU on a machine without one is traced for a GPU that has it."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(index) >= _HOPPER
 
 

@@ -91,11 +91,7 @@ class Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(ctx, formats, flat, weight).reshape(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            form = formats.input
-            x = form.widen(parts, ctx.flat, -1) if ctx.is_saved and form is not None else parts[0]
-            if form is not None and formats.grad_weight is not None and (form.is_blockwise or not ctx.is_saved):
-                x = rounded(form, x, 0)  # blocks lie along the rows in this product
-            dw = _weight_gradient(ctx, formats, flat, x.float(), weight).to(weight.dtype)
+            dw = _weight_gradient(ctx, formats, flat, parts, weight).to(weight.dtype)
         return dx, dw, None, None
 
 
@@ -111,9 +107,23 @@ def _input_gradient(ctx: Any, formats: Formats, grad: torch.Tensor, weight: torc
     return _backward_of(ctx.how, g, None, w, ctx.flat)
 
 
-def _weight_gradient(ctx: Any, formats: Formats, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    g = _in(formats.grad_weight, grad, 0)
-    return g.t() @ x if ctx.how is None else _backward_of(ctx.how, g, x, weight.float(), ctx.flat)
+def _weight_gradient(
+    ctx: Any, formats: Formats, grad: torch.Tensor, parts: list[torch.Tensor], weight: torch.Tensor
+) -> torch.Tensor:
+    form, of_grad = formats.input, formats.grad_weight
+    whole = ctx.is_saved and form is not None and not form.is_blockwise  # one scale: its codes serve in this product too
+    if whole and ctx.how is None and can_scale(grad.t(), parts[0].t(), of_grad, form):
+        assert isinstance(of_grad, Float8)
+        codes, unit = of_grad.narrow(grad)
+        return scaled_product((codes.t().contiguous(), unit), (parts[0].t().contiguous(), parts[1]), grad.dtype)
+    x = form.widen(parts, ctx.flat, -1) if ctx.is_saved and form is not None else parts[0]
+    if of_grad is None:  # a product in the dtype of the layer
+        g, x = grad, x.to(grad.dtype)
+    else:
+        g, x = rounded(of_grad, grad, 0), x.float()
+        if form is not None and not whole:
+            x = rounded(form, x, 0)  # blocks lie along the rows in this product
+    return g.t() @ x if ctx.how is None else _backward_of(ctx.how, g, x, weight.to(g.dtype), ctx.flat)
 
 
 def _in(form: Format | None, values: torch.Tensor, dim: int) -> torch.Tensor:
