@@ -8,7 +8,8 @@ back for all of them.
 A layer may run by a program (`reschedule`). Its inputs leave in the same way, and tensors that the program keeps (`made`, in
 place of `inner`) when its forward is over; backward asks for all of them when the layer's backward begins.
 
-A layer may have several such actions, each with tensors and moments of its own.
+A layer may have several such actions, each with tensors and moments of its own. With `packed`, the words that are not zero
+leave, and a mask of where they are: lossless, and small for results of ReLU.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, ClassVar
 from holdall.actions.offload import Offload
 from holdall.actions.reschedule import Reschedule
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types import Block, Copy, Facts, Phase, Problem, Schedule, Trace, Wait
+from holdall.types import Block, Copy, Facts, Phase, Problem, Run, Schedule, Step, Trace, Wait
+from holdall.types.layout import allocated_bytes
 from holdall.types.trace import OpId, TensorId, once_per_trace
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
 
+_PASSES = 3  # over a tensor's bytes, to pack them or to put them back
 _NONE: Mapping[int, Collection[TensorId]] = {}
 
 
@@ -41,6 +44,8 @@ class LayerSwap(Facts):
     fetch: str = ""  # start the fetch when the backward of this block begins; empty: when the tensors are needed
     arrive: str = ""  # the backward of this block waits for the fetch; empty: whoever needs the tensors
     tier: str = ""  # destination of the tensors; empty: the nearest tier
+    packed: int = 0  # bytes of a word, where only words that are not zero leave (FlashNeuron, FAST 2021); 0: all bytes do
+    density: float = 0.5  # share of values assumed not to be zero: the bytes of a run depend on its values
 
     name: ClassVar[str] = "layer_swap"
     exact: ClassVar[bool] = True
@@ -103,6 +108,7 @@ class LayerSwap(Facts):
             first,
             replace(second, fetch=ahead, arrive=ahead),
             replace(second, begin=second.block, until=saving[-1].name, fetch=saving[-1].name),
+            replace(first, packed=4, density=1.0),
         ]
 
     def tensors(self, trace: Trace) -> tuple[TensorId, ...]:
@@ -130,6 +136,9 @@ class LayerSwap(Facts):
                 f"`{self.block}` swaps a tensor that no backward reads", hint="plan again: holdall.plan(trace, ...)"
             )
         schedule = schedule.copy()
+        if self.packed:
+            self._pack(schedule, problem, moved, needed)
+            return schedule
         self._send(schedule, trace, block, problem.other(self.tier))
         schedule.insert(trace.block(self.until).last if self.until else block.last, [Wait(tensors=moved)])
         back = Copy(tensors=moved, src=problem.other(self.tier), dst=schedule.home, name=self.block)
@@ -143,6 +152,42 @@ class LayerSwap(Facts):
         else:
             schedule.insert(needed, [back, Wait(tensors=moved)], first=True)
         return schedule
+
+    def _pack(self, schedule: Schedule, problem: Problem, moved: tuple[TensorId, ...], needed: OpId) -> None:
+        """The codes of the tensors leave and come back in their place."""
+        trace, tier = problem.trace, problem.other(self.tier)
+        block = trace.block(self.block)
+        codes = {x: self._codes(schedule, problem, x) for x in moved}
+        inputs = {block.inputs[n] for n in self.inputs if n < len(block.inputs)}
+        for x, code in codes.items():
+            at = block.first - 1 if x in inputs else max(trace.saves[saved_as(trace)[x][0]].packed, trace.tensors[x].born)
+            out = Copy(tensors=(code,), src=schedule.home, dst=tier, name=self.block)
+            schedule.insert(
+                trace.block(self.begin).last if self.begin else at,
+                [_coding(problem, "encode", x, code, trace.tensors[x].nbytes), out],
+            )
+        all_codes = tuple(codes.values())
+        leaves = Wait(tensors=(*moved, *all_codes))
+        schedule.insert(trace.block(self.until).last if self.until else block.last, [leaves])
+        back = Copy(tensors=all_codes, src=tier, dst=schedule.home, name=self.block)
+        whole: list[Step] = [
+            Wait(tensors=all_codes),
+            *(_coding(problem, "decode", code, x, trace.tensors[x].nbytes) for x, code in codes.items()),
+        ]
+        fetched = trace.block(self.fetch).backward if self.fetch else None
+        if fetched is not None and fetched < needed:
+            schedule.insert(needed, whole, first=True)
+            _insert_after_waits(schedule, fetched, back)
+        else:
+            schedule.insert(needed, [back, *whole], first=True)
+
+    def _codes(self, schedule: Schedule, problem: Problem, x: TensorId) -> TensorId:
+        from holdall.codecs.csr import csr_bytes  # planning needs no torch before this
+
+        info = schedule.info(x)
+        words = info.nbytes // self.packed
+        size = allocated_bytes(csr_bytes(words, round(self.density * words), self.packed), problem.hardware.device)
+        return schedule.add(info, name=f"{info.name} packed", dtype="uint8", nbytes=size, freed=info.born)
 
     def _send(self, schedule: Schedule, trace: Trace, block: Block, tier: str) -> None:
         """The copies out: of the inputs when the block begins, of the others when they are saved; or of all when they may."""
@@ -198,7 +243,7 @@ class LayerSwap(Facts):
             holder = harness.policy(name)
             if holder.offloads:
                 raise Unsupported(f"`{name}` is offloaded and holds an input of `{self.block}`", hint=f"swap `{name}`, too")
-            holder.lends = True
+            holder.lends = self.tier
         policy = SwapPolicy(
             inputs=frozenset(self.inputs),
             early=frozenset(self.inner),
@@ -208,6 +253,7 @@ class LayerSwap(Facts):
             fetch=self.fetch,
             arrive=self.arrive,
             tier=self.tier,
+            width=self.packed,
         )
         harness.policy(self.block).swaps.append(policy)
 
@@ -277,6 +323,18 @@ def _saved_as(trace: Trace) -> dict[TensorId, list[int]]:
     for n, save in enumerate(trace.saves):
         found.setdefault(save.tensor, []).append(n)
     return found
+
+
+def _coding(problem: Problem, verb: str, source: TensorId, target: TensorId, nbytes: int) -> Run:
+    hardware = problem.hardware
+    return Run(
+        op=-1,
+        reads=(source,),
+        writes=(target,),
+        seconds=_PASSES * nbytes / hardware.bandwidth + hardware.overhead,
+        workspace=nbytes if hardware.device == "cuda" else 0,
+        name=verb,
+    )
 
 
 def _insert_after_waits(schedule: Schedule, op: OpId, step: Copy) -> None:

@@ -21,7 +21,7 @@ from holdall.planners.angel_ptm import (
 )
 from holdall.problem import make_problem
 from holdall.simulator import simulate
-from holdall.testing.chunk_steps import step_of_units
+from holdall.testing.oracles import step_of_units
 from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain, trace_of
 from holdall.testing.worlds import machine
 

@@ -14,7 +14,7 @@ from holdall.planning.chunk_tracer import streamed_units, trace_states
 from holdall.planning.chunks import misses
 from holdall.problem import make_problem
 from holdall.simulator import simulate
-from holdall.testing.chunk_steps import fewest_loads, step_of_units
+from holdall.testing.oracles import fewest_loads, step_of_units
 from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain, trace_of
 from holdall.testing.worlds import machine
 

@@ -9,8 +9,8 @@ from holdall.errors import InvalidInput
 from holdall.planners.gemini import EDGES, Gemini, chunk_size, chunks_in, sizes_to_try, steady_loads, without_outliers
 from holdall.planning.chunk_tracer import run_step, streamed_units, trace_states
 from holdall.planning.chunks import ChunkStore, IllegalMove, pack, waste
-from holdall.testing.chunk_steps import step_of_units
 from holdall.testing.contracts import problem_for
+from holdall.testing.oracles import step_of_units
 from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain, trace_of
 
 FAMILIES = {"tied": 0.45, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "tiny-vit": 0.4}

@@ -12,7 +12,7 @@ from holdall.planners import patrickstar
 from holdall.planners.patrickstar import EDGES, accepted_sizes, chunk_size, chunks_updated_here, room_at, steady_loads
 from holdall.planning.chunk_tracer import streamed_units
 from holdall.planning.chunks import ChunkStore, IllegalMove
-from holdall.testing.chunk_steps import fewest_loads, step_of_units
+from holdall.testing.oracles import fewest_loads, step_of_units
 from holdall.testing.placed import measured_as_predicted, plain_peak, plan_family, run_beside_plain
 
 FAMILIES = {"tied": 0.5, "tiny-gpt2": 0.45, "tiny-llama": 0.45, "convnet": 0.9}  # and a share of plain training's memory

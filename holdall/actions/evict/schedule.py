@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdall.runtime.eviction.pool import Counts, Driver, EvictionPool, wants
+from holdall.runtime.eviction.driver import Driver
+from holdall.runtime.eviction.pool import Counts, EvictionPool, wants
 from holdall.runtime.eviction.replay import OpCall, Player
 from holdall.runtime.eviction.storages import Maker, Rates, Storage
 from holdall.types import Copy, Phase, Run, Schedule, Step, Wait
@@ -25,14 +26,27 @@ class Rehearsal:
     fragmentation: tuple[float, ...] = ()  # of the arena, at each request for which there was no hole
 
 
-def rehearse(schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], EvictionPool]) -> Rehearsal:
-    """Simulate the policy on the schedule's steps."""
-    return _Rewriter(schedule.copy(), rates, make_pool).play()
+def rehearse(
+    schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], EvictionPool], *, tier: str = ""
+) -> Rehearsal:
+    """Simulate the policy on the schedule's steps. `tier`: that storages are swapped to. A policy that records its first step
+    is simulated twice, and the result is the second."""
+    rewriter = _Rewriter(schedule.copy(), rates, make_pool, tier)
+    played = rewriter.play()
+    record = rewriter.pool.swaps.recorded()
+    if record is None:
+        return played
+    again = _Rewriter(schedule.copy(), rates, make_pool, tier)
+    again.pool.swaps.recall(record)
+    second = again.play()
+    second.counts.over += played.counts.over
+    return replace(second, peak=max(played.peak, second.peak))
 
 
 class _Rewriter(Player):
-    def __init__(self, schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], EvictionPool]) -> None:
+    def __init__(self, schedule: Schedule, rates: Rates, make_pool: Callable[[Driver, int], EvictionPool], tier: str) -> None:
         self.schedule = schedule
+        self.tier = tier
         self.trace = schedule.trace
         self.rates = rates
         self.steps = list(schedule.steps())
@@ -46,6 +60,8 @@ class _Rewriter(Player):
         self.before = sum(self.there.values())
         super().__init__(make_pool(self, self.before))
         self.names: dict[Storage, int] = {}  # storage -> its current tensor
+        self.away: dict[Storage, int] = {}  # the same of swapped ones
+        self.stays: dict[int, list[Mark]] = {}  # swapped tensor -> ends of its stays on the device
         self.after: dict[int, list[Step]] = {}
         self.at = -1  # the last op of the trace that ran
         self.mark: Mark = (-1, 0)  # the last run
@@ -76,8 +92,8 @@ class _Rewriter(Player):
                 self._die(x)
         end = len(self.trace.ops)
         for x in self.names.values():
-            if x >= self.first_added:
-                self.schedule.holds[x] = [(end, 0)]
+            if x >= self.first_added or x in self.stays:
+                self.schedule.holds[x] = [*self.stays.get(x, ()), (end, 0)]
         self.schedule.after = self.after
         holes = tuple(self.pool.arena.fragmentation) if self.pool.arena is not None else ()
         return Rehearsal(
@@ -154,6 +170,7 @@ class _Rewriter(Player):
         for s in list(self.values.values()):
             if s.alive and s.maker is not None and not s.pinned:
                 self.pool.fix(s)
+        self.pool.swaps.end()
 
     # called by the pool
 
@@ -198,8 +215,37 @@ class _Rewriter(Player):
 
     def drop(self, storage: Storage) -> None:
         x = self.names.pop(storage)
-        if not self.is_natural or x >= self.first_added:
-            self.schedule.holds[x] = [self.mark]
+        if storage.copied is not None:
+            self.stays.setdefault(x, []).append(self.mark)
+            self.away[storage] = x
+            self.schedule.holds[x] = self.stays[x]
+        elif not self.is_natural or x >= self.first_added or x in self.stays:
+            self.schedule.holds[x] = [*self.stays.get(x, ()), self.mark]
+
+    def send(self, storage: Storage) -> None:
+        self._move(self.names[storage], self.schedule.home, self.tier)
+
+    def sent(self, storage: Storage) -> None:
+        self._wait(self.names[storage])
+
+    def fetch(self, storage: Storage) -> None:
+        x = self.names[storage] = self.away.pop(storage)
+        self._move(x, self.tier, self.schedule.home)
+
+    def arrive(self, storage: Storage) -> None:
+        self._wait(self.names[storage])
+
+    def discard(self, storage: Storage) -> None:
+        if storage in self.away:
+            del self.away[storage]
+        elif storage in self.names:
+            self._wait(self.names[storage])
+
+    def _move(self, x: int, source: str, target: str) -> None:
+        self.after.setdefault(self.at, []).append(Copy(tensors=(x,), src=source, dst=target, name="swap"))
+
+    def _wait(self, x: int) -> None:
+        self.after.setdefault(self.at, []).append(Wait(tensors=(x,)))
 
     def _copy(self, s: Storage) -> int:
         return self.schedule.add(self.schedule.info(int(s.key)))  # type: ignore[call-overload]

@@ -91,7 +91,10 @@ class Reschedule(Facts):
         self.check(trace)
         rewrite = ProgramRewrite(schedule.copy(), trace, block)
         rewrite.release()
-        rewrite.walk(self.forward, block.first - 1)
+        if len(self.forward) == rewrite.count:
+            rewrite.permute(self.forward)
+        else:
+            rewrite.walk(self.forward, block.first - 1)
         rewrite.walk_backward(self.backward)
         rewrite.schedule.programs[block.id] = Kept(rewrite.kept(self.backward), rewrite.begin)
         return rewrite.schedule
@@ -293,6 +296,13 @@ class ProgramRewrite:
             for x in op.writes:
                 if self.trace.tensors[x].kind is not Kind.GRAD and set(self.trace.uses(x)) <= inside:
                     self.schedule.holds[x] = []
+
+    def permute(self, order: Sequence[int]) -> None:
+        """The ops of the forward once each, in this order: each takes the place of the one that it stands for."""
+        runs = [self._run(n) for n in order]  # before any has moved
+        for op, run in zip(self.ops, runs, strict=False):
+            if run is not self.schedule.run(op.id):
+                self.schedule.runs[op.id] = run
 
     def walk(self, order: Sequence[int], at: int) -> None:
         """Original runs stay in place; recomputed ops go right before the next original."""

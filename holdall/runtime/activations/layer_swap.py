@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from holdall.runtime.activations.offload import Forward, OffloadedEntry, OffloadedGroup, _Parked
+from holdall.codecs.csr import decode_csr, encode_csr
+from holdall.runtime.activations.offload import Bank, Forward, OffloadedEntry, OffloadedGroup, OffloadedPart, _Parked
 from holdall.runtime.activations.recompute import RecomputedCall, unpack
+from holdall.tiers import Store
 
 Lent = WeakValueDictionary[int, OffloadedEntry]
 """Entries that are on the device, by their storage; only autograd holds them."""
@@ -33,6 +35,7 @@ class SwapPolicy:
     fetch: str = ""  # block at whose backward to begin fetching; empty: at first use
     arrive: str = ""  # block whose backward waits for what is fetched; empty: whoever needs it
     tier: str = ""  # destination; empty: the nearest tier
+    width: int = 0  # bytes of the words that are packed where they are not zero; 0: bytes leave as they are
 
 
 class SwappedPart:
@@ -59,6 +62,45 @@ class SwappedPart:
         if self.policy.begin:
             self.send(list(self.chosen))
         self.chosen = {}
+
+
+class SparseGroup(OffloadedGroup):
+    """Storages leave as their words that are not zero (`codecs/csr.py`), and are whole again when they have arrived."""
+
+    def __init__(self, store: Store, bank: Bank, part: OffloadedPart, width: int) -> None:
+        super().__init__(store, bank, part)
+        self._width = width
+        self._codes: list[torch.UntypedStorage] = []  # on the device until they are out
+        self._sizes: WeakKeyDictionary[OffloadedEntry, int] = WeakKeyDictionary()
+
+    def leave(self, entries: Sequence[OffloadedEntry]) -> None:
+        for entry in entries:
+            whole = entry.leaving()
+            self._sizes[entry] = whole.nbytes()
+            with self.bank.uncounted(), torch.no_grad():
+                codes = encode_csr(bytes_in(whole), self._width).untyped_storage()
+            self.bank.count(codes, "encode")
+            (entry.ticket,) = self.bank.put_all(self.store, [codes])
+            self._codes.append(codes)
+            self.entries.append(ref(entry))
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._codes = []
+
+    def arrive(self) -> None:
+        here = [entry for reference in self._arriving if (entry := reference()) is not None]
+        super().arrive()
+        for entry in here:
+            assert entry.storage is not None
+            with self.bank.uncounted(), torch.no_grad():
+                whole = decode_csr(bytes_in(entry.storage), self._sizes[entry], self._width).untyped_storage()
+            self.bank.count(whole, "decode")
+            entry.storage = whole
+
+
+def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class SwappedSaves:

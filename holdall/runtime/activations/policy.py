@@ -10,7 +10,7 @@ import torch
 
 from holdall.ops import backward_nodes
 from holdall.runtime.activations.compress import Compression, compress_saved
-from holdall.runtime.activations.layer_swap import Lent, SwappedPart, SwappedSaves, SwapPolicy, swap_saved
+from holdall.runtime.activations.layer_swap import Lent, SparseGroup, SwappedPart, SwappedSaves, SwapPolicy, swap_saved
 from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, offload_saved
 from holdall.runtime.activations.recompute import ByProgram, Segment
 from holdall.runtime.states.engine import Engine
@@ -32,7 +32,7 @@ class Policy:
     state: tuple[str, ...] = ()  # buffers that the block changes, by name in the model
     offloads: list[OffloadedPart] = field(default_factory=list)  # with `compress`, the codes leave
     swaps: list[SwapPolicy] = field(default_factory=list)  # what leaves while the block runs
-    lends: bool = False  # a later block swaps what this one holds, too
+    lends: str | None = None  # a later block swaps what this one holds, too, to this tier
     compress: Compression | None = None
     runner: Callable[..., Any] | None = None  # runs the block by a program: (module, forward, args, kwargs, ...) -> output
 
@@ -92,7 +92,11 @@ class Blocks:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         policy = self._policies.get(name)
-        swaps = (policy.swaps or ([SwapPolicy(until=name)] if policy.lends else [])) if policy is not None else []
+        swaps = (
+            (policy.swaps or ([SwapPolicy(until=name, tier=policy.lends)] if policy.lends is not None else []))
+            if policy is not None
+            else []
+        )
         groups = [self._group(part) for part in policy.offloads] if policy is not None else []
         saves = OffloadedSaves(groups, (args, kwargs), self._stay) if groups else None
         if policy is None:
@@ -134,9 +138,13 @@ class Blocks:
                 self._leaving.setdefault(group.part.until, []).append(group)
         return out
 
+    def _swapped(self, policy: SwapPolicy) -> OffloadedGroup:
+        store, part = self._stores.at(policy.tier), OffloadedPart(lag=True)
+        return SparseGroup(store, self._bank, part, policy.width) if policy.width else OffloadedGroup(store, self._bank, part)
+
     def _swap(self, policies: Sequence[SwapPolicy], name: str, run: Callable[[SwappedSaves], Any]) -> Any:
         """Run a block whose feature maps leave while it runs, or are lent to a later block that lets them leave."""
-        parts = [SwappedPart(OffloadedGroup(self._stores.at(p.tier), self._bank, OffloadedPart(lag=True)), p) for p in policies]
+        parts = [SwappedPart(self._swapped(p), p) for p in policies]
         out = run(SwappedSaves(parts, self._lent, self._stay))
         for part in parts:
             policy, group = part.policy, part.group

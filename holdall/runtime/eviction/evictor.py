@@ -27,7 +27,9 @@ from holdall.runtime.eviction.handle import Cell, Handle, geometry, over
 from holdall.runtime.eviction.outlook import Nature, Outlook, changed_arguments, nature_of
 from holdall.runtime.eviction.pool import Counts, EvictionPool, wants
 from holdall.runtime.eviction.recipe import Constant, OpRecipe, RandomState, Spot, new_storages, version_of
+from holdall.runtime.eviction.recording import UseRecord
 from holdall.runtime.eviction.storages import Maker, Storage
+from holdall.tiers import Store
 
 _aten = torch.ops.aten
 MakePool = Callable[["Evictor", int], EvictionPool]  # (driver, bytes in use at the start of a step) -> pool
@@ -64,6 +66,7 @@ class Evictor(TorchDispatchMode):
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
         waits: bool = True,
         memory: DirectedArena | None = None,
+        store: Store | None = None,
     ) -> None:
         super().__init__()
         self.memory = memory  # where results lie as the policy's arena says; None: the device's allocator places them
@@ -73,6 +76,8 @@ class Evictor(TorchDispatchMode):
         self._see = see
         self._tick = tick  # called after each op
         self._quiet = quiet  # a context whose ops are not counted against the budget
+        self._store = store  # of swapped storages
+        self._record: UseRecord | None = None  # of the first step
         self._waits = waits  # a step ends with the optimizer's; otherwise with the forward after a backward
         self._depth = 0  # nesting depth of forwards
         self._is_over = True  # the previous step has been settled
@@ -97,6 +102,7 @@ class Evictor(TorchDispatchMode):
             if self.memory is not None:
                 memory = self.memory
                 self.pool.room.address_of = lambda s: memory.offset_of(s.bytes)
+            self.pool.swaps.recall(self._record)
             self._is_over = self._went_back = False
 
     def end_forward(self) -> None:
@@ -116,6 +122,8 @@ class Evictor(TorchDispatchMode):
         for cell in list(self._cells):
             cell.value.place = None  # the arena ends with the step
         self._is_over = True
+        self.pool.swaps.end()
+        self._record = self.pool.swaps.recorded()
         self.past.append(self.pool.counts)
 
     def close(self) -> None:
@@ -125,6 +133,7 @@ class Evictor(TorchDispatchMode):
         for cell in list(self._cells):
             if cell.pool is self.pool and cell.value.maker is not None and cell.value.is_there:
                 self.pool.fix(cell.value)
+        self.pool.swaps.close(self.pool)
         if not self._is_over:
             self._is_over = True
             self.past.append(self.pool.counts)
@@ -185,6 +194,9 @@ class Evictor(TorchDispatchMode):
         key = self._outlook.key(call.func, call.flat, len(call.args))
         sizes = self._outlook.sizes(key, call.func, call.args, call.kwargs)
         pool.prepare(inputs, sizes or (), label)
+        for cell in changed:
+            pool.swaps.discard(pool, cell.value)
+        pool.swaps.look_ahead(pool, sizes or ())
         try:
             out, real, random = self._execute(call, is_known=sizes is not None)
         except BaseException:
@@ -284,6 +296,8 @@ class Evictor(TorchDispatchMode):
         if not value.is_there:
             self.pool.prepare([value], ())
             self.pool.failed([value])  # unlock it: no op ran
+        elif value.ready is not None:
+            self.pool.swaps.read(self.pool, [value])
         return over(value.bytes, geometry(handle))
 
     def _hand_over(self, handle: Handle) -> torch.Tensor:
@@ -291,6 +305,7 @@ class Evictor(TorchDispatchMode):
         cell = handle.cell
         given = self.plain(handle)
         storage, value, pool = cell.value.bytes, cell.value, self.pool
+        pool.swaps.settle(pool, value)
         key = storage._cdata
         cell.pool = None
         value.bytes = None
@@ -325,6 +340,32 @@ class Evictor(TorchDispatchMode):
 
     def drop(self, storage: Storage) -> None:
         storage.bytes = None
+
+    def send(self, storage: Storage) -> None:
+        assert self._store is not None, "nothing is swapped without a store"
+        with self._quiet():
+            storage.ticket = self._store.put(storage.bytes)
+
+    def sent(self, storage: Storage) -> None:
+        assert self._store is not None
+        self._store.wait(storage.ticket)
+
+    def fetch(self, storage: Storage) -> None:
+        store = self._store
+        assert store is not None
+        with self._quiet():
+            storage.bytes = self._run(lambda: store.get(storage.ticket, store.device))
+        self._see(storage.bytes, "fetch")
+
+    def arrive(self, storage: Storage) -> None:
+        assert self._store is not None
+        self._store.wait_in(storage.ticket)
+
+    def discard(self, storage: Storage) -> None:
+        assert self._store is not None
+        if storage.ticket.is_live:  # else the store was closed
+            self._store.free(storage.ticket)
+        storage.ticket = None
 
 
 def _stored(label: str, size: int, maker: Maker, storage: torch.UntypedStorage) -> Storage:

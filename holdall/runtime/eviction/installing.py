@@ -19,6 +19,7 @@ from holdall.runtime.eviction.handle import Handle
 from holdall.runtime.eviction.outlook import Outlook
 from holdall.runtime.eviction.pool import EvictionPool
 from holdall.runtime.eviction.storages import Rates
+from holdall.tiers import Store
 from holdall.units import format_seconds
 
 if TYPE_CHECKING:
@@ -29,9 +30,18 @@ log = logging.getLogger("holdall")
 MakePool = Callable[[Evictor, int, Callable[[], int]], EvictionPool]  # (driver, bytes in use before the step, live bytes)
 
 
-def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int = 1, memory: int = 0) -> Evictor:
+def install(
+    harness: Harness,
+    make_pool: MakePool,
+    rates: Rates,
+    *,
+    align: int = 1,
+    memory: int = 0,
+    store: Store | None = None,
+) -> Evictor:
     """Install the hooks that mark the beginning and end of a step, and the mode that handles its ops. `memory`: bytes of an
-    arena in which results lie as the policy says; 0: the device's allocator places them."""
+    arena in which results lie as the policy says; 0: the device's allocator places them. `store`: of the tier that storages are
+    swapped to."""
     model = harness.model
     live = _live_bytes(harness)
 
@@ -52,6 +62,7 @@ def install(harness: Harness, make_pool: MakePool, rates: Rates, *, align: int =
         quiet=lambda: harness.ledger.paused() if harness.ledger is not None else nullcontext(),
         waits=harness.optimizer is not None,
         memory=_directed(harness, memory) if memory else None,
+        store=store,
     )
     undo = [
         model.register_forward_pre_hook(lambda *_: evictor.begin_forward(), prepend=True).remove,

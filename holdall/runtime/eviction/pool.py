@@ -10,25 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from holdall.errors import OverBudget
 from holdall.runtime.eviction.arena import Arena
-from holdall.runtime.eviction.room import EvictionRoom
+from holdall.runtime.eviction.driver import Driver
+from holdall.runtime.eviction.room import EvictionRoom, refusal
 from holdall.runtime.eviction.scores import Component, join, neighbours, reach
 from holdall.runtime.eviction.storages import Maker, Storage
+from holdall.runtime.eviction.swapping import NoSwaps
 from holdall.types.trace import Bytes
 from holdall.units import format_bytes
-
-
-class Driver(Protocol):
-    def rerun(self, maker: Maker, consumes: bool) -> None:
-        """Run an op again. `consumes`: it may change its in-place arguments; otherwise it changes copies."""
-        ...
-
-    def drop(self, storage: Storage) -> None:
-        """Free the bytes of this storage."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -41,6 +33,8 @@ class Counts:
     useful: float = 0  # cost of ops run for the first time
     again: float = 0  # cost of recomputation
     over: int = 0  # requests that could not be met
+    swaps: int = 0  # evictions whose bytes are in the farther tier
+    stall: float = 0  # cost of waiting for copies
 
 
 class EvictionPool:
@@ -56,6 +50,7 @@ class EvictionPool:
         keep_trace: bool = False,
         patience: float = math.inf,
         strict: bool = True,
+        swaps: NoSwaps | None = None,
     ) -> None:
         self.budget = budget
         self.room = room
@@ -69,6 +64,7 @@ class EvictionPool:
         self.dead = dead
         self.patience = patience  # limit of recomputation per useful work; beyond it the run is thrashing
         self.strict = strict  # raise when nothing can be evicted; otherwise exceed the budget and count it
+        self.swaps = swaps if swaps is not None else NoSwaps()
         self._live = live
         self._keeps = keep_trace  # keep the records of storages that cannot be needed again
         self._born = 0
@@ -98,6 +94,7 @@ class EvictionPool:
         for s in locked:
             if not s.is_there:
                 self._bring_back(s)
+        self.swaps.read(self, locked)
         self.make_room(sizes, label)
 
     def made(
@@ -126,6 +123,7 @@ class EvictionPool:
         for s in (*storages, *(new for _, new in changes)):
             self._offer(s)
         self.room.settle()
+        self.swaps.ran(self, maker, storages)
 
     def failed(self, inputs: Iterable[Storage]) -> None:
         """The op raised: unlock its inputs."""
@@ -134,6 +132,7 @@ class EvictionPool:
     def release(self, s: Storage) -> None:
         """The last reference from the program died."""
         s.alive = False
+        self.swaps.died(s)
         if self.dead == "ignore":
             return
         if s.locks:
@@ -147,6 +146,7 @@ class EvictionPool:
             s.locks += 1
             self._bring_back(s)
             s.locks -= 1
+        self.swaps.settle(self, s)
         self.candidates.pop(s, None)
         s.pinned = True
         maker, s.maker = s.maker, None
@@ -172,7 +172,7 @@ class EvictionPool:
             return
         self.counts.over += 1
         if self.strict:
-            self._refuse(sum(sizes), label)
+            raise refusal(self, sum(sizes), label)
 
     def give_way(self) -> bool:
         """Evict one storage more than the budget requires, against fragmentation. Returns whether one could be evicted."""
@@ -183,7 +183,10 @@ class EvictionPool:
 
     def evict(self, s: Storage) -> None:
         self.counts.evictions += 1
-        self._go(s)
+        if self.swaps.take(self, s):
+            self._leave(s)
+        else:
+            self._go(s)
 
     def _go(self, s: Storage) -> None:
         """Evict a storage."""
@@ -209,6 +212,12 @@ class EvictionPool:
         if s.root is not None:
             s.root.find().sum -= s.cost
             s.root = None
+
+    def restored(self, s: Storage) -> None:
+        """The storage was fetched."""
+        self._enter(s, s.maker)
+        self._offer(s)
+        self.room.settle()
 
     def _leave(self, s: Storage) -> None:
         self.candidates.pop(s, None)
@@ -275,6 +284,7 @@ class EvictionPool:
     def _bury(self, s: Storage) -> None:
         """The program no longer refers to the storage: free it if it can be recomputed or cannot be needed."""
         needed = bool(s.children)
+        self.swaps.discard(self, s)
         if self.dead == "banish":
             if not any(not c.is_there for c in s.children):
                 self._banish(s)
@@ -304,6 +314,7 @@ class EvictionPool:
             if gone.root is not None:
                 gone.root.find().sum -= gone.cost
                 gone.root = None
+            self.swaps.discard(self, gone)
             maker, gone.maker = gone.maker, None
             gone.pinned = True
             if maker is not None:
@@ -324,13 +335,16 @@ class EvictionPool:
     # recomputation
 
     def _bring_back(self, wanted: Storage) -> None:
-        """Recompute a storage and everything it needs; with a stack, because chains are long."""
+        """Fetch a storage, or recompute it and everything it needs; with a stack, because chains are long."""
+        if self.swaps.fetch(self, wanted):
+            return
         stack: list[Maker] = [self._begin(wanted)]
         while stack:
             maker = stack[-1]
             missing = next((s for s in maker.inputs if not s.is_there), None)
             if missing is not None:
-                stack.append(self._begin(missing))
+                if not self.swaps.fetch(self, missing):
+                    stack.append(self._begin(missing))
                 continue
             self._again(maker)
             stack.pop()
@@ -343,6 +357,7 @@ class EvictionPool:
     def _again(self, maker: Maker) -> None:
         """Run one op again. All its results take memory; those already on the device are freed at once."""
         consumes = all(old.locks == 1 for old, _ in maker.changes)
+        self.swaps.read(self, maker.inputs, changed=[old for old, _ in maker.changes] if consumes else ())
         sizes = [s.size for s in maker.outputs]
         if not consumes:
             sizes += [old.size for old, _ in maker.changes]
@@ -377,21 +392,7 @@ class EvictionPool:
                 hint="use a larger budget, or pass the planner a larger `patience=`",
             )
 
-    def _refuse(self, size: Bytes, label: str) -> None:
-        held = sorted(self.present, key=lambda s: -s.size)[:3]
-        largest = ", ".join(f"{format_bytes(s.size)} ({_what(s)})" for s in held)
-        raise OverBudget(
-            f"`{label or 'an op'}` needs {format_bytes(size)} beside {format_bytes(self.live)} that cannot be evicted, over "
-            f"the budget of {format_bytes(self.budget)}; of these {format_bytes(self.there)} were made by the step: {largest}",
-            hint="use a larger budget or a smaller batch",
-        )
-
 
 def wants(s: Storage, maker: Maker) -> bool:
     """Keep this result of a repeated op? Yes if it is evicted and may be needed."""
-    return not s.is_there and s.maker is maker
-
-
-def _what(s: Storage) -> str:
-    state = "in use" if s.locks else "pinned" if s.pinned else "evictable"
-    return f"{s.maker.label if s.maker is not None and s.maker.label else s.key}, {state}"
+    return not s.is_there and not s.is_away and s.maker is maker

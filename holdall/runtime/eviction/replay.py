@@ -63,6 +63,11 @@ class Silent:
     def drop(self, storage: Storage) -> None:
         """Nothing to free."""
 
+    def send(self, storage: Storage) -> None:
+        """Nothing to copy; the same of those below."""
+
+    sent = fetch = arrive = discard = send
+
 
 def play(program: Program, make_pool: Callable[[Silent], EvictionPool], *, stop: float | None = None) -> Played:
     """Run a program through a pool. `stop`: give up when recomputation exceeds this cost."""
@@ -96,7 +101,11 @@ class Player:
         if op.alters:
             self.pool.changes_outside(op.alters)
         inputs = self._values(dict.fromkeys((*op.reads, *op.changes)))
-        self.pool.prepare(inputs, [size for _, size in op.writes], op.label)
+        sizes = [size for _, size in op.writes]
+        self.pool.prepare(inputs, sizes, op.label)
+        for value in self._values(op.changes):
+            self.pool.swaps.discard(self.pool, value)
+        self.pool.swaps.look_ahead(self.pool, sizes)
         maker = Maker(inputs=tuple(inputs), cost=op.cost, payload=op, label=op.label, scratch=op.scratch)
         made = [Storage(key, size, maker) for key, size in op.writes]
         for s in made:

@@ -7,10 +7,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from holdall.errors import OverBudget
 from holdall.runtime.eviction.arena import Arena, Piece, cheapest_window
 from holdall.runtime.eviction.scores import Score
 from holdall.runtime.eviction.storages import Maker, Storage
 from holdall.types.trace import Bytes
+from holdall.units import format_bytes
 
 if TYPE_CHECKING:
     from holdall.runtime.eviction.pool import EvictionPool
@@ -212,6 +214,57 @@ class Windows(_Addressed):
 
     def _side(self, label: str) -> str:
         return "left" if is_expensive(label) else "right"
+
+
+class Knapsack(EvictionRoom):
+    """DELTA's later form: one choice of all storages to release, as a 0/1 knapsack of those to keep."""
+
+    def make(self, pool: EvictionPool, sizes: Sequence[Bytes], label: str) -> bool:
+        missing = pool.live + sum(sizes) - pool.budget
+        if missing > 0:
+            there = list(pool.candidates)
+            pool.counts.scored += len(there)
+            values = [self.score(pool, s) * s.size for s in there]
+            for n in release(values, [s.size for s in there], missing):
+                if there[n] in pool.candidates:
+                    pool.evict(there[n])
+        return super().make(pool, sizes, label)
+
+
+def release(values: Sequence[float], sizes: Sequence[Bytes], needed: Bytes) -> list[int]:
+    """Positions of the items to release so that at least `needed` bytes are free; the value of the rest is at least half of
+    the largest possible.
+
+    Greedy by value per byte, against the single most valuable item that can stay.
+    """
+    room = sum(sizes) - needed
+    kept: list[int] = []
+    left = room
+    for n in sorted(range(len(sizes)), key=lambda n: -values[n] / sizes[n]):
+        if sizes[n] <= left:
+            kept.append(n)
+            left -= sizes[n]
+    single = max((n for n in range(len(sizes)) if sizes[n] <= room), key=lambda n: values[n], default=None)
+    if single is not None and values[single] > sum(values[n] for n in kept):
+        kept = [single]
+    stay = set(kept)
+    return [n for n in range(len(sizes)) if n not in stay]
+
+
+def refusal(pool: EvictionPool, size: Bytes, label: str) -> OverBudget:
+    """The error where nothing is left to evict."""
+    held = sorted(pool.present, key=lambda s: -s.size)[:3]
+    largest = ", ".join(f"{format_bytes(s.size)} ({_what(s)})" for s in held)
+    return OverBudget(
+        f"`{label or 'an op'}` needs {format_bytes(size)} beside {format_bytes(pool.live)} that cannot be evicted, over "
+        f"the budget of {format_bytes(pool.budget)}; of these {format_bytes(pool.there)} were made by the step: {largest}",
+        hint="use a larger budget or a smaller batch",
+    )
+
+
+def _what(s: Storage) -> str:
+    state = "in use" if s.locks else "pinned" if s.pinned else "evictable"
+    return f"{s.maker.label if s.maker is not None and s.maker.label else s.key}, {state}"
 
 
 _ASIDE = "set aside"

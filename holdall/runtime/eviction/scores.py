@@ -3,7 +3,7 @@
 After "Dynamic Tensor Rematerialization" (Kirisame et al., ICLR 2021, arXiv 2006.09616): recomputation cost over bytes and
 staleness. The factors can be combined freely, as in the paper's ablation; the named combinations are its heuristics.
 `megtaichi` follows MegTaiChi (ICS 2022, doi 10.1145/3524059.3532394): free neighbours in the arena count as bytes, and storages
-that were recomputed often are spared.
+that were recomputed often are spared. `delta` follows DELTA (arXiv 2203.15980): the cheaper of recomputation and swap counts.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def join(first: Component, second: Component) -> Component:
 
 def neighbours(s: Storage) -> Iterable[Storage]:
     """Evicted direct inputs and results of a storage."""
-    yield from (p for p in s.parents if not p.is_there and not p.pinned)
-    yield from (c for c in s.children if not c.is_there)
+    yield from (p for p in s.parents if not p.is_there and not p.pinned and not p.is_away)
+    yield from (c for c in s.children if not c.is_there and not c.is_away)
 
 
 def reach(s: Storage, *, up: bool) -> tuple[list[Storage], list[Storage]]:
@@ -74,7 +74,7 @@ def reach(s: Storage, *, up: bool) -> tuple[list[Storage], list[Storage]]:
     while todo:
         at = todo.pop()
         for x in at.parents if up else at.children:
-            if x.is_there or x.pinned:
+            if x.is_there or x.pinned or x.is_away:
                 border[x] = None
             elif x not in inside:
                 inside[x] = None
@@ -181,6 +181,17 @@ class CoopScore:
         return component_neighbourhood(s) / max(pool.clock - s.last, self.tiny)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaScore:
+    """DELTA's filter: the cost of bringing the storage back in the cheaper way, over bytes and the time that it is not used."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"components"})
+
+    def __call__(self, pool: EvictionPool, s: Storage) -> float:
+        below = s.size * pool.swaps.unused(pool, s)
+        return pool.swaps.penalty(pool, s) / below if below > 0 else math.inf
+
+
 NAMED: dict[str, Score] = {
     "dtr": ScoreParts(cost="e*", size=True, staleness=True),
     "dtr_eq": ScoreParts(cost="eq", size=True, staleness=True),
@@ -191,6 +202,7 @@ NAMED: dict[str, Score] = {
     "random": Random(),
     "megtaichi": MegTaiChi(),
     "coop": CoopScore(),
+    "delta": DeltaScore(),
 }
 """Scores by name. `coop` is the cost of one storage in a window: bytes are already the constraint there."""
 

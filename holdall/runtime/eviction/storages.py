@@ -44,7 +44,9 @@ class Storage:
         "born",
         "bytes",
         "children",
+        "copied",
         "doomed",
+        "due",
         "fresh",
         "is_there",
         "key",
@@ -53,9 +55,11 @@ class Storage:
         "maker",
         "pinned",
         "place",
+        "ready",
         "root",
         "size",
         "spread",
+        "ticket",
         "times",
     )
 
@@ -77,6 +81,15 @@ class Storage:
         self.spread: tuple[float, float] | None = None  # cached cost of evicted (ancestors, descendants)
         self.bytes: Any = None  # for the driver: the real storage
         self.place: Any = None  # its piece of the arena
+        self.copied: float | None = None  # clock at which its copy in the farther tier is complete; None: there is none
+        self.ready: float | None = None  # clock at which a fetch under way is complete; None: no fetch is
+        self.due: tuple[int, float] | None = None  # while it is away: the op that needs it, and the cost of its copy back
+        self.ticket: Any = None  # for the driver: that copy
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its bytes are in the farther tier only."""
+        return not self.is_there and self.copied is not None
 
     @property
     def cost(self) -> float:
