@@ -28,6 +28,7 @@ from holdall.runtime.eviction.outlook import Nature, Outlook, changed_arguments,
 from holdall.runtime.eviction.pool import Counts, EvictionPool, wants
 from holdall.runtime.eviction.recipe import Constant, OpRecipe, RandomState, Spot, new_storages, version_of
 from holdall.runtime.eviction.recording import UseRecord
+from holdall.runtime.eviction.room import leave_room
 from holdall.runtime.eviction.storages import Maker, Storage
 from holdall.tiers import Store
 
@@ -145,6 +146,8 @@ class Evictor(TorchDispatchMode):
         if not self._depth and not any(issubclass(t, Handle) for t in types):
             node = torch._C._current_autograd_node()
             if node is None or self._is_over:
+                if not self._is_over:
+                    leave_room(self.pool)
                 return func(*args, **kwargs)
         return self.dispatch(func, args, kwargs)
 

@@ -276,3 +276,16 @@ def is_expensive(label: str) -> bool:
     """Is this op, by its name, one of the few that cost much per byte of result?"""
     name = label.removeprefix("aten.").split(".")[0]
     return name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES)
+
+
+_OUTSIDE = 20  # one part in so many of the budget is left to the loop's own tensors between forwards and backwards
+
+
+def leave_room(pool: EvictionPool) -> None:
+    """Before an op of the loop's own (the next batch, an average): what the program no longer refers to goes, as far as the
+    device is nearly full."""
+    most = pool.budget - pool.budget // _OUTSIDE
+    for s in [s for s in pool.candidates if not s.alive] if pool.live > most else []:
+        pool.evict(s)
+        if pool.live <= most:
+            return
