@@ -75,20 +75,19 @@ class Integer(Format):
     """
 
     bits: int = 8
-    rows: bool = False
     stochastic: bool = False
     chunks: int = 1
 
     @property
     def is_blockwise(self) -> bool:
-        return self.rows
+        return False
 
     @property
     def most(self) -> int:
         return (1 << (self.bits - 1)) - 1
 
-    def narrow(self, values: torch.Tensor, dim: int = -1) -> Parts:
-        unit = self._largest(values.detach().float().abs(), dim).clamp(min=_SMALLEST) / self.most
+    def narrow(self, values: torch.Tensor, dim: int = -1) -> Parts:  # noqa: ARG002
+        unit = self._largest(values.detach().float().abs()).clamp(min=_SMALLEST) / self.most
         return self.in_units(values, unit)
 
     def in_units(self, values: torch.Tensor, unit: torch.Tensor) -> Parts:
@@ -97,9 +96,7 @@ class Integer(Format):
         codes = whole.clamp(-self.most, self.most).to(torch.int8)
         return (packed(codes) if self.bits <= 4 else codes), unit
 
-    def _largest(self, sizes: torch.Tensor, dim: int) -> torch.Tensor:
-        if self.rows:
-            return sizes.amax(dim, keepdim=True)
+    def _largest(self, sizes: torch.Tensor) -> torch.Tensor:
         if self.chunks > 1 and sizes.dim() > 1 and sizes.shape[0] >= self.chunks:
             return torch.stack([part.amax() for part in sizes.chunk(self.chunks)]).mean()
         return sizes.amax()
@@ -126,7 +123,7 @@ def unpacked(data: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 class BlockFloats(Format):
     """Blocks along the summed dimension, each with a scale of 8 bits: MXFP8, MXFP4 and NVFP4.
 
-    `element`: "e4m3", "e5m2" or "e2m1". `unit`: "e8m0", a power of two (OCP Microscaling Formats v1.0), or "e4m3", under one
+    `element`: "e4m3" or "e2m1". `unit`: "e8m0", a power of two (OCP Microscaling Formats v1.0), or "e4m3", under one
     float32 scale of the tensor (NVFP4). The last block of a row may be short.
     """
 
@@ -141,7 +138,7 @@ class BlockFloats(Format):
 
     @property
     def most(self) -> float:
-        return {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[self.element]
+        return {"e4m3": 448.0, "e2m1": 6.0}[self.element]
 
     def narrow(self, values: torch.Tensor, dim: int = -1) -> Parts:
         blocks = self._blocks(values.detach().float(), dim)
@@ -164,7 +161,7 @@ class BlockFloats(Format):
     def _codes(self, scaled: torch.Tensor) -> torch.Tensor:
         scaled = scaled.clamp(-self.most, self.most)
         if self.element != "e2m1":
-            return scaled.to(torch.float8_e4m3fn if self.element == "e4m3" else torch.float8_e5m2)
+            return scaled.to(torch.float8_e4m3fn)
         codes = _fp4_codes(scaled.abs(), stochastic=self.stochastic)
         return packed(torch.where(scaled < 0, codes - 8, codes).to(torch.int8))  # -8 is minus zero
 

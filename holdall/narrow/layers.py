@@ -73,7 +73,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 def _class_for(layer: nn.Module, *, convolutions: bool) -> type[nn.Module] | None:
     kind = type(layer)
     if kind is nn.Linear:
-        return NarrowLinear
+        return _CLASSES[kind]
     if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
         return _CLASSES.setdefault(kind, type("NarrowConv1D", (kind,), {"forward": _turned}))
     if not convolutions or kind not in (nn.Conv1d, nn.Conv2d) or isinstance(layer.padding, str):

@@ -19,6 +19,7 @@ from holdall.narrow.layers import layer_names, put_on_layers, skipped_layers
 from holdall.narrow.product import Multiplier
 from holdall.precision._names import find
 from holdall.precision._narrow import NarrowProducts
+from holdall.precision._recipe import Undo
 from holdall.registry import member_names
 
 _GRID = 1000  # parts of the error allowed
@@ -33,6 +34,19 @@ class Layerwise(NarrowProducts):
 
     name: ClassVar[str] = "layerwise"
     what: ClassVar[str] = "chosen layers in a narrower recipe"
+
+    def put_on(self, model: torch.nn.Module) -> Undo:
+        known = layer_names(model)
+        wrong = [name for name in self.low.split("+") if name not in known]
+        if wrong:
+            what = f"`low` names `{wrong[0]}`, which is no layer of the model" if self.low else "`layerwise` lowers no layer"
+            hint = (
+                "name layers, as in layerwise:low="
+                + "+".join(known[:2])
+                + ", or let holdall.precision.layerwise.choose find them"
+            )
+            raise InvalidInput(what, hint=hint)
+        return super().put_on(model)
 
     def formats_of(self, layer: str) -> Multiplier | None:
         return _formats_of(self.to) if layer in self.low.split("+") else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,9 @@ from holdall.runtime.states.engine import Engine
 from holdall.runtime.states.weights.cache import Gauge
 from holdall.types import Plan
 
+if TYPE_CHECKING:
+    from holdall.runtime.harness import Harness
+
 
 def make_meter(device: torch.device, plan: Plan, there: Callable[[], Iterable[torch.Tensor]]) -> Meter:
     """The meter for the peaks of steps. `there`: lists the tensors on the device when counting starts."""
@@ -21,7 +24,7 @@ def make_meter(device: torch.device, plan: Plan, there: Callable[[], Iterable[to
     return CudaMeter(device, context=plan.about.context)
 
 
-def use_arena(harness: Any, meter: Meter) -> Callable[[], None]:
+def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
     """Give the tensors of steps their planned offsets, if the plan has a layout. Returns the function that undoes it."""
     layout = harness.plan.about.layout
     if layout is None:

@@ -24,6 +24,7 @@ from holdall.decoding import caching_configs, train_without_cache
 from holdall.errors import Unsupported
 from holdall.runtime.activations.offload import Bank
 from holdall.runtime.activations.policy import Blocks, Policy, at_backward
+from holdall.runtime.arena.step_arena import StepArena
 from holdall.runtime.assembly import find_there, make_gauge, make_meter, use_arena
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.oom_report import FlightRecorder
@@ -94,7 +95,7 @@ class Harness:
         self._undo: list[Callable[[], object]] = []
         self._last: list[Callable[[], object]] = []
         self.contexts: list[AbstractContextManager[object]] = []
-        self.arena: Any = None  # a `StepArena`, where the tensors of steps lie; None: the plan has no layout
+        self.arena: StepArena | None = None  # where the tensors of steps lie; None: the plan has no layout
         self._is_stepping = False
         self._outside = 0  # host memory of model states outside the store
         self.were_ahead: list[bool] = []  # per step: the speculative updates were right
@@ -224,8 +225,7 @@ class Harness:
         self._undo += self._parts.watch(self.model, names)
         self._undo.append(train_without_cache(self.model))
         self._undo.append(use_arena(self, self._meter))
-        handle = self.model.register_forward_pre_hook(self.begin_step, prepend=True, with_kwargs=True)
-        self._undo.append(handle.remove)
+        self._undo.append(self.model.register_forward_pre_hook(self.begin_step, prepend=True, with_kwargs=True).remove)
         self._undo.append(self.model.register_forward_hook(self._end_forward, always_call=True).remove)
         if self.optimizer is not None:
             self._undo.append(self.optimizer.register_step_post_hook(self._end_step).remove)

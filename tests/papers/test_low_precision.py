@@ -243,6 +243,14 @@ def test_the_layer_that_the_loss_depends_on_keeps_its_precision():
     assert type(model.calm[0]) is nn.Linear
 
 
+@pytest.mark.parametrize("name", ["layerwise", "layerwise:low=nothing", "layerwise:low=wild:to=bf16"])
+def test_layers_that_are_not_there_and_other_recipes_are_refused_before_anything_changes(name):
+    model = _Overflows()
+    with pytest.raises(holdall.InvalidInput) as refused:
+        precision.find(name).put_on(model)
+    assert refused.value.hint and type(model.wild) is nn.Linear
+
+
 def test_the_layers_that_are_lowered_are_nearly_the_best_ones():
     """Ten layers, against every subset."""
     generator = torch.Generator().manual_seed(3)
