@@ -27,12 +27,13 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
             )
     device = next((p.device.type for p in model.parameters()), "cpu")
     planned = plan.about.device
-    moves = any(action.places_states for action in plan.actions) and device == "cpu"
-    if planned and device not in (planned, "meta") and not moves:
+    if planned and device not in (planned, "cpu", "meta"):  # a model on the CPU is moved to where the plan computes
         raise TraceMismatch(
             f"the plan is for {planned}, but the model is on {device}",
             hint=f'move the model, or trace with device="{device}"',
         )
+    if planned == "cuda" and not torch.cuda.is_available():
+        raise TraceMismatch("the plan is for cuda, which this machine does not have", hint='trace with device="cpu"')
 
 
 def stores_for(plan: Plan, model: torch.nn.Module) -> list[Store]:

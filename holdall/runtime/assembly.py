@@ -1,4 +1,4 @@
-"""Builds the meter and the gauge for the device that a model computes on."""
+"""Builds the parts of a harness for the device that its model computes on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from holdall.runtime.arena.step_arena import StepArena
 from holdall.runtime.budget.meter import CpuMeter, CudaMeter, Meter, device_context
 from holdall.runtime.states.engine import Engine
+from holdall.runtime.states.placement import Placing
 from holdall.runtime.states.weights.cache import Gauge
-from holdall.types import Plan
+from holdall.tiers._keepers import Keepers
+from holdall.types import Plan, Progress
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
@@ -36,6 +38,26 @@ def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
         arena.close()
 
     return undo
+
+
+def make_engine(harness: Harness, placing: Placing, progress: Progress) -> Engine:
+    """The engine that keeps model states where the plan places them."""
+
+    def tell(storage: torch.UntypedStorage) -> None:
+        if harness.ledger is not None:  # there is none before the meter starts
+            harness.ledger.see(storage, "weights")
+
+    return Engine(
+        harness.model,
+        harness.optimizer,
+        placing,
+        store=Keepers(harness.stores, harness.stores.near) if harness.store is not None else None,
+        device=harness.device,
+        calls=[name for name, _ in harness.plan.about.blocks],
+        tell=tell,
+        quiet=harness.quiet,
+        progress=progress,
+    )
 
 
 def make_gauge(device: torch.device, meter: Meter, budget: int, busy: Callable[[], bool]) -> Gauge:

@@ -25,7 +25,7 @@ from holdall.errors import Unsupported
 from holdall.runtime.activations.offload import Bank
 from holdall.runtime.activations.policy import Blocks, Policy, at_backward
 from holdall.runtime.arena.step_arena import StepArena
-from holdall.runtime.assembly import find_there, make_gauge, make_meter, use_arena
+from holdall.runtime.assembly import find_there, make_engine, make_gauge, make_meter, use_arena
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.oom_report import FlightRecorder
 from holdall.runtime.budget.results import Results, expect
@@ -37,6 +37,7 @@ from holdall.runtime.states.engine import Engine
 from holdall.runtime.states.model_copies import copy_plainly
 from holdall.runtime.states.placement import Placing, device_of
 from holdall.runtime.states.weights.cache import Lender
+from holdall.runtime.states.whole_model import bring
 from holdall.runtime.switching.backward_hook import watch_backward
 from holdall.runtime.switching.buckets import Buckets
 from holdall.runtime.switching.drift import Watch, refuse_compiled
@@ -48,7 +49,6 @@ from holdall.runtime.switching.snapshot import RandomNumbers
 from holdall.runtime.switching.submodule_calls import Parts
 from holdall.runtime.switching.trials import Correct, PlanTrials
 from holdall.tiers import Keeper, Store, Stores
-from holdall.tiers._keepers import Keepers
 from holdall.types import Outcome, Plan, Progress
 from holdall.types.plan import silent
 from holdall.updates.planned import PLANNED
@@ -115,6 +115,7 @@ class Harness:
         self._choosing = Choosing(self, buckets, self._repeat) if chooses else None
         self._stop_recording = recorder.start(self.device)
         self._stay: Callable[[], object] = lambda: None  # cancels the cleanup for a harness that is never closed
+        self._send_back = self._stay  # moves a model that came from the host back there
         self._rivals = PlanTrials(fallbacks, correct)
         self._parts = Parts(self)
         try:
@@ -124,6 +125,7 @@ class Harness:
             self._stop_recording()
             self._stay()
             self._peel()
+            self._send_back()
             self.stores.close()
             raise
         self._progress = silent  # later plans are reported as notes
@@ -182,10 +184,11 @@ class Harness:
     # installing
 
     def _install(self) -> None:
+        self._send_back = bring(self.model, self.optimizer, self.plan, self.device)
         for action in sorted(self.plan.actions, key=lambda a: a.rank):
             action.install(self)
         if self._placing is not None:
-            self.engine = self._make_engine(self._placing)
+            self.engine = make_engine(self, self._placing, self._progress)
             self.were_ahead = self.engine.were_ahead
         self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
         self._stay = leave_with(self, self._meter, self._stop_recording)
@@ -246,25 +249,8 @@ class Harness:
 
         self._undo.append(put_method(module, "forward", planned))
 
-    def _make_engine(self, placing: Placing) -> Engine:
-        return Engine(
-            self.model,
-            self.optimizer,
-            placing,
-            store=Keepers(self.stores, self.stores.near) if self.store is not None else None,
-            device=self.device,
-            calls=[name for name, _ in self.plan.about.blocks],
-            tell=self._tell,
-            quiet=self.quiet,
-            progress=self._progress,
-        )
-
     def _there(self) -> list[torch.Tensor]:
         return find_there(self.model, self.optimizer, self.engine)
-
-    def _tell(self, storage: torch.UntypedStorage) -> None:
-        if self._meter.ledger is not None:
-            self._meter.ledger.see(storage, "weights")
 
     # other plans
 
@@ -401,6 +387,7 @@ class Harness:
                 if engine is not None:
                     engine.close()
             finally:
+                self._send_back()
                 self._blocks.restart()
                 if keep is not None:
                     keep.begin_anew()
