@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from holdall.errors import Infeasible
 from holdall.fitting.applying import check_belongs, stores_for
 from holdall.fitting.head import choose_head
 from holdall.narrow.kernels import traced_for
@@ -33,7 +34,7 @@ from holdall.tiers import Store
 from holdall.tracing import check_model, trace_step
 from holdall.tracing.autocast import Autocast
 from holdall.tracing.calls import Given
-from holdall.types import ChunkedHead, Hardware, Plan, Progress, Trace
+from holdall.types import ChunkedHead, Hardware, Plan, Planner, Progress, Trace
 from holdall.types.plan import silent
 from holdall.updates.planned import refuse_planned
 
@@ -121,12 +122,12 @@ def plan(
     probe this machine. `allow`: names of the actions that may be used. `reads_gradients`: whether the loop reads or changes
     gradients between backward and step; if not, parameters may be updated in backward. `accumulate`: backwards per step.
     `layout`: give the step's tensors planned offsets in one arena, found by a static layout such as "best_fit"
-    (`holdall layout`); None: torch's allocator decides where they lie. `options` go to the planner.
+    (`holdall layout`); None, or if nothing fits with it: torch's allocator decides where they lie. `options` go to the planner.
     """
     from holdall.fitting.remembering import remember_plan
 
     reads_gradients = options.pop("clips", reads_gradients)  # its older name
-    chosen = build_member("planners", planner, options, f"planner {planner}")
+    chosen: Planner = build_member("planners", planner, options, f"planner {planner}")
     read = Trace.load(trace) if isinstance(trace, (str, Path)) else trace
     problem = make_problem(
         read,
@@ -138,8 +139,20 @@ def plan(
         layout=layout,
         progress=progress,
     )
+
+    def make() -> Plan:
+        try:
+            return chosen(problem)
+        except Infeasible:
+            if not layout:
+                raise
+            with suppress(Infeasible):  # an arena is kept between its uses, which torch's memory is not
+                made = chosen(replace(problem, layout=""))
+                return replace(made, why=(*made.why, f"with the arena of layout `{layout}` nothing fits: left out"))
+            raise
+
     with _no_collection():
-        return remember_plan(problem, chosen, lambda: chosen(problem))
+        return remember_plan(problem, chosen, make)
 
 
 @contextmanager

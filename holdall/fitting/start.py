@@ -98,7 +98,7 @@ def start(
         return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
 
     made = prepare()
-    return api.apply(
+    harness = api.apply(
         made.plan,
         model,
         optimizer,
@@ -112,6 +112,9 @@ def start(
         compile=request.compile,
         progress=told,
     )
+    if request.layout and made.plan.about.layout is None:
+        harness.note()(f"no plan fits with layout `{request.layout}`: torch's allocator decides where tensors lie")
+    return harness
 
 
 def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:

@@ -91,6 +91,18 @@ def test_on_a_host_the_arena_counts_too():
         holdall.plan(trace, planner="nop", hardware=machine(), budget={"cpu": peak - 1}, layout="best_fit")
 
 
+def test_a_layout_that_takes_too_much_is_left_out_with_a_word():
+    model, batch = family("convnet")
+    trace = holdall.trace(model, batch, optimizer=torch.optim.Adam(model.parameters(), foreach=False))
+    laid = holdall.plan(trace, planner="nop", hardware=machine(), layout="best_fit")
+    peak = laid.predicted.peak["cpu"]
+    assert laid.predicted.reserved > peak, "the layout has no hole: the test shows nothing"
+    plan = holdall.plan(trace, planner="nop", hardware=machine(), budget={"cpu": peak}, layout="best_fit")
+    assert plan.about.layout is None
+    assert plan.predicted.peak["cpu"] == peak
+    assert "with the arena of layout `best_fit` nothing fits: left out" in plan.why
+
+
 def test_the_estimate_of_searches_leaves_room_for_small_tensors_and_pages():
     for live in (10 * MiB, GiB, 24 * GiB):
         assert live < HostArenaModel.taken(live) < ArenaModel.taken(live) < Expandable.taken(live)
