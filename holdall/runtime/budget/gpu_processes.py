@@ -9,20 +9,23 @@ import torch
 from holdall.units import MiB
 
 _OWN_SHARE = 64 * MiB  # driver memory per process that its list leaves out; more belongs to a process that just started
+_shares: dict[torch.device, int] = {}  # the least that was seen
 
 
 def own_bytes(device: torch.device) -> int | None:
-    """This process's bytes on the GPU by the driver's list; None: it is alone there, or the list cannot be read.
+    """This process's bytes on the GPU by the driver's list; None: the list cannot be read.
 
     The list cannot be read without `pynvml`, or in a container that hides process ids.
     """
     taken = _taken(device)
     own = taken.get(os.getpid())
-    if not own or len(taken) == 1:
+    if not own:
         return None
     free, total = torch.cuda.mem_get_info(device)
     nobodys = (total - free - sum(taken.values())) // len(taken)
-    return own + (nobodys if 0 < nobodys < _OWN_SHARE else 0)
+    if 0 < nobodys < _shares.get(device, _OWN_SHARE):  # while others come and go it is too much: a limit would fall in mid-run
+        _shares[device] = nobodys
+    return own + _shares.get(device, 0)
 
 
 def _taken(device: torch.device) -> dict[int, int]:
