@@ -35,6 +35,7 @@ RECIPES: dict[str, tuple[float | None, str]] = {
     "bf16-stochastic": (0.02, "arXiv 2010.06192: bf16 with stochastic rounding as float32"),
     f"fp8:{HEAD}": (0.02, "arXiv 2209.05433: as 16 bits"),
     f"fp8:scaling=row:{HEAD}": (0.02, "arXiv 2209.05433: as 16 bits"),
+    f"fp8:scaling=delayed:{HEAD}": (0.02, "arXiv 2209.05433: as 16 bits"),
     f"mxfp8:{HEAD}": (0.02, "arXiv 2310.10537: MXFP8 as float32"),
     f"nvfp4:{HEAD}": (0.03, "arXiv 2509.25149: within 1.5 % of FP8's loss, with layers in bf16 that ours lacks"),
     f"int8:{HEAD}": (0.02, "arXiv 1805.11046: within 1 % of accuracy, on images"),

@@ -16,6 +16,7 @@ import torch
 from holdall.errors import Infeasible
 from holdall.fitting.applying import check_belongs, stores_for
 from holdall.fitting.head import choose_head
+from holdall.narrow.counting import told
 from holdall.narrow.kernels import traced_for
 from holdall.precision import plannable, put_on
 from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, resolve_precision, resolve_recipe
@@ -324,7 +325,7 @@ def make_report(harness: Harness) -> Report:
         measured=harness.measured(),
         steps=len(harness.step_seconds),
         blocks=harness.plan.about.rows,
-        notes=(*harness.notes, *slow_tiers(harness.plan, harness.stores)),
+        notes=(*harness.notes, *slow_tiers(harness.plan, harness.stores), *told(harness.model)),
         environment=environment(),
     )
 

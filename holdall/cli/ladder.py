@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,15 @@ def ladder(
             "--bf16/--no-bf16", help="With or without the rungs in bf16; by default where it is not slow.", show_default=False
         ),
     ] = None,
+    recipes: Annotated[
+        str,
+        typer.Option(
+            "--recipes",
+            metavar="A,B",
+            help="Also plain training under these recipes of `holdall precisions`, or `all`: loss and bytes.",
+            show_default=False,
+        ),
+    ] = "",
     hardware: given.HardwareFile = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows here.", show_default=False)] = None,
     json: given.Json = False,
@@ -61,6 +71,7 @@ def ladder(
     \b
     Example:
       holdall ladder tiny-llama --budget 3MiB --all --csv ladder.csv
+      holdall ladder tiny-llama --recipes bf16,fp8,int8
     """
     from holdall.errors import Unsupported
     from holdall.experiments.ladder_rungs import Settings, slowness_of_bf16
@@ -91,20 +102,54 @@ def ladder(
             narrow=slow < _TOO_SLOW if bf16 is None else bf16,
             progress=progress,
         )
+        asked = _asked(recipes)
         climbed = list(made.climb(everything=everything or budget is None))
-    records = [made.record(step) for step in climbed]
+        narrowed = list(made.recipes(asked))
+    records = [made.record(step) for step in (*climbed, *narrowed)]
     if csv is not None:
         write_csv(csv, records)
     if json:
         show_json(records)
     else:
-        _show(made, climbed, records)
+        _show(made, climbed, records[: len(climbed)])
+        if narrowed:
+            _show_recipes(climbed[0], narrowed)
         if slow >= _TOO_SLOW:
             say(f"a matmul in bf16 takes {slow:.0f} times as long as in float32 here: bf16 rungs are skipped (see --bf16)")
         if csv is not None:
             say(f"written to {csv}")
     if not any(step.fits for step in climbed) or not all(step.keeps_its_word for step in climbed):
         raise typer.Exit(FAILED)
+
+
+def _asked(text: str) -> list[str]:
+    """Recipes by name; those that a plan does not take are refused."""
+    from holdall.precision import find, names, plannable
+
+    if text == "all":
+        return [n for n in names() if n not in ("fp32", "layerwise") and not find(n, alone=False).obstacle]
+    asked = [n.strip() for n in text.split(",") if n.strip()]
+    for name in asked:
+        plannable(name)
+    return asked
+
+
+def _show_recipes(plain: LadderStep, narrowed: Sequence[LadderStep]) -> None:
+    say()
+    table = grid("precision", "kept", "peak", "loss", "", left=1)
+    first = plain.run.losses[-1] if plain.run else None
+    for step in (plain, *narrowed):
+        name = f"{step.settings.precision or step.settings.dtype}"
+        if step.run is None or step.peak is None or step.kept is None:
+            add_row(table, name, *[_UNCOUNTED] * 3, cell(""))
+            continue
+        last = step.run.losses[-1]
+        change = "" if step is plain or not first else f"{last / first - 1:+.2%}" if isfinite(last) else "diverged"
+        add_row(table, name, format_bytes(step.kept), format_bytes(step.peak), f"{last:.4f}", change)
+    show(table)
+    for step in narrowed:
+        if step.problem:
+            say(f"{step.rung.name}: not run: {step.problem}")
 
 
 def _show(made: Ladder, climbed: Sequence[LadderStep], records: Sequence[dict[str, Any]]) -> None:

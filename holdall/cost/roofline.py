@@ -141,6 +141,8 @@ def _stand_ins(dtype: str) -> Iterator[str]:
         return
     if dtype:
         yield dtype
+    if dtype.startswith("float8_"):
+        yield "float8"
     if dtype.startswith(("float8", "float16", "bfloat16", "half", "float4")):
         yield from ("bfloat16", "float16")
     yield "float32"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -14,12 +14,13 @@ from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError
 from holdall.experiments.ladder_plans import decide
-from holdall.experiments.ladder_rungs import Rung, Settings, climb
+from holdall.experiments.ladder_rungs import LOSSY, Rung, Settings, climb
 from holdall.experiments.real_steps import RealRun, run_steps
 from holdall.models import ModelSource, build
+from holdall.precision import find
 from holdall.problem import resolve_budget
 from holdall.training.data import Sequences, load_sequences, make_encoder
-from holdall.types import Hardware, Plan, Problem, Progress
+from holdall.types import Hardware, Kind, Plan, Problem, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class LadderStep:
     settings: Settings
     plan: Plan | None = None
     run: RealRun | None = None
+    kept: int | None = None  # bytes that the step saves for backward
     identical: bool | None = None  # losses and weights equal those of the rung before; None: not compared
     fits: bool = False
     problem: str = ""
@@ -66,32 +68,46 @@ class Ladder:
         before: RealRun | None = None
         for n, (rung, settings) in enumerate(rungs):
             self.progress(rung.name, n, len(rungs), "")
-            try:
-                made = self._plan(settings, text, limit)
-                run = self._run(settings, text, made)
-            except HoldallError as error:
-                yield LadderStep(rung=rung, settings=settings, problem=error.fact)
+            step = self._step(rung, settings, text, limit)
+            if step.run is None:
+                yield step
                 continue
-            except torch.OutOfMemoryError as error:
-                yield LadderStep(rung=rung, settings=settings, problem=f"ran out of memory: {first_line(error)}")
-                continue
-            step = LadderStep(
-                rung=rung, settings=settings, plan=made, run=run, identical=run.equals(before) if before else None
-            )
             if limit is None:
                 limit = (step.peak or 0) // 2
-            step = LadderStep(**{**vars(step), "fits": step.peak is not None and step.peak <= limit})
-            before = run
+            identical = step.run.equals(before) if before else None
+            step = replace(step, identical=identical, fits=step.peak is not None and step.peak <= limit)
+            before = step.run
             yield step
             if step.fits and not everything:
                 return
+
+    def recipes(self, names: Sequence[str]) -> Iterator[LadderStep]:
+        """Run the lowest rung under each precision recipe instead of its own."""
+        text = self._text()
+        limit = resolve_budget(self.budget, self.machine)[self.machine.home.name] if self.budget is not None else None
+        for n, name in enumerate(names):
+            self.progress(name, n, len(names), "")
+            rung = Rung(name=name, numerics=LOSSY, says=find(name, alone=False).what, changes={"precision": name})
+            step = self._step(rung, replace(self.first, dtype="float32", precision=name), text, None)
+            yield replace(step, fits=limit is not None and step.peak is not None and step.peak <= limit)
+
+    def _step(self, rung: Rung, settings: Settings, text: Sequences, limit: int | None) -> LadderStep:
+        """Plan and run, or say why not."""
+        try:
+            made, kept = self._plan(settings, text, limit)
+            return LadderStep(rung=rung, settings=settings, plan=made, kept=kept, run=self._run(settings, text, made))
+        except HoldallError as error:
+            return LadderStep(rung=rung, settings=settings, problem=error.fact)
+        except torch.OutOfMemoryError as error:
+            return LadderStep(rung=rung, settings=settings, problem=f"ran out of memory: {first_line(error)}")
 
     def _text(self) -> Sequences:
         with as_file(files("holdall") / "data" / "corpus.txt") as path:
             encoder = make_encoder(self.source.folder)
             return load_sequences(path, encoder, seq=self.seq, vocabulary=self.source.config.vocab_size)
 
-    def _plan(self, settings: Settings, text: Sequences, limit: int | None) -> Plan:
+    def _plan(self, settings: Settings, text: Sequences, limit: int | None) -> tuple[Plan, int]:
+        """The plan, and the bytes that the step saves for backward without it."""
         model = build(self.source, device="meta", dtype=settings.dtype)
         optimizer = settings.build_optimizer(model)
         batch = text.batch(0, self.batch)
@@ -105,7 +121,9 @@ class Ladder:
             allow=frozenset(settings.allow),
             reads_gradients=not settings.in_backward,
         )
-        return decide(posed, settings.planner, settings.options, in_backward=settings.in_backward)
+        saved = {s.tensor: traced.tensors[s.tensor] for s in traced.saves}
+        kept = sum(t.nbytes for t in saved.values() if t.kind is Kind.ACTIVATION)
+        return decide(posed, settings.planner, settings.options, in_backward=settings.in_backward), kept
 
     def _run(self, settings: Settings, text: Sequences, made: Plan) -> RealRun:
         device = self.machine.device
@@ -123,6 +141,7 @@ class Ladder:
             "numerics": step.rung.numerics,
             "what": step.rung.says,
             "peak_bytes": step.peak,
+            "kept_bytes": step.kept,
             "predicted_peak_bytes": made.predicted.peak[home] if made else None,
             "tokens_per_second": round(self.batch * self.seq / run.seconds, 1) if run else None,
             "first_loss": run.losses[0] if run else None,

@@ -47,6 +47,7 @@ Workload = tuple[float, Callable[[], object]]  # (FLOPs or bytes, a call that pe
 _UPDATE_BYTES = 28  # bytes that Adam reads and writes per parameter
 _FRESH = 7 * 86400  # seconds for which a measurement is valid
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_FP8 = (8, 9)  # the compute capability from which GPUs multiply 8-bit floats
 
 
 def probe(device: str = "auto", *, quick: bool = False, progress: Progress = silent) -> Hardware:
@@ -216,6 +217,8 @@ def _workloads(device: torch.device) -> list[tuple[str, str, Iterator[Workload]]
     """(family, dtype, calls of growing work), made lazily."""
     dtypes = [d for d in _DTYPES if device.type == "cpu" or d != torch.bfloat16 or torch.cuda.is_bf16_supported()]
     found = [("matmul", _name_of(d), _products(device, d)) for d in dtypes]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HAS_FP8:
+        found.append(("matmul", "float8", _scaled_products(device)))
     attended = dtypes[:1] if device.type == "cpu" else dtypes
     found += [("attention", _name_of(d), _attentions(device, d)) for d in attended]
     found += [("conv", "float32", _convolutions(device)), ("memory", "", _additions(device))]
@@ -226,6 +229,14 @@ def _products(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for n in _MATMUL[device.type]:
         if 3 * n * n * dtype.itemsize < _room(device):
             yield 2.0 * n**3, partial(torch.matmul, _random(device, dtype, n, n), _random(device, dtype, n, n))
+
+
+def _scaled_products(device: torch.device) -> Iterator[Workload]:
+    one = torch.ones(1, device=device)
+    for n in _MATMUL[device.type]:
+        if 4 * n * n < _room(device):
+            left, right = (_random(device, torch.float8_e4m3fn, n, n) for _ in range(2))
+            yield 2.0 * n**3, partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
 
 
 def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
+from holdall.narrow.casts import SMALLEST, scale_for, scaled
+
 Parts = tuple[torch.Tensor, ...]
-_SMALLEST = 1e-12  # of a largest value: a tensor of zeros has codes of zeros
 
 
 class Format(Protocol):
@@ -55,12 +56,11 @@ class Float8(Format):
         given = values.detach()
         inf = float("inf")
         largest = torch.linalg.vector_norm(given, inf, dim, keepdim=True) if self.rows else torch.linalg.vector_norm(given, inf)
-        scale = torch.finfo(self.dtype).max / largest.float().clamp(min=_SMALLEST)
-        return torch.exp2(torch.floor(torch.log2(scale))) if self.powers else scale
+        return scale_for(largest, self.dtype, powers=self.powers)
 
     def narrow(self, values: torch.Tensor, dim: int = -1) -> Parts:
         scale = self.scale_of(values, dim)
-        return (values * scale).to(self.dtype), scale.reciprocal()  # nothing is above the largest: nothing is cut
+        return scaled(values, scale, self.dtype, cut=False), scale.reciprocal()  # nothing is above the largest
 
     def widen(self, parts: Sequence[torch.Tensor], shape: torch.Size, dim: int = -1) -> torch.Tensor:  # noqa: ARG002
         codes, unit = parts
@@ -87,7 +87,7 @@ class Integer(Format):
         return (1 << (self.bits - 1)) - 1
 
     def narrow(self, values: torch.Tensor, dim: int = -1) -> Parts:  # noqa: ARG002
-        unit = self._largest(values.detach().float().abs()).clamp(min=_SMALLEST) / self.most
+        unit = self._largest(values.detach().float().abs()).clamp(min=SMALLEST) / self.most
         return self.in_units(values, unit)
 
     def in_units(self, values: torch.Tensor, unit: torch.Tensor) -> Parts:
@@ -152,7 +152,7 @@ class BlockFloats(Format):
         if self.unit == "e8m0":
             exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-126))) - math.floor(math.log2(self.most))
             return (exponent.clamp(-127, 127) + 127).to(torch.uint8), one
-        whole = (largest.amax() / (448.0 * self.most)).clamp(min=_SMALLEST)
+        whole = (largest.amax() / (448.0 * self.most)).clamp(min=SMALLEST)
         return (largest / self.most / whole).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn), whole
 
     def _real(self, units: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ class Radix4(Format):
 
     def narrow(self, values: torch.Tensor, dim: int = -1) -> Parts:  # noqa: ARG002
         values = values.detach().float()
-        unit = values.abs().amax().clamp(min=_SMALLEST) / 4.0**6 * (0.5 if self.phase else 1.0)
+        unit = values.abs().amax().clamp(min=SMALLEST) / 4.0**6 * (0.5 if self.phase else 1.0)
         sizes = values.abs() / unit
         exponent = torch.round(torch.log(sizes.clamp(min=4.0**-3)) / math.log(4.0) - _MIDDLE)
         codes = torch.where(sizes < _ZERO, torch.zeros_like(exponent), exponent.clamp(0, 6) + 1)

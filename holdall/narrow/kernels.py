@@ -9,9 +9,10 @@ from functools import cache
 
 import torch
 
-from holdall.narrow.formats import Float8, Format
+from holdall.narrow.casts import largest, narrow8
+from holdall.narrow.formats import Float8, Format, Parts
 
-_MULTIPLE = 16  # of all sizes, as the kernel wants
+MULTIPLE = 16  # of all sizes, as the kernel wants
 _HOPPER = (8, 9)
 _FOR_GPU: ContextVar[bool] = ContextVar("_FOR_GPU", default=False)
 
@@ -34,7 +35,7 @@ def can_scale(left: torch.Tensor, right: torch.Tensor, of_left: Format | None, o
     if of_left.rows != of_right.rows or (left.dtype == torch.float32 and of_left.rows):
         return False
     sizes = (*left.shape, *right.shape)
-    return not any(s % _MULTIPLE for s in sizes) and _has_kernel(left.device.index or 0)
+    return not any(s % MULTIPLE for s in sizes) and _has_kernel(left.device.index or 0)
 
 
 @cache
@@ -42,9 +43,23 @@ def _has_kernel(index: int) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(index) >= _HOPPER
 
 
-def scaled_product(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """left times right transposed; both as codes with the units of the tensor, or of each row."""
+def parts_of(form: Float8, values: torch.Tensor) -> Parts:
+    """What `form.narrow` makes of a matrix, in two passes; its rows are what is summed over."""
+    most = largest(values, rows=form.rows)
+    codes, _, unit = narrow8(values, most, form.dtype, rows=form.rows, powers=form.powers)
+    return codes, unit
+
+
+def scaled_product(
+    left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], dtype: torch.dtype, *, fast: bool = False
+) -> torch.Tensor:
+    """left times right transposed; both as codes with the units of the tensor, or of each row.
+
+    `fast`: sums have 14 bits for a while, as Transformer Engine and torchao have them in forward, and in forward alone.
+    """
     unit_left = left[1].reshape(-1, 1) if left[1].dim() else left[1].reshape(1)
     unit_right = right[1].reshape(1, -1) if right[1].dim() else right[1].reshape(1)
-    made: torch.Tensor = torch._scaled_mm(left[0], right[0].t(), scale_a=unit_left, scale_b=unit_right, out_dtype=dtype)
+    made: torch.Tensor = torch._scaled_mm(
+        left[0], right[0].t(), scale_a=unit_left, scale_b=unit_right, out_dtype=dtype, use_fast_accum=fast
+    )
     return made

@@ -25,6 +25,12 @@ def _multiplier(layer: nn.Module) -> Multiplier:
     return found
 
 
+def multiplier_of(layer: nn.Module) -> Multiplier | None:
+    """Of a layer with narrow products; None: it has its own."""
+    found: Multiplier | None = getattr(layer, _ATTRIBUTE, None)
+    return found
+
+
 class NarrowLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return _with_bias(_product(input, self.weight, _multiplier(self)), self.bias)
@@ -79,6 +85,11 @@ def _class_for(layer: nn.Module, *, convolutions: bool) -> type[nn.Module] | Non
     if not convolutions or kind not in (nn.Conv1d, nn.Conv2d) or isinstance(layer.padding, str):
         return None
     return _CLASSES[kind] if layer.padding_mode == "zeros" else None
+
+
+def plain_class(layer: nn.Module) -> type[nn.Module] | None:
+    """The class of a linear layer that can have another; None: it is no such layer."""
+    return type(layer) if _class_for(layer, convolutions=False) is not None else None
 
 
 def layer_names(model: nn.Module) -> list[str]:

@@ -1,9 +1,9 @@
 """A product of a layer, y = x W + b, with operands in the formats of a recipe, and its two gradients.
 
-Backward has what forward computed with: the input is saved as its codes and scales, and widened again there. The weight is
-saved as it is, since the model holds it anyway, and rounded again. Codes are exact numbers, so a product of widened operands,
-summed in float32, is what a kernel for that format computes, up to the order of the sum. Gradients pass the rounding straight
-through.
+Backward has what forward computed with: the input is saved as its codes and scales, and widened again there; not at all if the
+weight is frozen. The weight is saved as it is, since the model holds it anyway, and rounded again. Codes are exact numbers, so
+a product of widened operands, summed in float32, is what a kernel for that format computes, up to the order of the sum.
+Gradients pass the rounding straight through.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
-from holdall.narrow.formats import Float8, Format, rounded
-from holdall.narrow.kernels import can_scale, scaled_product
+from holdall.narrow.casts import largest, narrow8, narrow8_both, turn8
+from holdall.narrow.formats import Float8, Format, Parts, rounded
+from holdall.narrow.kernels import MULTIPLE, can_scale, parts_of, scaled_product
 
 
 class Multiplier(Protocol):
@@ -50,8 +51,9 @@ class Formats(Multiplier):
         return all(f is None for f in (self.input, self.weight, self.grad_input, self.grad_weight))
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, how: Convolution | None) -> torch.Tensor:
-        made: torch.Tensor = Product.apply(x, weight, self, how)  # type: ignore[no-untyped-call]
-        return made
+        if how is None and is_for_kernels(x, weight, self):
+            return ScaledProduct.apply(x, weight, self)  # type: ignore[no-untyped-call, no-any-return]
+        return Product.apply(x, weight, self, how)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +66,81 @@ class Convolution:
     groups: int
 
 
+def is_for_kernels(x: torch.Tensor, weight: torch.Tensor, formats: Formats) -> bool:
+    """Are all three products 8-bit floats with one scale a tensor, on a GPU that multiplies them?"""
+    of = (formats.input, formats.weight, formats.grad_input, formats.grad_weight)
+    if not all(isinstance(f, Float8) and not f.rows for f in of) or formats.grad_input != formats.grad_weight:
+        return False
+    rows = x.numel() // max(1, x.shape[-1])
+    return rows % MULTIPLE == 0 and can_scale(weight, weight, formats.input, formats.weight)
+
+
+class ScaledProduct(torch.autograd.Function):
+    """Three products by the GPU's kernel. Each operand is read twice, for its largest value and for its codes.
+
+    A kernel wants both operands along the dimension that it sums over, so inputs and gradients have a transposed copy too, from
+    the same read; of an input it is what backward keeps. Of the weight forward keeps the scale: backward casts it anew, since
+    its codes would be held as long as the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, formats: Formats) -> torch.Tensor:
+        of_x, of_w = formats.input, formats.weight
+        assert isinstance(of_x, Float8) and isinstance(of_w, Float8)
+        ctx.formats, ctx.shape = formats, x.shape
+        flat = x.reshape(-1, x.shape[-1])
+        most = largest(flat)
+        kept: Parts = ()
+        if ctx.needs_input_grad[1] and formats.saved:
+            codes, turned, _, unit = narrow8_both(flat, most, of_x.dtype, powers=of_x.powers)
+            kept = (turned, unit)
+        else:
+            codes, scale, unit = narrow8(flat, most, of_x.dtype, powers=of_x.powers)
+            kept = (flat, scale) if ctx.needs_input_grad[1] else ()
+        of_weight, scale_w, unit_w = narrow8(weight, largest(weight), of_w.dtype, powers=of_w.powers)
+        ctx.save_for_backward(weight, scale_w, *kept)
+        y = scaled_product((codes, unit), (of_weight, unit_w), x.dtype, fast=True)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        formats: Formats = ctx.formats
+        form, of_x, of_w = formats.grad_input, formats.input, formats.weight
+        assert isinstance(form, Float8) and isinstance(of_x, Float8) and isinstance(of_w, Float8)
+        weight, scale_w, *kept = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        most = largest(flat)
+        dx = dw = None
+        if not ctx.needs_input_grad[1]:
+            codes, _, unit = narrow8(flat, most, form.dtype, powers=form.powers)
+        else:
+            codes, turned, _, unit = narrow8_both(flat, most, form.dtype, powers=form.powers)
+        if ctx.needs_input_grad[0]:
+            right = (turn8(weight, scale_w, of_w.dtype), scale_w.reciprocal())
+            dx = scaled_product((codes, unit), right, grad.dtype).reshape(ctx.shape)
+            del right
+        del codes
+        if ctx.needs_input_grad[1]:
+            x, number = kept
+            right = (x, number) if formats.saved else (turn8(x, number, of_x.dtype), number.reciprocal())
+            dw = scaled_product((turned, unit), right, grad.dtype).to(weight.dtype)
+        return dx, dw, None
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, formats: Formats, how: Convolution | None) -> torch.Tensor:
         ctx.formats, ctx.how, ctx.shape, ctx.dtype = formats, how, x.shape, x.dtype
         flat = x.reshape(-1, x.shape[-1]) if how is None else x
         ctx.flat = flat.shape
-        parts = formats.input.narrow(flat, -1) if formats.input is not None else (flat,)
-        is_saved = formats.saved and formats.input is not None
-        ctx.save_for_backward(weight, *(parts if is_saved else (flat,)))
-        ctx.is_saved = is_saved
-        if how is None and can_scale(flat, weight, formats.input, formats.weight):
-            assert isinstance(formats.input, Float8) and isinstance(formats.weight, Float8)
-            y = scaled_product(parts, formats.weight.narrow(weight, -1), x.dtype)
+        is_scaled = how is None and can_scale(flat, weight, formats.input, formats.weight)
+        parts = (flat,) if formats.input is None else _parts(formats.input, flat, is_scaled=is_scaled)
+        ctx.is_saved = formats.saved and formats.input is not None
+        kept = parts if ctx.is_saved else (flat,)
+        ctx.save_for_backward(weight, *(kept if ctx.needs_input_grad[1] else ()))
+        if is_scaled:
+            assert isinstance(formats.weight, Float8)
+            y = scaled_product(parts, parts_of(formats.weight, weight), x.dtype, fast=True)
         else:
             numbers = formats.input.widen(parts, flat.shape, -1) if formats.input is not None else flat.float()
             y = plain_product(numbers, _in(formats.weight, weight, -1), how).to(x.dtype)
@@ -100,7 +164,7 @@ def _input_gradient(ctx: Any, formats: Formats, grad: torch.Tensor, weight: torc
     turned = formats.weight if form is not None else None  # a product in its own dtype has its own weight
     if ctx.how is None and can_scale(grad, weight.t(), form, turned):
         assert isinstance(form, Float8) and isinstance(turned, Float8)
-        return scaled_product(form.narrow(grad, -1), turned.narrow(weight.t().contiguous(), -1), grad.dtype)
+        return scaled_product(parts_of(form, grad), parts_of(turned, weight.t()), grad.dtype)
     g, w = _in(form, grad, -1), _in(turned, weight, 0)
     if ctx.how is None:
         return g @ w
@@ -112,10 +176,6 @@ def _weight_gradient(
 ) -> torch.Tensor:
     form, of_grad = formats.input, formats.grad_weight
     whole = ctx.is_saved and form is not None and not form.is_blockwise  # one scale: its codes serve in this product too
-    if whole and ctx.how is None and can_scale(grad.t(), parts[0].t(), of_grad, form):
-        assert isinstance(of_grad, Float8)
-        codes, unit = of_grad.narrow(grad)
-        return scaled_product((codes.t().contiguous(), unit), (parts[0].t().contiguous(), parts[1]), grad.dtype)
     x = form.widen(parts, ctx.flat, -1) if ctx.is_saved and form is not None else parts[0]
     if of_grad is None:  # a product in the dtype of the layer
         g, x = grad, x.to(grad.dtype)
@@ -124,6 +184,10 @@ def _weight_gradient(
         if form is not None and not whole:
             x = rounded(form, x, 0)  # blocks lie along the rows in this product
     return g.t() @ x if ctx.how is None else _backward_of(ctx.how, g, x, weight.to(g.dtype), ctx.flat)
+
+
+def _parts(form: Format, values: torch.Tensor, *, is_scaled: bool) -> Parts:
+    return parts_of(form, values) if is_scaled and isinstance(form, Float8) else form.narrow(values, -1)
 
 
 def _in(form: Format | None, values: torch.Tensor, dim: int) -> torch.Tensor:

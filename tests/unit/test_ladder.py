@@ -65,6 +65,26 @@ def test_it_stops_where_it_fits_and_the_table_says_so(world):
     assert "in backward" not in result.stdout
 
 
+def test_recipes_have_their_loss_and_bytes(world):
+    result = CliRunner().invoke(app, [*world, "--budget", "1GiB", "--recipes", "bf16,fp8", "--json"])
+    assert result.exit_code == 0, result.output
+    plain, *rows = json.loads(result.stdout)
+    assert [r["rung"] for r in rows] == ["bf16", "fp8"] and all(not r["problem"] for r in rows)
+    assert all(0 < r["kept_bytes"] < 0.7 * plain["kept_bytes"] for r in rows)
+    assert all(r["peak_bytes"] == r["predicted_peak_bytes"] for r in rows)
+    assert len({r["final_loss"] for r in (plain, *rows)}) == 3  # other numbers, and near
+    assert all(abs(r["final_loss"] / plain["final_loss"] - 1) < 0.02 for r in rows)
+
+
+def test_the_table_of_recipes_is_narrow_and_unknown_ones_are_refused_before_anything_runs(world):
+    result = CliRunner().invoke(app, [*world, "--budget", "1GiB", "--recipes", "fp8:scaling=row"])
+    assert result.exit_code == 0, result.output
+    assert "fp8:scaling=row" in result.stdout and max(map(len, result.stdout.splitlines())) <= 100
+    for name in ("fp9", "fp16-autocast"):
+        refused = CliRunner().invoke(app, [*world, "--recipes", name])
+        assert refused.exit_code == 2 and "hint" in refused.output and "tokens/s" not in refused.output
+
+
 def test_only_models_that_continue_text_are_climbed():
     pytest.importorskip("transformers")
     assert "trains causal language models" in CliRunner().invoke(app, ["ladder", "tiny-vit"]).output

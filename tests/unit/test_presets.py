@@ -20,7 +20,7 @@ def test_every_gpu_is_in_bytes_and_flops_per_second(name):
     assert [tier.name for tier in card.tiers] == ["gpu", "cpu"]
     assert 8 * GiB <= card.home.capacity <= 256 * GiB and card.home.capacity % GiB == 0
     assert 200e9 < card.bandwidth < 10e12
-    assert set(card.flops) == {"float32", "float16", "bfloat16"}
+    assert set(card.flops) - {"float8"} == {"float32", "float16", "bfloat16"}
     assert 5e12 < card.flops["float32"] <= card.flops["float16"] < 5e15
     assert card.source
 
@@ -31,6 +31,13 @@ def test_tensor_cores_multiply_halves_twice_as_fast_as_tfloat32(name):
     if card.about.tfloat32 is not None:
         assert card.flops["float16"] == pytest.approx(2 * card.about.tfloat32, rel=0.02)
         assert card.flops["bfloat16"] == card.flops["float16"]
+
+
+def test_cards_since_ada_multiply_eight_bits_twice_as_fast_as_sixteen():
+    for name in gpu_names():
+        card = gpu(name)
+        assert ("float8" in card.flops) == name.startswith(("rtx-4", "rtx-5", "rtx-6", "rtx-pro", "l4", "h", "gh", "b")), name
+        assert card.flops.get("float8", 2 * card.flops["float16"]) == pytest.approx(2 * card.flops["float16"], rel=0.02)
 
 
 def test_memory_in_a_name_is_the_memory_of_the_card():

@@ -32,8 +32,10 @@ class InputLike:
         """Make the tensor. `on_host`: integers without a dimension (seeds of attention kernels) are on the CPU."""
         is_single = not self.shape and not self.dtype.is_floating_point
         device = torch.device("cpu") if is_single and on_host else self.device
-        flat = torch.empty(self.elements, dtype=self.dtype, device=device)  # an expanded tensor cannot be filled
-        return (flat.normal_() if self.dtype.is_floating_point else flat.zero_()).as_strided(self.shape, self.stride)
+        is_narrow = self.dtype.is_floating_point and self.dtype.itemsize == 1  # 8-bit floats cannot be drawn
+        flat = torch.empty(self.elements, dtype=torch.bfloat16 if is_narrow else self.dtype, device=device)
+        filled = flat.normal_() if self.dtype.is_floating_point else flat.zero_()
+        return filled.to(self.dtype).as_strided(self.shape, self.stride)  # an expanded tensor cannot be filled itself
 
     @property
     def elements(self) -> int:
