@@ -80,7 +80,7 @@ def trace_calls(
     """`trace`, and what each block was called with."""
     recipe, dtype = resolve_recipe(precision), resolve_precision(precision)
     if recipe is not None:
-        undo = put_on(recipe, model)
+        undo = put_on(recipe, model, to_trace=True)
         try:
             plainly: dict[str, Any] = {"loss": loss, "device": device, "autocast": autocast, "head": head}
             with traced_for(device):

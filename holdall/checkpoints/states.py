@@ -102,6 +102,7 @@ def check_weights(folder: Path, model: Any) -> list[tuple[TensorEntry, torch.Ten
 def read_weights(pairs: list[tuple[TensorEntry, torch.Tensor]]) -> None:
     for entry, tensor in pairs:
         read_into(entry, tensor)
+        getattr(tensor, "holdall_write_back", lambda: None)()  # of a weight that is stored packed
 
 
 def _place(name: str, tensor: torch.Tensor) -> Any:

@@ -30,9 +30,12 @@ class ParameterBytes:
 def bytes_per_parameter(recipe: str | Recipe, optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer) -> ParameterBytes:
     """Bytes that a recipe keeps per parameter with this optimizer; states are measured by a step on tiny tensors.
 
-    An autocast recipe also makes copies of weights during forward: see `autocast_copy_bytes`.
+    Of a recipe that packs frozen weights: the bytes of such a weight. An autocast recipe also makes copies of weights during
+    forward: see `autocast_copy_bytes`.
     """
     chosen = find(recipe)
+    if chosen.frozen_bytes is not None:
+        return ParameterBytes(weights=chosen.frozen_bytes, gradients=0, master=0, states=0)
     width = chosen.weights.itemsize
     stepped = torch.float32 if chosen.is_wide_update else chosen.weights
     small, large = (_state_bytes(optimizer, n, stepped) for n in (64, 128))

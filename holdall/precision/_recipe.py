@@ -33,6 +33,7 @@ class Recipe:
     unscaled: ClassVar[bool] = False  # float16 without loss scaling, on purpose
     stochastic: ClassVar[bool] = False  # updates are rounded stochastically, so that they are right on average
     norms: ClassVar[bool] = False  # batch norms keep float32
+    packs: ClassVar[bool] = False  # frozen weights are stored packed: it is put on before other weights are cast
 
     def __str__(self) -> str:
         """The recipe as typed: its name and the options that are not defaults."""
@@ -75,6 +76,15 @@ class Recipe:
         if self.compute is not None:
             undo.callback(under_autocast(model, self.compute))
         return undo.close
+
+    def put_on_to_trace(self, model: torch.nn.Module) -> Undo:
+        """`put_on` for a trace, which leaves the model as it was to the bit."""
+        return self.put_on(model)
+
+    @property
+    def frozen_bytes(self) -> float | None:
+        """Bytes of a frozen weight that the recipe packs; None: it trains all weights alike."""
+        return None
 
 
 # parts that recipes are made of
@@ -159,11 +169,11 @@ def _cast(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
 _ON: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()  # models that have a recipe installed
 
 
-def put_on(recipe: Recipe, model: torch.nn.Module) -> Undo:
+def put_on(recipe: Recipe, model: torch.nn.Module, *, to_trace: bool = False) -> Undo:
     """Install a recipe; a model that already has it is left unchanged."""
     if _ON.get(model) == str(recipe):
         return lambda: None
-    undo = recipe.put_on(model)
+    undo = recipe.put_on_to_trace(model) if to_trace else recipe.put_on(model)
     _ON[model] = str(recipe)
 
     def end() -> None:

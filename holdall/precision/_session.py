@@ -64,9 +64,11 @@ class Session:
             # checked by the scaler: one number that is finite if all gradients are, whatever their dtype
             self._canary = torch.zeros((), device=self._device, requires_grad=True)
             self._stand_in = torch.optim.SGD([self._canary], lr=0.0)
+        if recipe.packs:
+            self._undo.append(recipe.put_on(model))
         if recipe.weights != torch.float32:
             self._narrow()
-        if type(recipe).put_on is not Recipe.put_on:
+        if type(recipe).put_on is not Recipe.put_on and not recipe.packs:
             self._undo.append(recipe.put_on(model))
 
     def _narrow(self) -> None:

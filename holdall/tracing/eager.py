@@ -65,7 +65,7 @@ def record_real_step(
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
         updating = None
         if clone is not None:
-            own = {id(p) for group in clone.param_groups for p in group["params"]}
+            own = {id(p) for group in clone.param_groups for p in group["params"] if p.requires_grad}
             stepped = {n: f for n, f in fakes.items() if id(f) in own}
             updating = Updating(optimizer=clone, values=stepped, narrow=narrow, sliced=False)
             recorder.values = KnownValues(mode)

@@ -80,7 +80,7 @@ def record_fake_step(
         recorder.mark(((f"{n}.grad", p.grad) for n, p in unique.items() if p.grad is not None), Kind.GRAD)
         updating = None
         if clone is not None:
-            own = {id(p) for group in clone.param_groups for p in group["params"]}
+            own = {id(p) for group in clone.param_groups for p in group["params"] if p.requires_grad}
             updated = {name: masters.get(name, p) for name, p in unique.items() if id(masters.get(name, p)) in own}
             updating = Updating(
                 optimizer=clone, values=updated, narrow={n: unique[n] for n in masters}, sliced=device.type == "cuda"

@@ -12,7 +12,7 @@ from holdall.errors import InvalidInput, MissingExtra
 from holdall.precision import Recipe
 from holdall.runtime.budget.ledger import Ledger
 
-APART = ("fp8-torchao", "qat-int8", "qat-fp8", "layerwise")  # through torchao; and one that wants names of layers
+APART = ("fp8-torchao", "qat-int8", "qat-fp8", "layerwise", "nf4")  # through torchao; wants names of layers; wants frozen ones
 NAMES = [name for name in precision.names() if name not in APART]
 
 

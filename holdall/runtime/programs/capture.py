@@ -240,7 +240,7 @@ class _Builder:
         self.gm = gm
         self.real = inputs
         self.found = found
-        self.slots: dict[int, Slot] = {}  # id of a fake storage -> slot
+        self.slots: dict[Any, Slot] = {}  # id of a fake storage -> slot; of inputs' also with a dtype: a unit may mix them
         self.bases: dict[Slot, torch.Tensor] = {}  # each tensor as it was made
         self.constants: dict[Slot, torch.Tensor] = {}
         self.views: dict[Ref, View | None] = {}  # None: an input or a result, not a view
@@ -255,7 +255,7 @@ class _Builder:
             value = node.meta.get("val")
             self.alive.append(value)
             if node.op == "placeholder":
-                inputs.append(self._slot(value))
+                inputs.append(self._slot(value, is_input=True))
                 self.views[self._ref_to(value)] = None
                 starts.append(int(value.storage_offset()))
             elif node.op == "get_attr":
@@ -303,11 +303,14 @@ class _Builder:
             views={ref: view for ref, view in self.views.items() if view is not None},
         )
 
-    def _slot(self, tensor: torch.Tensor) -> Slot:
-        key = tensor.untyped_storage()._cdata
+    def _slot(self, tensor: torch.Tensor, *, is_input: bool = False) -> Slot:
+        storage = tensor.untyped_storage()._cdata
+        typed = (storage, tensor.dtype)
+        key = typed if is_input or typed in self.slots else storage
         if key not in self.slots:
-            self.slots[key] = len(self.slots)
+            self.slots[key] = len(self.bases)
             self.bases[self.slots[key]] = tensor
+            self.slots.setdefault(storage, self.slots[key])
         return self.slots[key]
 
     def _ref(self, node: Any) -> Ref:
@@ -342,7 +345,7 @@ class _Builder:
     def _instruction(self, node: torch.fx.Node, value: Any) -> Instruction | None:
         if not isinstance(node.target, torch._ops.OpOverload):
             return None  # getitem
-        before = len(self.slots)
+        before = len(self.bases)
         leaves = list(tree_iter(value))
         makes: list[tuple[int, Slot]] = []
         for i, leaf in enumerate(leaves):
