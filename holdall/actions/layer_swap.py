@@ -209,7 +209,7 @@ class LayerSwap(Facts):
 
     def _refuse(self, schedule: Schedule, trace: Trace) -> None:
         moved = set(self.tensors(trace))
-        split = trace.about.pieces.modules if trace.about.pieces is not None else ()
+        split = [module for pieces in trace.about.pieces for module in pieces.modules]
         for name in (self.block, *self.holders):
             if any(f"{module}.".startswith(f"{trace.block(name).module}.") for module in split):
                 raise Unsupported(

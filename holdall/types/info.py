@@ -23,10 +23,11 @@ class ChunkedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModules:
-    """Modules that run on a piece of the sequence at a time."""
+    """Modules that run on a piece of the sequence, or of the batch, at a time."""
 
     modules: tuple[str, ...]  # their paths
-    rows: int  # positions at a time
+    rows: int  # positions, or samples, at a time
+    by: str = "positions"  # or "samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +99,18 @@ class TraceInfo(StepInfo):
     torch: str = ""  # version
     timed: str | None = None  # the GPU on which ops were timed while tracing; None: the cost model estimates their times
     head: ChunkedHead | None = None  # set by `api.trace_calls` if the step was traced with a chunked head
-    pieces: SplitModules | None = None  # set by the action `pieces` in the step that it makes of a trace
+    pieces: tuple[SplitModules, ...] = ()  # set by actions `pieces` in the step that they make of a trace
     besides: int = 0  # bytes on the GPU of tensors outside the training
     asked: tuple[str, ...] = ()  # names of block calls that read a value, and so cannot run op by op
     looked_at: tuple[int, ...] = ()  # indices of the batch's tensors whose values decide the control flow
     parts: bool = False  # the loss calls submodules directly
     notes: tuple[str, ...] = ()  # warnings for the user
+
+    @staticmethod
+    def from_older(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Entries of an older file, in which all modules in pieces had pieces of one size, or none were (None)."""
+        pieces = data.get("pieces", ())
+        return {**data, "pieces": [] if pieces is None else [pieces] if isinstance(pieces, dict) else pieces}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,10 @@ transformers = pytest.importorskip("transformers")
 
 STEPS = 3
 PLANNERS = {"rotor": {}, "pofo": {}, "rockmate": {"menus": "cut"}, "protrain": {}, "te_offload": {"elements": 1}}
+PLANNERS |= {"tsplit": {"pieces": 1}, "swapadvisor": {"generations": 5}, "str": {"time_limit": 2.0}}
+PLANNERS |= {"delta": {"director": "swap"}}  # all three ways take three times as long to plan
 SWAP = {"capuchin": "gpt2", "te_offload": "gpt2", "memo": "gpt2", "yuan": "gpt2", "vdnn": "vgg", "autotm": "vgg"}
+SWAP |= {"superneurons": "vgg", "str": "vgg", "swapadvisor": "vgg", "delta": "vgg", "tsplit": "gpt2", "flashneuron": "vgg"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 

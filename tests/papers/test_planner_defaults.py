@@ -42,6 +42,7 @@ DEFAULTS = {
     "superneurons": {"recompute": "cost-aware", "blocks": None},
     "superoffload": {"ratio": None, "recompute": None},
     "te_offload": {"layers": None, "elements": 256 * 1024},
+    "tsplit": {"pieces": 8},
     "vdnn": {"policy": "dyn"},
     "yuan": {"alpha": None, "checkpoint": "", "grain": 1 << 20},
     "zero_infinity": {

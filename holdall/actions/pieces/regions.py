@@ -1,17 +1,22 @@
-"""Finds the modules of a traced step that act on each position of the sequence alone, with their ops.
+"""Finds the modules of a traced step that act on each position of the sequence, or on each sample of the batch, alone.
 
-Judged by the trace: known ops, and results that have a row for every position. Views leave no op, so that a module which moves
-positions by views alone would pass; the runtime compares pieces with the whole on a few positions before it relies on this.
+Judged by the trace: known ops, and results that have a row for every position (or sample). Views leave no op, so that a module
+which moves positions by views alone would pass; the runtime compares pieces with the whole on a few rows before it relies on
+this.
+
+Rows are positions for MLPs and norms, samples for convolutions and poolings. A batch norm takes its statistics from the whole
+batch, so a module with one is never split by samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from holdall.types import Block, Kind, Op, Save, TensorInfo, Trace
 from holdall.types.trace import OpId, TensorId, once_per_trace
 
+POSITIONS, SAMPLES = "positions", "samples"  # what rows are
 _PRODUCTS = frozenset({"mm", "addmm"})
 _ELEMENTWISE = frozenset(
     {
@@ -50,6 +55,9 @@ _ELEMENTWISE = frozenset(
 )
 _ALONG_FEATURES = frozenset({"_fused_rms_norm", "mean", "native_layer_norm", "sum", "var", "var_mean"})
 _KNOWN = _PRODUCTS | _ELEMENTWISE | _ALONG_FEATURES
+_OF_IMAGES = frozenset({"_adaptive_avg_pool2d", "avg_pool2d", "convolution", "max_pool2d_with_indices", "native_group_norm"})
+_IN_PLACE = frozenset({"add_", "clamp_", "div_", "gelu_", "leaky_relu_", "mul_", "relu_", "silu_", "sub_"})
+_KNOWN_OF_SAMPLES = _KNOWN | _OF_IMAGES | _IN_PLACE
 _SMALL = 8  # a saved tensor of less than this share of the module's input is not worth a piece
 
 
@@ -58,7 +66,7 @@ class Region:
     """One call of a module: its ops in forward and backward, both ranges contiguous."""
 
     module: str
-    tokens: int
+    tokens: int  # rows: positions, or samples
     first: OpId
     last: OpId
     begin: OpId  # of its backward
@@ -69,15 +77,17 @@ class Region:
     outgoing: TensorId | None  # gradient of the input, with what others added to it; None: it has none
     sums: tuple[Op, ...]  # ops of its backward that add the gradient of another user of the input
     saves: tuple[Save, ...]  # that its nodes hold, the input's too
-    footprint: int  # bytes that its ops make per token, upper bound
+    footprint: int  # bytes that its ops make per row, upper bound
 
 
-def regions(trace: Trace) -> dict[str, Region]:
-    """The modules worth splitting, the outermost ones, by path."""
-    return once_per_trace(trace, "_token_wise", lambda trace: {r.module: r for b in trace.blocks for r in _inside(trace, b)})
+def regions(trace: Trace, by: str = POSITIONS) -> dict[str, Region]:
+    """The modules worth splitting by positions, or by samples, the outermost ones, by path."""
+    return once_per_trace(
+        trace, f"_split_by_{by}", lambda trace: {r.module: r for b in trace.blocks for r in _inside(trace, b, by)}
+    )
 
 
-def _inside(trace: Trace, block: Block) -> Iterator[Region]:
+def _inside(trace: Trace, block: Block, by: str) -> Iterator[Region]:
     if block.backward is None or block.quiet or sum(b.module == block.module for b in trace.blocks) > 1:
         return
     below = f"{block.module}."
@@ -87,7 +97,7 @@ def _inside(trace: Trace, block: Block) -> Iterator[Region]:
     for path in sorted((p for p in paths if p == block.module or p.startswith(below)), key=lambda p: p.count(".")):
         if any(path.startswith(f"{outer}.") for outer in taken):
             continue
-        found = region_of(trace, block, path)
+        found = region_of(trace, block, path, by)
         if isinstance(found, Region):
             taken.append(path)
             yield found
@@ -99,7 +109,7 @@ def _up(module: str) -> Iterator[str]:
         module = module.rpartition(".")[0]
 
 
-def region_of(trace: Trace, block: Block, module: str) -> Region | str:
+def region_of(trace: Trace, block: Block, module: str, by: str = POSITIONS) -> Region | str:
     """The module's region, or why it cannot run in pieces."""
     ops = [op for op in trace.ops[block.first : block.last + 1] if _is_in(op, module)]
     back = list(trace.backward_of(module))
@@ -111,17 +121,17 @@ def region_of(trace: Trace, block: Block, module: str) -> Region | str:
     lasting = [x for op in ops for x in op.writes if _outlives(trace, x, ops[-1].id, back)]
     if len(inputs) != 1 or len(lasting) != 1 or trace.tensors[inputs[0]].born < 0:
         return "it has several inputs or outputs"
-    tokens = _tokens(trace.tensors[inputs[0]])
-    strange = next((op.site.op for op in ops if not _is_token_wise(trace, op, tokens)), None)
+    tokens = _tokens(trace.tensors[inputs[0]], by)
+    strange = next((op.site.op for op in ops if not _is_row_wise(trace, op, tokens, own, by)), None)
     if strange is not None:
-        return f"`{strange}` may mix positions"
+        return f"`{strange}` may mix {by}"
     held = _saves(trace, block, ops, back)
     if any(save.tensor in own and save not in held and save.tensor != lasting[0] for save in _saves_of(trace, own)):
         return "others hold its results"
     x = trace.tensors[inputs[0]]
     if not any(s.tensor in own and s.tensor != lasting[0] and trace.tensors[s.tensor].nbytes * _SMALL > x.nbytes for s in held):
         return "it holds little for backward"
-    gradients = _gradients(trace, back, {*own, x.id}, tokens)
+    gradients = _gradients(trace, back, {*own, x.id}, tokens, by)
     if isinstance(gradients, str):
         return gradients
     incoming, outgoing, sums = gradients
@@ -143,8 +153,10 @@ def region_of(trace: Trace, block: Block, module: str) -> Region | str:
     )
 
 
-def has_rows(info: TensorInfo, tokens: int) -> bool:
-    """Has the tensor a row for every position?"""
+def has_rows(info: TensorInfo, tokens: int, by: str = POSITIONS) -> bool:
+    """Has the tensor a row for every position, or sample?"""
+    if by == SAMPLES:
+        return info.shape[:1] == (tokens,)
     count = 1
     for size in info.shape:
         count *= size
@@ -153,7 +165,9 @@ def has_rows(info: TensorInfo, tokens: int) -> bool:
     return False
 
 
-def _tokens(info: TensorInfo) -> int:
+def _tokens(info: TensorInfo, by: str) -> int:
+    if by == SAMPLES:
+        return info.shape[0] if len(info.shape) > 1 else 1
     count = 1
     for size in info.shape[:-1]:
         count *= size
@@ -174,14 +188,17 @@ def _outlives(trace: Trace, tensor: TensorId, last: OpId, back: Sequence[Op]) ->
     return freed is None or freed > last or any(k > last and k not in mine for k in trace.uses(tensor))
 
 
-def _is_token_wise(trace: Trace, op: Op, tokens: int) -> bool:
+def _is_row_wise(trace: Trace, op: Op, tokens: int, own: Set[TensorId], by: str) -> bool:
+    """`own`: results of the module, which its ops may change in place if it is split by samples."""
     space, _, name = op.site.op.rpartition(".")[0].partition(".")
-    if op.random or op.mutates or space != "aten" or name not in _KNOWN:
+    if op.random or space != "aten" or name not in (_KNOWN if by == POSITIONS else _KNOWN_OF_SAMPLES):
         return False
-    rows = [x for x in op.reads if not _is_weight(trace, x)]
+    if op.mutates and (by == POSITIONS or not own >= set(op.mutates)):
+        return False
+    rows = [x for x in (*op.reads, *op.mutates) if not _is_weight(trace, x)]
     if name in _PRODUCTS and len(rows) != 1:
         return False
-    return all(has_rows(trace.tensors[x], tokens) for x in (*rows, *op.writes)) and bool(rows)
+    return all(has_rows(trace.tensors[x], tokens, by) for x in (*rows, *op.writes)) and bool(rows)
 
 
 def _saves(trace: Trace, block: Block, ops: Sequence[Op], back: Sequence[Op]) -> list[Save]:
@@ -197,7 +214,7 @@ def _saves_of(trace: Trace, tensors: set[TensorId]) -> Iterator[Save]:
 
 
 def _gradients(
-    trace: Trace, back: Sequence[Op], values: set[TensorId], tokens: int
+    trace: Trace, back: Sequence[Op], values: set[TensorId], tokens: int, by: str
 ) -> tuple[TensorId, TensorId | None, tuple[Op, ...]] | str:
     """(the output's gradient, the input's, sums with gradients of its other users), or why they cannot be told apart.
 
@@ -217,8 +234,8 @@ def _gradients(
         if others and (op.site.op != "aten.add.Tensor" or len(op.reads) != 2 or len(others) != 1):
             return "its backward reads gradients of other modules"
         sums += [op] if others else []
-        if any(trace.tensors[x].kind is not Kind.GRAD and not has_rows(trace.tensors[x], tokens) for x in op.writes):
-            return f"a result of `{op.site.op}` in its backward has no row per position"
+        if any(trace.tensors[x].kind is not Kind.GRAD and not has_rows(trace.tensors[x], tokens, by) for x in op.writes):
+            return f"a result of `{op.site.op}` in its backward has no row for each of the {by}"
     if incoming is None or len(sums) > 1:
         return "its gradients cannot be told apart"
     lasting = [x for op in back for x in op.writes if trace.tensors[x].kind is not Kind.GRAD and _lasts(trace, x, end)]

@@ -214,6 +214,7 @@ class _Pieces:
                     site=op.site if phase is None else replace(op.site, phase=phase),
                     reads=reads,
                     writes=tuple(now[x] for x in op.writes),
+                    mutates=tuple(now.get(x, x) for x in op.mutates),
                     seconds=op.seconds * part.share,
                     flops=int(op.flops * part.share),
                     moved=int(op.moved * part.share),

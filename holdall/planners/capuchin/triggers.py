@@ -64,13 +64,19 @@ class Triggers:
         self, swaps: Sequence[HeldTensor], programs: Mapping[int, object], leads: Mapping[int, float] | None = None
     ) -> list[Offload]:
         """The actions, blocks in order. `programs`: blocks that run by a program. `leads`: fetches are earlier by so much."""
+        return [self.offload(*key, chosen, key[0] in programs) for key, chosen in self.parts(swaps, leads).items()]
+
+    def parts(
+        self, swaps: Sequence[HeldTensor], leads: Mapping[int, float] | None = None
+    ) -> dict[tuple[int, str, str], list[HeldTensor]]:
+        """The tensors that leave and return together, by block and both moments."""
         out, into = left_at(swaps), starts_of_fetches(swaps)
         parts: dict[tuple[int, str, str], list[HeldTensor]] = {}
         for c in sorted(swaps, key=lambda c: (c.block, c.tensor)):
             lead = (leads or {}).get(c.tensor, 0.0)
             moments = (self._until(c, out[c.tensor]), self.fetch(c, into[c.tensor] - lead)) if self.overlap else ("", "")
             parts.setdefault((c.block, *moments), []).append(c)
-        return [self._offload(*key, chosen, key[0] in programs) for key, chosen in parts.items()]
+        return parts
 
     def _until(self, c: HeldTensor, end: float) -> str:
         later = self._within([b for b in self._blocks if b.id >= c.block], 1)
@@ -90,7 +96,8 @@ class Triggers:
     def _begins(self, block: Block) -> float:
         return self._ends[-1 if block.backward is None else block.backward]
 
-    def _offload(self, block: int, until: str, fetch: str, chosen: Sequence[HeldTensor], by_program: bool) -> Offload:
+    def offload(self, block: int, until: str, fetch: str, chosen: Sequence[HeldTensor], by_program: bool) -> Offload:
+        """The action for tensors of one part."""
         here = self.trace.blocks[block]
         inputs = tuple(sorted(c.input for c in chosen if c.input is not None))
         made = {c.tensor for c in chosen if c.input is None}
