@@ -14,10 +14,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from holdall.errors import Infeasible
-from holdall.fitting.applying import check_belongs, stores_for
+from holdall.fitting.applying import check_belongs, is_over_ranks, stores_for
 from holdall.fitting.head import choose_head
+from holdall.fitting.mesh import Ranks, trace_on_mesh
 from holdall.narrow.counting import told
 from holdall.narrow.kernels import traced_for
+from holdall.parallel.agree import agree
 from holdall.precision import plannable, put_on
 from holdall.problem import Budget, Precision, make_problem, resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.registry import build_member
@@ -35,7 +37,7 @@ from holdall.tiers import Store
 from holdall.tracing import check_model, trace_step
 from holdall.tracing.autocast import Autocast
 from holdall.tracing.calls import Given
-from holdall.types import ChunkedHead, Hardware, Plan, Planner, Progress, Trace
+from holdall.types import ChunkedHead, Hardware, Mesh, Plan, Planner, Progress, Trace
 from holdall.types.plan import silent
 from holdall.updates.planned import refuse_planned
 
@@ -50,6 +52,8 @@ def trace(
     precision: Precision = None,
     autocast: Autocast = None,
     head: str | int = "auto",
+    mesh: Ranks = None,
+    shard: str = "fsdp",
 ) -> Trace:
     """Record one training step of a model on fake tensors, without needing its memory.
 
@@ -60,8 +64,12 @@ def trace(
     `precision`: a recipe, one of `holdall precisions`; "bf16" computes with bf16 working copies of the float32 parameters, and
     the optimizer updates the parameters themselves. `autocast`: the dtype of the loop's own `torch.autocast` around forward and
     loss ("bf16", "fp16", a dtype, True for the device's default, False for none); None: that of the context in which this is
-    called. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto").
+    called. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto"). `mesh`: ranks over which the
+    model will be sharded, such as {"dp": 64}, by the way `shard` ("fsdp", "zero3", "zero2" or "ddp"): the step of one of them
+    is traced, with its collectives. No other rank is needed.
     """
+    if mesh is not None:
+        return trace_on_mesh(model, batch, Mesh.of(mesh), shard, optimizer, loss, device, precision, autocast, head)
     given: dict[str, Any] = {"loss": loss, "device": device, "precision": precision, "autocast": autocast, "head": head}
     return trace_calls(model, batch, optimizer=optimizer, **given)[0]
 
@@ -196,6 +204,8 @@ def apply(
     memory is retried. `recast`: makes the plans again if the first forward runs under another autocast than traced.
     """
     read = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if is_over_ranks(read, model):
+        agree(read, model)
     backend = resolve_backend(compile)
     check_model(model)
     refuse_planned(model)
@@ -271,6 +281,8 @@ def fit(
     record: str | Path | None = None,
     compile: bool | str = False,  # noqa: A002
     plan: Plan | str | Path | None = None,
+    mesh: Ranks = None,
+    shard: str = "fsdp",
     progress: Progress | None = None,
     **options: Any,
 ) -> Harness:
@@ -285,6 +297,8 @@ def fit(
     `layout`: see `plan`.
     `plan`: one that was made ahead for this step and budget, to begin with; fallbacks, corrections and repeats are as without.
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
+    `mesh`: shard the model over the ranks of this run, such as {"dp": 2}, by the way `shard` (see `trace`); every rank calls
+    this with the same model and its own batch. The model stays sharded when the harness is closed.
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
     kept on disk for the next time (`holdall cache`).
     """
@@ -311,6 +325,8 @@ def fit(
         record=record,
         compile=compile,
         plan=plan,
+        mesh=mesh,
+        shard=shard,
         progress=progress,
         options=options,
     )

@@ -25,6 +25,8 @@ def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         return []
     values = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
     found: list[Any] = []
+    if schema.name.startswith("c10d::") and schema.arguments:
+        found.append(values[schema.arguments[0].name])  # results, though not marked in the schema
     if "batch_norm" in schema.name and "backward" not in schema.name and (values.get("training") or values.get("train")):
         found += [values.get("running_mean"), values.get("running_var")]  # mutated, though not in its schema
     if schema.is_mutable:

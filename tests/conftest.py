@@ -1,8 +1,8 @@
 """One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
 
 By default long families of alike cases are sampled, one in three, always the same ones, and a few long tests are left out.
-Two parts run apart from the others: members held against their papers (`pytest tests/papers`), and cases that enter through
-`fit`, which are never sampled (`pytest tests/conformance`).
+Three parts run apart from the others: members held against their papers (`pytest tests/papers`), cases that enter through
+`fit`, which are never sampled (`pytest tests/conformance`), and several ranks, each a process (`pytest tests/parallel`).
 `pytest --all` runs everything. A plain `pytest`, with no file named, runs in as many processes as there are cores, at most
 four, where pytest-xdist is installed; `-n 0` runs it in one.
 """
@@ -135,7 +135,7 @@ LONG = (
 )
 
 
-APART = ("papers/", "conformance/", "contracts/test_compatibility.py::test_fit")  # not by a plain `pytest`
+APART = ("papers/", "conformance/", "parallel/", "contracts/test_compatibility.py::test_fit")  # not by a plain `pytest`
 WHOLE = "HOLDALL_TESTS_WITHOUT_PATHS"
 MOST_PROCESSES = 4  # each takes one to two GB
 

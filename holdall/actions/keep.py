@@ -17,6 +17,7 @@ class Keep(Facts):
 
     name: ClassVar[str] = "keep"
     exact: ClassVar[bool] = True
+    on_shards: ClassVar[bool] = True
     rank: ClassVar[int] = 0
     by_default: ClassVar[bool] = True
 

@@ -35,6 +35,7 @@ class Offload(Facts):
 
     name: ClassVar[str] = "offload"
     exact: ClassVar[bool] = True
+    on_shards: ClassVar[bool] = True
     rank: ClassVar[int] = 20
     by_default: ClassVar[bool] = True
     spares_activations: ClassVar[bool] = True

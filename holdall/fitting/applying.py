@@ -6,9 +6,10 @@ import torch
 
 from holdall.errors import InvalidInput, TraceMismatch, Unsupported
 from holdall.registry import member_class, member_names
+from holdall.sharded import sharded_parameter
 from holdall.tiers import Store
 from holdall.tracing import model_signature
-from holdall.types import Plan
+from holdall.types import Action, Plan
 
 
 def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -38,6 +39,7 @@ def check_belongs(plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 def stores_for(plan: Plan, model: torch.nn.Module) -> list[Store]:
     """A store for every tier that an action of the plan uses."""
+    _check_shards(plan, model)
     near = next(iter(list(plan.budget)[1:]), "")
     names = dict.fromkeys(tier or near for action in plan.actions for tier in sorted(action.tiers))
     device = torch.device(plan.about.device or next(model.parameters()).device.type)
@@ -55,3 +57,32 @@ def stores_for(plan: Plan, model: torch.nn.Module) -> list[Store]:
             store.close()
         raise
     return stores
+
+
+def is_over_ranks(plan: Plan, model: torch.nn.Module) -> bool:
+    """Must all ranks have this plan?"""
+    return any(action.over_ranks for action in plan.actions) or bool(sharded_parameter(model))
+
+
+def is_able(action: type[Action]) -> bool:
+    """May it be planned for a model that will be sharded by hand?"""
+    return action.on_shards and not action.over_ranks
+
+
+def _check_shards(plan: Plan, model: torch.nn.Module) -> None:
+    """Refuse a plan for a model that is sharded over ranks, if it has more than actions that are made for that."""
+    name = sharded_parameter(model)
+    if not name and not any(action.over_ranks for action in plan.actions):
+        return
+    wrong = next((a.name for a in plan.actions if not a.on_shards or a.by_ops), "")
+    if plan.about.precision or plan.about.recipe:
+        wrong = f"precision {plan.about.recipe or plan.about.precision}"
+    if plan.about.layout is not None:
+        wrong = f"layout {plan.about.layout.name}"
+    if wrong:
+        able = sorted(n for n in member_names("actions") if is_able(member_class("actions", n)))
+        raise Unsupported(
+            f"the plan has `{wrong}`, which does not work on a model that is sharded over ranks"
+            + (f" (`{name}` is a DTensor)" if name else ""),
+            hint=f'plan the unsharded model with head="whole" and holdall.plan(..., allow={able})',
+        )

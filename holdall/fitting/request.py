@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from holdall.fitting.mesh import Ranks
 from holdall.problem import Budget, Precision
 from holdall.tracing.autocast import Autocast
 from holdall.types import Hardware, Plan, Progress
@@ -37,6 +38,8 @@ class FitRequest:
     compile: bool | str = False
     progress: Progress | None = None
     plan: Plan | str | Path | None = None
+    mesh: Ranks = None
+    shard: str = "fsdp"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod

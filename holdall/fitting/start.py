@@ -56,6 +56,10 @@ def start(
     check_arguments(model, optimizer, batch, request)
     optimizer = resolve_optimizer(optimizer, model)
     refuse_planned(model)
+    if request.mesh is not None:
+        from holdall.fitting.on_ranks import start_on_ranks
+
+        return start_on_ranks(request, model, optimizer, batch)
     is_compiled = resolve_backend(request.compile) is not None  # refuse a bad name before anything slow
     told = request.progress or silent
     on = request.device if request.device is not None else device_of_batch(batch)

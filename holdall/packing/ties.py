@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from holdall.packing.ordering import OpsToOrder, TensorStay
 from holdall.simulator.lifetimes import PlannedStep
-from holdall.types import Copy, Drop, Phase, Run, Step, Wait
+from holdall.types import Collect, Copy, Drop, Phase, Run, Step, Wait
 
 
 class Ties:
@@ -63,7 +63,7 @@ class Ties:
                 self._use(x, number, changes=True)
             if step.lands and step.dst == home:
                 self._begun.update(dict.fromkeys(step.tensors, number))
-        elif isinstance(step, Wait):
+        elif isinstance(step, (Collect, Wait)):
             for x in step.tensors:
                 self._use(x, number, changes=True)
 

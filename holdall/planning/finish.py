@@ -11,6 +11,7 @@ from holdall.actions.head import Head
 from holdall.actions.offload import Offload
 from holdall.actions.place import Place
 from holdall.actions.recompute import Recompute
+from holdall.actions.shard import Shard
 from holdall.errors import Infeasible, Unsupported
 from holdall.planning.block_rows import block_rows
 from holdall.planning.laid_out import with_layout
@@ -82,12 +83,24 @@ def outcome_or_never(problem: Problem, actions: Sequence[Action]) -> Outcome:
 
 
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
-    """The actions with those implied by the trace: its chunked head, and working copies in its precision."""
+    """The actions with those implied by the trace: how it is sharded, its chunked head, and working copies in its precision."""
+    shard = Shard.samples(problem.trace)
+    if shard:
+        return [*shard, *_alone(problem, actions)]
     head = [] if any(isinstance(a, Head) for a in actions) else Head.samples(problem.trace)
     is_narrow = problem.trace.about.precision is not None
     is_placed = any(isinstance(a, Place) for a in actions)
     place = [Place.all(problem.trace)] if is_narrow and not is_placed else []
     return [*head, *actions, *place]
+
+
+def _alone(problem: Problem, actions: Sequence[Action]) -> list[Action]:
+    """No actions: others are not planned for sharded steps yet."""
+    other = next((a.name for a in actions if not isinstance(a, Shard)), "")
+    if other or problem.accumulate > 1 or problem.layout:
+        what = f"`{other}`" if other else "a layout" if problem.layout else "accumulation"
+        raise Unsupported(f"{what} is not planned for a step that is sharded over ranks yet", hint='use planner="nop"')
+    return []
 
 
 def _about(problem: Problem, actions: Sequence[Action], outcome: Outcome) -> PlanInfo:

@@ -12,6 +12,7 @@ from holdall.runtime.budget.meter import CpuMeter, CudaMeter, Meter, device_cont
 from holdall.runtime.states.engine import Engine
 from holdall.runtime.states.placement import Placing
 from holdall.runtime.states.weights.cache import Gauge
+from holdall.sharded import local_of, sharded_parameter
 from holdall.tiers._keepers import Keepers
 from holdall.types import Plan, Progress
 
@@ -64,6 +65,21 @@ def make_gauge(device: torch.device, meter: Meter, budget: int, busy: Callable[[
     """Measures how much memory evaluations may use for cached weights. `busy`: a step is being measured."""
     outside = device_context(device) if device.type == "cuda" else 0
     return Gauge(budget, ledger=meter.ledger, device=device, outside=outside, busy=busy)
+
+
+def find_resident(model: torch.nn.Module, engine: Engine | None) -> Callable[[torch.nn.Module, int], bool]:
+    """Tells of a storage that a module's call saves whether it stays on the device: a parameter's or a buffer's."""
+    storages = [local_of(t).untyped_storage() for t in (*model.parameters(), *model.buffers())]
+    storages += engine.storages() if engine is not None else []
+    resident = {s._cdata for s in storages}
+    if not sharded_parameter(model):
+        return lambda _, key: key in resident
+
+    def stays(module: torch.nn.Module, key: int) -> bool:
+        """A module of a sharded model computes with gathered parameters, which it has now."""
+        return key in resident or any(local_of(p).untyped_storage()._cdata == key for p in module.parameters())
+
+    return stays
 
 
 def find_there(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, engine: Engine | None) -> list[torch.Tensor]:

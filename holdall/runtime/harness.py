@@ -25,7 +25,7 @@ from holdall.errors import Unsupported
 from holdall.runtime.activations.offload import Bank
 from holdall.runtime.activations.policy import Blocks, Policy, at_backward
 from holdall.runtime.arena.step_arena import StepArena
-from holdall.runtime.assembly import find_there, make_engine, make_gauge, make_meter, use_arena
+from holdall.runtime.assembly import find_resident, find_there, make_engine, make_gauge, make_meter, use_arena
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.oom_report import FlightRecorder
 from holdall.runtime.budget.results import Results, expect
@@ -204,13 +204,11 @@ class Harness:
         if self.plan.about.precision:
             dtype = getattr(torch, self.plan.about.precision)
             self._undo.append(cast_inputs(self.model, dtype, self.plan.about.casts))
-        kept = [t.untyped_storage() for t in (*self.model.parameters(), *self.model.buffers())]
-        kept += self.engine.storages() if self.engine is not None else []
-        resident = {s._cdata for s in kept}
+        resident = find_resident(self.model, self.engine)
         for context in self.contexts:
             context.__enter__()
             self._undo.append(partial(context.__exit__, None, None, None))
-        self._blocks = Blocks(self._policies, self.stores, Bank(self._meter.ledger), resident.__contains__, self.engine)
+        self._blocks = Blocks(self._policies, self.stores, Bank(self._meter.ledger), resident, self.engine)
         self._watch = Watch(self.plan, Notes(self.notes), any_size=self._sizes)
         if self.compiler is not None:
             self.compiler.expect(policy.runner is not None for policy in self._policies.values())

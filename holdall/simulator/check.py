@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdall.types import Copy, Drop, Run, Step, TensorInfo, Wait
+from holdall.types import Collect, Copy, Drop, Run, Step, TensorInfo, Wait
 
 
 class Illegal(AssertionError):
@@ -71,6 +71,13 @@ def check(
                 total[step.dst] = total.get(step.dst, 0) + tensors[x].nbytes
                 flying[x] = step.dst
             measure()
+        elif isinstance(step, Collect):
+            for x in step.tensors:
+                if x not in present[home]:
+                    raise Illegal(f"step {number}, {step.kind}, takes tensor {x}, which is not there")
+                if x in flying:
+                    raise Illegal(f"step {number}, {step.kind}, takes tensor {x} while others do")
+                flying[x] = home
         elif isinstance(step, Wait):
             for x in step.tensors:
                 flying.pop(x, None)

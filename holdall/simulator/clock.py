@@ -124,6 +124,10 @@ class Clock:
         )
         return self._add(task)
 
+    def collect(self, lane: str, seconds: float, *, after: Iterable[int] = (), name: str = "") -> int:
+        """A collective issued now: it follows the computation issued so far, and `after`."""
+        return self._add(Task(lane=lane, after=(*self._issued(), *after), seconds=seconds, name=name))
+
     def beside(self, lane: str, seconds: float, *, after: Iterable[int] = (), name: str = "") -> int:
         """Work on another lane than the device's, issued now; it waits only for `after`."""
         return self._add(Task(lane=lane, after=tuple(after), seconds=seconds, name=name))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from holdall.errors import InvalidInput
 from holdall.simulator.accumulate import accumulated
-from holdall.types import Action, Copy, Drop, Kind, Problem, Run, Schedule, Step, TensorInfo, Wait
+from holdall.types import Action, Collect, Copy, Drop, Kind, Problem, Run, Schedule, Step, TensorInfo, Wait
 from holdall.types.schedule import Mark
 from holdall.types.trace import TensorId
 
@@ -178,6 +178,11 @@ def _uses(schedule: Schedule, steps: Sequence[Step]) -> _Uses:
                     touched[x].append(i)
         elif isinstance(step, Copy):
             _use_of_copy(found, step, i, home)
+        elif isinstance(step, Collect):
+            for x in step.tensors:
+                last[x] = i
+                if x in several:
+                    touched[x].append(i)
         elif isinstance(step, Wait):
             for x in step.tensors:  # both ends of the copy are in use until here
                 last[x] = i

@@ -13,7 +13,7 @@ from holdall.cost.launching import PLACED, by_program, launching, starts, starts
 from holdall.cost.link import copy_seconds
 from holdall.simulator.allocators import Allocator
 from holdall.simulator.clock import COMPUTE, HOST, Clock, lane_of
-from holdall.types import Copy, Drop, Hardware, Holder, Kind, Moment, Op, Outcome, Run, Schedule, Span, Step, Wait
+from holdall.types import Collect, Copy, Drop, Hardware, Holder, Kind, Moment, Op, Outcome, Run, Schedule, Span, Step, Wait
 
 _MOMENTS = 1200  # most points of a timeline
 
@@ -46,6 +46,11 @@ def replay(
             if details is not None and at is not None:
                 seconds = copy_seconds(memory.bytes_of(step), hardware, step.src, step.dst)
                 details.spend(at, seconds, lane_of(hardware, step.src, step.dst), step.name)
+        elif isinstance(step, Collect):
+            memory.traffic[step.link] = memory.traffic.get(step.link, 0) + step.nbytes
+            at = times.collect(step)
+            if details is not None and at is not None:
+                details.spend(at, step.seconds, step.dim, step.kind)
         elif isinstance(step, Wait):
             times.wait(step)
     seconds = times.clock.run()
@@ -175,6 +180,15 @@ class _Times:
         moved = (*step.tensors, *step.uses)
         task = self.clock.copy(step.src, step.dst, nbytes, after=self._tasks(moved), lane=step.lane, name=step.name)
         self._busy.update(dict.fromkeys(moved, task))
+        return None
+
+    def collect(self, step: Collect) -> tuple[int, float] | None:
+        """None: the collective overlaps computation."""
+        if not self._hardware.overlap:  # the processor that computes also sends and receives
+            return self.clock.compute(step.seconds)
+        after = self._tasks(step.tensors)
+        task = self.clock.collect(step.lane or step.dim, step.seconds, after=after, name=step.kind)
+        self._busy.update(dict.fromkeys(step.tensors, task))
         return None
 
     def wait(self, step: Wait) -> None:

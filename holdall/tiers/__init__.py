@@ -132,6 +132,7 @@ class Stores(dict[str, Store]):
     def __init__(self, stores: Iterable[Store] = (), budget: Iterable[str] = ()) -> None:
         super().__init__({store.name: store for store in stores})
         self._near = next(iter(list(budget)[1:]), "")
+        self.counters: list[dict[str, int]] = []  # of bytes that no store moves, such as those of collectives: link -> so far
 
     @property
     def near(self) -> str:
@@ -166,7 +167,8 @@ class Stores(dict[str, Store]):
         out |= {f"{name}->{home}": store.fetched for name, store in self.items()}
         beyond = {name: store for name, store in self.items() if name != self.near}
         out |= {f"{self.near}->{name}": getattr(store, "saved", 0) for name, store in beyond.items()}
-        return out | {f"{name}->{self.near}": getattr(store, "loaded", 0) for name, store in beyond.items()}
+        out |= {f"{name}->{self.near}": getattr(store, "loaded", 0) for name, store in beyond.items()}
+        return {**out, **{link: size for counter in self.counters for link, size in counter.items()}}
 
     def close(self) -> None:
         for store in self.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdall.errors import HoldallError, InvalidInput, Unsupported
 from holdall.layers.int8_weight import Int8Weight
+from holdall.sharded import refuse_sharded
 from holdall.tracing.autocast import Autocast, outside_autocast, resolve_autocast
 from holdall.tracing.calls import Given
 from holdall.tracing.eager import record_real_step
@@ -21,7 +23,7 @@ from holdall.tracing.mixing import MixedDtypes
 from holdall.tracing.process_memory import other_memory
 from holdall.tracing.step import How, Loss, Recorded, default_loss
 from holdall.tracing.values.known import UnknownValue
-from holdall.types import Trace, TraceInfo
+from holdall.types import Mesh, Trace, TraceInfo
 from holdall.types.trace import signature_of
 
 log = logging.getLogger("holdall")
@@ -45,6 +47,7 @@ def trace_step(
     """Record one training step of `model` on `batch`; see `holdall.trace`. Fills `given` with the arguments of each block."""
     _check_inputs(model, batch, optimizer)
     check_model(model)
+    refuse_sharded(model)
     target = target_device(model, device)
     how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     run = loss or default_loss
@@ -88,6 +91,71 @@ def trace_step(
             notes=tuple(notes),
         ),
     )
+
+
+def trace_sharded(
+    model: torch.nn.Module,
+    batch: Any,
+    mesh: Mesh,
+    way: str,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    device: str | torch.device | None = None,
+    autocast: Autocast = None,
+) -> Trace:
+    """Record the step of one rank of `mesh`, with the model sharded; see `holdall.trace`."""
+    from holdall.tracing.shards import record_sharded_step  # it imports torch.distributed
+
+    plain = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, autocast=autocast)
+    if plain.about.device != "cpu":
+        raise Unsupported("models are sharded on CPUs only so far", hint='leave `mesh` out, or use device="cpu"')
+    if plain.about.source != "fake":
+        raise Unsupported(
+            f"{type(model).__name__} cannot be traced on fake tensors, which sharding needs ({plain.about.notes[-1]})",
+            hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
+        )
+    how = How(autocast=resolve_autocast(autocast, "cpu"))
+    drawn = random.getstate()
+    try:
+        with outside_autocast():
+            recorded, shards = record_sharded_step(
+                model, batch, optimizer, loss or default_loss, how, mesh, way, groups_of(model, plain)
+            )
+    except HoldallError:
+        raise
+    except Exception as error:  # a model may raise anything
+        raise Unsupported(
+            f"the model cannot be sharded as {way}: {_first_line(error)}",
+            hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
+        ) from error
+    finally:
+        random.setstate(drawn)
+    return replace(
+        plain,
+        ops=recorded.ops,
+        tensors=recorded.tensors,
+        blocks=recorded.blocks,
+        whole=recorded.whole,
+        saves=recorded.saves,
+        units=recorded.units,
+        about=replace(plain.about, shards=shards),
+    )
+
+
+def groups_of(model: torch.nn.Module, trace: Trace) -> tuple[str, ...]:
+    """The modules that are sharded by themselves: blocks of a kind that is repeated, called once, with parameters of their own.
+
+    What they share with other modules cannot be gathered by one of them: such a module stays with the rest of the model.
+    """
+    kinds, calls = Counter(b.kind for b in trace.blocks), Counter(b.module for b in trace.blocks)
+    owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = []
+    for path in dict.fromkeys(b.module for b in trace.blocks if b.module and kinds[b.kind] > 1 and calls[b.module] == 1):
+        parameters = list(model.get_submodule(path).parameters())
+        if parameters and all(owners[id(p)] == 1 for p in parameters):
+            found.append(path)
+    return tuple(found)
 
 
 def _record(

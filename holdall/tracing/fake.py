@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from holdall.ops import branches_of_a_real_run
+from holdall.sharded import bucket_bytes
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -59,6 +60,8 @@ def record_fake_step(
         recorder.seed(((f"{name}.master", m) for name, m in masters.items()), Kind.STATE)
         recorder.seed(buffers.items(), Kind.BUFFER)
         recorder.seed(_named_inputs(fake_batch), Kind.INPUT)
+        buckets = torch.empty(bucket_bytes(model), dtype=torch.uint8, device=on)
+        recorder.seed([("gradient buckets of DistributedDataParallel", buckets)] if buckets.numel() else [], Kind.BUFFER)
         recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in unique.items()})
         recurrent = RecurrentOps(model, on) if device.type == "cuda" else None
         stack.enter_context(recorder)
@@ -92,6 +95,7 @@ def record_fake_step(
         recorder.end_step()
         del held
         recorder.close()
+        del buckets
         ops, tensors, saves = recorder.finish(align=block_of(device.type))
         with recorder.quiet():
             units = find_units(list(unique), blocks, ops, tensors, updating)

@@ -9,6 +9,7 @@ unit      parameters that move and are updated together: a block's, or a module'
 save      one reference that autograd takes to a tensor, from packing it to releasing it
 tier      a memory (gpu, cpu, nvme; on a machine that computes on its CPU: cpu and far)
 link      a connection between two tiers, in one direction
+mesh      the ranks of a run, by named dimensions; a network joins the ranks of each
 budget    bytes allowed in a tier
 recompute run again in backward what was dropped in forward
 offload   copy a tensor to a farther tier and free it here; fetch brings it back
@@ -33,9 +34,10 @@ from holdall.types.info import (
     TierRate,
     TraceInfo,
 )
+from holdall.types.mesh import Mesh, MeshDim, Network
 from holdall.types.outcome import Holder, Moment, Outcome, Span
 from holdall.types.plan import Action, Facts, Plan, Planner, Problem, Progress
-from holdall.types.schedule import Copy, Drop, Run, Schedule, Step, Wait
+from holdall.types.schedule import Collect, Copy, Drop, Run, Schedule, Step, Wait
 from holdall.types.trace import Block, Kind, Op, Phase, Save, Site, TensorInfo, Trace, Unit
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "BlockRow",
     "Choice",
     "ChunkedHead",
+    "Collect",
     "Copy",
     "Drop",
     "Facts",
@@ -54,7 +57,10 @@ __all__ = [
     "HostLink",
     "Kind",
     "Link",
+    "Mesh",
+    "MeshDim",
     "Moment",
+    "Network",
     "Op",
     "Outcome",
     "Phase",

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from holdall.types.mesh import Mesh
+
 Shapes = tuple[tuple[int, ...], ...]  # of tensors, in the order of the call
 
 
@@ -28,6 +30,26 @@ class SplitModules:
     modules: tuple[str, ...]  # their paths
     rows: int  # positions, or samples, at a time
     by: str = "positions"  # or "samples"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveOp:
+    """An op that is a collective over ranks."""
+
+    op: int
+    kind: str  # as in `cost.collectives`
+    nbytes: int  # of the whole buffer
+    dim: str  # dimension of the mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedStep:
+    """How the model was sharded over ranks when its step was traced, as one of them."""
+
+    mesh: Mesh
+    way: str  # as in `parallel.build`
+    groups: tuple[str, ...]  # modules with collectives of their own
+    collectives: tuple[CollectiveOp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +122,7 @@ class TraceInfo(StepInfo):
     timed: str | None = None  # the GPU on which ops were timed while tracing; None: the cost model estimates their times
     head: ChunkedHead | None = None  # set by `api.trace_calls` if the step was traced with a chunked head
     pieces: tuple[SplitModules, ...] = ()  # set by actions `pieces` in the step that they make of a trace
+    shards: ShardedStep | None = None  # set by `tracing.trace_sharded` if the model was sharded over ranks
     besides: int = 0  # bytes on the GPU of tensors outside the training
     asked: tuple[str, ...] = ()  # names of block calls that read a value, and so cannot run op by op
     looked_at: tuple[int, ...] = ()  # indices of the batch's tensors whose values decide the control flow
@@ -109,7 +132,7 @@ class TraceInfo(StepInfo):
     @staticmethod
     def from_older(data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Entries of an older file, in which all modules in pieces had pieces of one size, or none were (None)."""
-        pieces = data.get("pieces", ())
+        pieces = data.get("pieces", [])
         return {**data, "pieces": [] if pieces is None else [pieces] if isinstance(pieces, dict) else pieces}
 
 

@@ -87,6 +87,8 @@ class Action(Protocol):
     spares_activations: ClassVar[bool]
     permitted_by: ClassVar[frozenset[str]]
     what: ClassVar[str]
+    on_shards: ClassVar[bool]
+    over_ranks: ClassVar[bool]
 
     @property
     def by_ops(self) -> tuple[str, ...]: ...
@@ -132,6 +134,8 @@ class Facts:
     settles_states: ClassVar[bool] = False  # model states or their updates depend on it: the same in all plans of a run
     spares_activations: ClassVar[bool] = False  # blocks hold less for backward
     permitted_by: ClassVar[frozenset[str]] = frozenset()  # names of actions that it serves: whoever allows one allows it
+    on_shards: ClassVar[bool] = False  # it works on a model that is sharded over ranks
+    over_ranks: ClassVar[bool] = False  # several ranks carry it out together
     what: ClassVar[str] = ""  # one line for tables of features; empty: it is not in them
 
     @property

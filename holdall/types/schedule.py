@@ -1,4 +1,4 @@
-"""A training step as a list of four primitives: Run, Copy, Drop, Wait.
+"""A training step as a list of five primitives: Run, Copy, Collect, Drop, Wait.
 
 `Schedule` is what actions rewrite. It keeps the trace's ops in their order and lists, for every op, what was put after it;
 so a rewrite costs what it changes and not the length of the step. Frees are not written by anyone: each tensor lists the
@@ -48,8 +48,28 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collect:
+    """Start a collective of this rank with others; its tensors, which are there, may be used after a Wait.
+
+    Collectives of one `lane` go one after the other, beside computation.
+    """
+
+    tensors: tuple[TensorId, ...]
+    kind: str  # "all_gather" and so on, as in `cost.collectives`
+    dim: str  # dimension of the mesh
+    nbytes: Bytes  # that this rank sends
+    seconds: Seconds
+    lane: str = ""  # empty: one for the dimension
+
+    @property
+    def link(self) -> str:
+        """Its name in an outcome's traffic."""
+        return f"{self.dim} {self.kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Computation goes on only when all copies of these tensors are done."""
+    """Computation goes on only when all copies and collectives of these tensors are done."""
 
     tensors: tuple[TensorId, ...]
 
@@ -62,7 +82,7 @@ class Drop:
     tier: str
 
 
-Step = Run | Copy | Wait | Drop
+Step = Run | Copy | Collect | Wait | Drop
 
 
 class Kept(NamedTuple):

@@ -20,9 +20,8 @@ from holdall.planning.finish import finish
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for, traced
-from holdall.testing.layers import layered
 from holdall.testing.placed import check_fit, check_under, plain_peak, trace_of
-from holdall.testing.worlds import chain, machine
+from holdall.testing.worlds import chain, layered, machine
 from holdall.types import Problem
 from holdall.units import GiB, MiB
 

@@ -20,9 +20,8 @@ from holdall.planners.superneurons.recomputation import backward_order, checkpoi
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
-from holdall.testing.layers import layered
 from holdall.testing.placed import check_fit, check_under, plain_peak, trace_of
-from holdall.testing.worlds import machine
+from holdall.testing.worlds import layered, machine
 from holdall.types import Problem
 from holdall.types.program import Effect, fault
 

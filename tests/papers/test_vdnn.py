@@ -21,9 +21,8 @@ from holdall.planning.finish import finish
 from holdall.simulator import simulate
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for, traced
-from holdall.testing.layers import layered
 from holdall.testing.placed import check_fit, check_under, plain_peak, trace_of
-from holdall.testing.worlds import machine
+from holdall.testing.worlds import layered, machine
 from holdall.types import Problem
 from holdall.units import GiB
 

@@ -13,7 +13,7 @@ from holdall.runtime.eviction.driver import Driver
 from holdall.runtime.eviction.pool import Counts, EvictionPool, wants
 from holdall.runtime.eviction.replay import OpCall, Player
 from holdall.runtime.eviction.storages import Maker, Rates, Storage
-from holdall.types import Copy, Phase, Run, Schedule, Step, Wait
+from holdall.types import Collect, Copy, Phase, Run, Schedule, Step, Wait
 from holdall.types.schedule import Mark
 
 
@@ -262,7 +262,7 @@ def _ends(schedule: Schedule, steps: Sequence[Step]) -> dict[int, int]:
                 at[(step.op, step.again)] = i
             touched = (*step.reads, *step.writes, *step.mutates) if step.stream == "compute" else ()
         else:
-            touched = step.tensors if isinstance(step, (Copy, Wait)) else (step.tensor,)
+            touched = step.tensors if isinstance(step, (Copy, Collect, Wait)) else (step.tensor,)
         for x in touched:
             last[x] = i
     found = {}

@@ -48,6 +48,7 @@ class Recompute(Facts):
 
     name: ClassVar[str] = "recompute"
     exact: ClassVar[bool] = True
+    on_shards: ClassVar[bool] = True
     rank: ClassVar[int] = 10
     by_default: ClassVar[bool] = True
     spares_activations: ClassVar[bool] = True

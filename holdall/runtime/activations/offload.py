@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from holdall.runtime.activations.recompute import Input, RecomputedCall, unpack
 from holdall.runtime.budget.ledger import Ledger
+from holdall.sharded import from_local, is_shard, local_of, spec_of
 from holdall.tiers import Store, Ticket
 
 Forward = Callable[..., Any]
@@ -165,6 +166,18 @@ class _Parked:
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
+class _ParkedShard:
+    """Stands for a saved DTensor: whatever holds this rank's part, and how it is spread."""
+
+    __slots__ = ("held", "spec")
+
+    def __init__(self, held: Any, spec: Any) -> None:
+        self.held, self.spec = held, spec
+
+    def tensor(self) -> torch.Tensor:
+        return from_local(unpack(self.held), self.spec)
+
+
 class OffloadedSaves:
     """Groups the saved tensors of one block call by storage and offloads those of its parts.
 
@@ -185,6 +198,8 @@ class OffloadedSaves:
 
     def take(self, tensor: torch.Tensor, number: int | None) -> Any:
         """The placeholder for the tensor of this number; None: it has none, since the block does not make it."""
+        if is_shard(tensor):
+            return _ParkedShard(self.take(local_of(tensor), number), spec_of(tensor))
         storage = tensor.untyped_storage()
         key = storage._cdata
         if self._stay(key) or storage.device.type != self.groups[0].store.device.type:
@@ -224,7 +239,7 @@ class OffloadedSaves:
             if not isinstance(item, Input):
                 continue
             tensor = item.tensor
-            if tensor is None or tensor.device.type != self.groups[0].store.device.type:
+            if tensor is None or is_shard(tensor) or tensor.device.type != self.groups[0].store.device.type:
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -247,4 +262,4 @@ def offload_saved(saves: OffloadedSaves, forward: Forward, args: Any, kwargs: An
 
 def storages_of(value: Any) -> list[int]:
     """The storages of the tensors in nested arguments or results, each once."""
-    return list(dict.fromkeys(t.untyped_storage()._cdata for t in tree_iter(value) if isinstance(t, torch.Tensor)))
+    return list(dict.fromkeys(local_of(t).untyped_storage()._cdata for t in tree_iter(value) if isinstance(t, torch.Tensor)))

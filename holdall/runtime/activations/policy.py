@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Blocks:
         policies: dict[str, Policy],
         stores: Stores,
         bank: Bank,
-        stay: Callable[[int], bool],
+        stay: Callable[[torch.nn.Module, int], bool],  # does this storage, which the module's call saves, stay here?
         engine: Engine | None = None,
     ) -> None:
         self._policies = policies
@@ -98,7 +99,8 @@ class Blocks:
             else []
         )
         groups = [self._group(part) for part in policy.offloads] if policy is not None else []
-        saves = OffloadedSaves(groups, (args, kwargs), self._stay) if groups else None
+        stay = partial(self._stay, module)
+        saves = OffloadedSaves(groups, (args, kwargs), stay) if groups else None
         if policy is None:
             out = forward(*args, **kwargs)
         elif policy.recompute:
@@ -117,7 +119,7 @@ class Blocks:
                 swapped.begin((args, kwargs))
                 return runner(module, forward, args, kwargs, swapped)
 
-            out = self._swap(swaps, name, by_program)
+            out = self._swap(swaps, name, stay, by_program)
         elif policy.runner is not None:
             out = policy.runner(module, forward, args, kwargs, saves)
         elif policy.compress is not None:
@@ -125,7 +127,7 @@ class Blocks:
         elif saves is not None:
             out = offload_saved(saves, forward, args, kwargs)
         elif swaps:
-            out = self._swap(swaps, name, lambda swapped: swap_saved(swapped, forward, args, kwargs))
+            out = self._swap(swaps, name, stay, lambda swapped: swap_saved(swapped, forward, args, kwargs))
         else:
             out = forward(*args, **kwargs)
         for departing in self._departing.pop(name, ()):
@@ -142,10 +144,12 @@ class Blocks:
         store, part = self._stores.at(policy.tier), OffloadedPart(lag=True)
         return SparseGroup(store, self._bank, part, policy.width) if policy.width else OffloadedGroup(store, self._bank, part)
 
-    def _swap(self, policies: Sequence[SwapPolicy], name: str, run: Callable[[SwappedSaves], Any]) -> Any:
+    def _swap(
+        self, policies: Sequence[SwapPolicy], name: str, stay: Callable[[int], bool], run: Callable[[SwappedSaves], Any]
+    ) -> Any:
         """Run a block whose feature maps leave while it runs, or are lent to a later block that lets them leave."""
         parts = [SwappedPart(self._swapped(p), p) for p in policies]
-        out = run(SwappedSaves(parts, self._lent, self._stay))
+        out = run(SwappedSaves(parts, self._lent, stay))
         for part in parts:
             policy, group = part.policy, part.group
             self._departing.setdefault(policy.begin or name, []).append(part)

@@ -19,6 +19,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from holdall.errors import Unsupported
 from holdall.ops import is_random
 from holdall.runtime.activations.kv_cache import CacheBefore, is_cache
+from holdall.sharded import gather, local_of
 from holdall.types.program import Nest
 
 Forward = Callable[..., Any]
@@ -86,12 +88,12 @@ class Result:
     """A weak record of a call's result, to recognise it as the input of a later call."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = weakref.ref(tensor.untyped_storage())
+        self._storage = weakref.ref(local_of(tensor).untyped_storage())
         self._like = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
 
     def equals(self, tensor: torch.Tensor) -> bool:
         """Same bytes in the same layout, unchanged since. A full slice counts as equal, another view does not."""
-        if self._storage() is not tensor.untyped_storage():
+        if self._storage() is not local_of(tensor).untyped_storage():
             return False
         return self._like == (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
 
@@ -126,6 +128,7 @@ class RecomputedCall:
     ) -> None:
         self.forward = forward
         self.module = type(module).__name__
+        self.gather = partial(gather, module)  # a replay does not run the module's own hooks
         self.inputs: list[Input | Made | CacheBefore | Any] = []
         self.spec: Any = None
         self.results: list[Result | None] = []
@@ -302,10 +305,10 @@ def _run_again(call: RecomputedCall, leaves: list[Any], *, deferred: bool, stop:
             stack.enter_context(_Retrieve(call, leave=deferred))
         args, kwargs = tree_unflatten(leaves, call.spec)
         leaves.clear()
-        try:
+        call.gather()
+        out = None
+        with contextlib.suppress(_Enough):
             out = _called(call.forward, args, kwargs, (pack, _never))
-        except _Enough:
-            out = None
     if seen <= last:
         raise Unsupported(
             f"the recomputation of {call.module} saved {seen} tensors; the forward saved at least {last + 1}",

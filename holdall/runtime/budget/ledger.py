@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from holdall.errors import OverBudget
+from holdall.sharded import has_shards, is_shard, local_of, watch_resizes
 from holdall.units import format_bytes
 
 
@@ -38,9 +39,28 @@ class Ledger(TorchDispatchMode):
         self._counting = threading.RLock()
         self._paused = threading.local()  # per thread
         self.elsewhere: set[int] = set()  # storages that belong to another tier
+        self._resizes = False  # storages may change their size, as those of sharded parameters do
         for tensor in seed:
-            self.see(tensor.untyped_storage(), "there before")
+            self._resizes = self._resizes or is_shard(tensor)
+            self.see(local_of(tensor).untyped_storage(), "there before")
+        self._end_resizes: Callable[[], None] | None = None
         self.restart()
+
+    def __enter__(self) -> Ledger:
+        if self._resizes:
+            self._end_resizes = watch_resizes(self._resized)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._end_resizes is not None:
+            self._end_resizes()
+            self._end_resizes = None
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if not getattr(self._paused, "is_on", False):
+            self.see(storage, "resize")
 
     def restart(self) -> None:
         """Begin a new peak and a new curve."""
@@ -93,6 +113,8 @@ class Ledger(TorchDispatchMode):
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and has_shards(types):
+            return NotImplemented  # its ops on local tensors are seen
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if getattr(self._paused, "is_on", False):
@@ -109,7 +131,9 @@ class Ledger(TorchDispatchMode):
 
 
 def _has_bytes(storage: torch.UntypedStorage) -> bool:
-    """False for placeholders (`Gradient`, lazy logits), which have a size but no memory."""
+    """False for placeholders (`Gradient`, lazy logits, fake tensors), which have a size but no memory."""
+    if storage.device.type == "meta":
+        return False
     try:
         return storage.data_ptr() != 0
     except RuntimeError:

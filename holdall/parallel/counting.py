@@ -1,0 +1,54 @@
+"""Recognises torch's collectives among ops, and counts their bytes in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from holdall.cost.collectives import sent_bytes
+from holdall.sharded import has_shards
+
+_KINDS = {  # op -> (kind, the argument that is the whole buffer)
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::allreduce_": ("all_reduce", 0),
+}
+
+
+class FoundCollective(NamedTuple):
+    kind: str
+    nbytes: int  # of the whole buffer
+
+
+def collective_of(func: Any, args: Any) -> FoundCollective | None:
+    """The collective that an op is; None: it is none."""
+    kind, place = _KINDS.get(func._schema.name, ("", 0))
+    if not kind:
+        return None
+    return FoundCollective(kind, sum(t.numel() * t.element_size() for t in _tensors(args[place])))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    return (t for t in tree_iter(value) if isinstance(t, torch.Tensor))
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Counts the bytes that this rank sends in collectives over the ranks of one dimension."""
+
+    def __init__(self, dim: str, ranks: int) -> None:
+        super().__init__()
+        self._dim, self._ranks = dim, ranks
+        self.sent: dict[str, int] = {}  # as in an outcome's traffic -> bytes so far
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and has_shards(types):
+            return NotImplemented
+        found = collective_of(func, args)
+        if found is not None:
+            link = f"{self._dim} {found.kind}"
+            self.sent[link] = self.sent.get(link, 0) + sent_bytes(found.kind, found.nbytes, self._ranks)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,106 @@
+"""Tensors and modules that torch keeps in shards, one per rank: DTensors, and modules under `fully_shard`.
+
+Every private name of torch.distributed that the package uses outside of `parallel` is here. Nothing here imports
+torch.distributed: where nobody has, nothing is sharded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from holdall.errors import Unsupported
+
+_TENSORS, _MODULES, _REPLICAS = "torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel"
+BEFORE = (
+    "trace and plan the model before it is sharded, then shard it and call `holdall.apply`; "
+    'or let holdall shard it: fit(..., mesh={"dp": 2})'
+)
+
+
+def is_shard(tensor: object) -> bool:
+    """Is it a DTensor, of which this rank has a part?"""
+    kind = _class(_TENSORS, "DTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
+def has_shards(types: Iterable[type]) -> bool:
+    """Is DTensor among the types of an op's arguments? Such an op is left to DTensor, which calls others on local tensors."""
+    kind = _class(_TENSORS, "DTensor")
+    return kind is not None and any(issubclass(t, kind) for t in types)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, which has the bytes; any other tensor itself."""
+    return tensor._local_tensor if is_shard(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def spec_of(tensor: torch.Tensor) -> Any:
+    """How a DTensor is spread over ranks."""
+    return tensor._spec  # type: ignore[attr-defined]
+
+
+def from_local(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """The DTensor of a part; the reverse of `local_of` and `spec_of`."""
+    return _class(_TENSORS, "DTensor")(local, spec, requires_grad=False)  # type: ignore[misc, no-any-return]
+
+
+def gather(module: torch.nn.Module) -> None:
+    """Have a module under `fully_shard` gather its parameters, if it has not; its own hooks reshard them after backward."""
+    kind = _class(_MODULES, "FSDPModule")
+    if kind is not None and isinstance(module, kind):
+        module.unshard()
+
+
+def sharded_parameter(model: torch.nn.Module) -> str:
+    """The name of the first parameter that is in shards; empty: there is none."""
+    return next((name for name, p in model.named_parameters() if is_shard(p)), "")
+
+
+def refuse_sharded(model: torch.nn.Module) -> None:
+    """Refuse to trace a model that is sharded: its parameters cannot be replaced by fake ones."""
+    flat = _class(_MODULES, "FullyShardedDataParallel")
+    for path, module in model.named_modules():
+        if flat is not None and isinstance(module, flat):
+            raise Unsupported(
+                f"{f'`{path}`' if path else 'the model'} is under FullyShardedDataParallel, whose flat parameters plans do not "
+                "support",
+                hint=f"use `torch.distributed.fsdp.fully_shard`, and {BEFORE}",
+            )
+    name = sharded_parameter(model)
+    if name:
+        raise Unsupported(f"the model is sharded over ranks (`{name}` is a DTensor), so its step cannot be traced", hint=BEFORE)
+
+
+def bucket_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the buckets that DistributedDataParallel keeps beside the gradients, which are as large; 0: there are none."""
+    kind = _class(_REPLICAS, "DistributedDataParallel")
+    if kind is None or not isinstance(model, kind) or model.gradient_as_bucket_view:
+        return 0
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def watch_resizes(see: Callable[[torch.UntypedStorage], object]) -> Callable[[], None]:
+    """Call `see` with every storage whose size is changed, as `fully_shard` does; returns the function that ends it."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        out = plain(storage, size)
+        see(storage)
+        return out
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+
+    def end() -> None:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+    return end
+
+
+def _class(module: str, name: str) -> type[Any] | None:
+    """A class of a module that is loaded; None: it is not, so there are no objects of it."""
+    loaded = sys.modules.get(module)
+    return getattr(loaded, name, None)

@@ -1,0 +1,214 @@
+"""Records one step of a sharded model as one of its ranks does it, on fake tensors and with fake collectives.
+
+The model is copied with fake parameters, and the copy is sharded by torch's own engine: so the recorded ops, collectives
+included, are those of a real rank. Two things differ from other recordings. DTensors are left to take themselves apart: what is
+recorded is what this rank does with its local tensors. And the engine frees and refills the storages of gathered parameters by
+changing their size, so each time that one is filled it is a new tensor of the trace; autograd's references to them hold no
+bytes, and are not recorded as saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from holdall.errors import Unsupported
+from holdall.ops import branches_of_a_real_run
+from holdall.parallel.build import shard_model
+from holdall.parallel.counting import collective_of
+from holdall.parallel.groups import fake_mesh
+from holdall.sharded import has_shards, is_shard, local_of, watch_resizes
+from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
+from holdall.tracing.modules import watch_modules
+from holdall.tracing.recorder import Recorder
+from holdall.tracing.step import How, Loss, Recorded, Step, record_optimizer, state_tensors
+from holdall.tracing.timing.op_timing import Trials
+from holdall.tracing.values.known import KnownValues
+from holdall.types import Kind, Mesh
+from holdall.types.info import CollectiveOp, ShardedStep
+from holdall.updates.parts import clone_optimizer
+
+
+class ShardRecorder(Recorder):
+    """A recorder of one rank."""
+
+    def __init__(self, *, values: KnownValues, trials: Trials, dim: str) -> None:
+        super().__init__(values=values, real=False, trials=trials)
+        self.collectives: list[CollectiveOp] = []
+        self._dim = dim
+        self._gathered: set[int] = set()  # storages that the engine fills and frees
+        self._filled: list[int] = []  # tensors that the next op makes, besides its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and has_shards(types):
+            return NotImplemented
+        if func.namespace in ("prim", "profiler"):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, reads: tuple[int, ...], mutates: tuple[int, ...]) -> None:
+        before = len(self.ops)
+        super()._record(func, args, kwargs, out, reads, mutates)
+        if len(self.ops) == before:
+            return
+        made, self._filled = set(self._filled), []
+        if made:
+            op = self.ops[-1]
+            self.ops[-1] = replace(
+                op,
+                reads=tuple(x for x in op.reads if x not in made),
+                mutates=tuple(x for x in op.mutates if x not in made),
+                writes=(*op.writes, *sorted(made)),
+            )
+        found = collective_of(func, args)
+        if found is not None:
+            self.collectives.append(CollectiveOp(op=before, kind=found.kind, nbytes=found.nbytes, dim=self._dim))
+
+    def _see(self, tensor: torch.Tensor, name: str, kind: Kind, born: int) -> int:
+        return super()._see(local_of(tensor), name, kind, born)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if is_shard(tensor) or tensor.untyped_storage()._cdata in self._gathered:
+            return tensor  # the engine frees and fills it, whoever refers to it
+        return super()._pack(tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else super()._unpack(packed)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """The engine has filled or freed the storage of a gathered parameter."""
+        key, size = storage._cdata, storage.nbytes()
+        self._gathered.add(key)
+        if self._quiet:
+            return
+        known = self._ids.pop(key, None)
+        self._watch.pop(key, None)
+        if known is not None and self.tensors[known].nbytes:
+            self.tensors[known].freed = self.now
+        if size:
+            like = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            with self.quiet():
+                like.set_(storage)  # type: ignore[call-overload]
+                index = self._see(like, "gathered parameter", Kind.PARAM, born=self.now + 1)
+            self._filled.append(index)
+
+
+def record_sharded_step(
+    model: torch.nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Loss,
+    how: How,
+    mesh: Mesh,
+    way: str,
+    groups: tuple[str, ...],
+) -> tuple[Recorded, ShardedStep]:
+    """Run one step of a fake copy of `model`, sharded over `mesh`; the model itself is not changed.
+
+    A first step is run without recording: it makes the optimizer's states, and the engine prepares itself.
+    """
+    device = torch.device("cpu")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = KnownValues(mode)
+    recorder = ShardRecorder(values=values, trials=Trials(device), dim=mesh.dims[0].name)
+    with contextlib.ExitStack() as stack:
+        on = stack.enter_context(fake_mesh(mesh, device.type))
+        stack.enter_context(branches_of_a_real_run())
+        stack.enter_context(mode)
+        fake = _fake_copy(model)
+        originals = {name: id(p) for name, p in model.named_parameters()}
+        shard_model(fake, groups, on, way)
+        made: dict[int, torch.Tensor] = {}
+        fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, values, made), batch)
+        parameters = dict(fake.named_parameters())
+        clone = None
+        if optimizer is not None:
+            swapped: dict[int, torch.Tensor] = {originals[name]: p for name, p in parameters.items()}
+            clone = clone_optimizer(optimizer, swapped, foreach=False)
+        stack.callback(watch_resizes(recorder.resized))
+        stack.enter_context(recorder)
+        step = Step(fake, recorder, loss, how.autocast)
+        with recorder.quiet():
+            _prepare(fake, fake_batch, clone, loss, how, recorder)
+            recorder.seed(parameters.items(), Kind.PARAM)
+            recorder.seed(fake.named_buffers(), Kind.BUFFER)
+            recorder.seed(((f"batch.{n}", t) for n, t in enumerate(made.values())), Kind.INPUT)
+            if clone is not None:
+                recorder.seed(state_tensors(clone, {id(p): name for name, p in parameters.items()}), Kind.STATE)
+        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in parameters.items()})
+        with watch_modules(fake, recorder):
+            held = step(fake_batch)
+        blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
+        grads = ((f"{n}.grad", local_of(p.grad)) for n, p in parameters.items() if p.grad is not None)
+        recorder.mark(grads, Kind.GRAD)
+        if clone is not None:
+            record_optimizer(recorder, clone)
+        recorder.end_step()
+        del held
+        recorder.close()
+        ops, tensors, saves = recorder.finish()
+    recorded = Recorded(
+        ops=ops,
+        tensors=tensors,
+        saves=saves,
+        blocks=blocks,
+        units=(),
+        whole=find_whole(recorder.calls),
+        asked=tuple(sorted(recorder.asked)),
+        called=find_shapes(recorder.calls),
+        autocast=recorder.autocast,
+        parts=any(call.path for call in recorder.calls),
+        calls=sum(not call.path for call in recorder.calls),
+        looked_at=tuple(sorted(n for n in values.looked_at if n >= 0)),
+    )
+    return recorded, ShardedStep(mesh=mesh, way=way, groups=groups, collectives=tuple(recorder.collectives))
+
+
+def _prepare(
+    fake: torch.nn.Module, batch: Any, clone: torch.optim.Optimizer | None, loss: Loss, how: How, recorder: Recorder
+) -> None:
+    casting = torch.autocast("cpu", dtype=how.autocast) if how.autocast is not None else contextlib.nullcontext()
+    with casting:
+        value = loss(fake, batch)
+    value.backward()
+    recorder.values.guess = True
+    if clone is not None:
+        clone.step()
+        clone.zero_grad(set_to_none=True)
+    recorder.values.guess = False
+    for p in fake.parameters():
+        p.grad = None
+
+
+def _fake_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with fake parameters and buffers; called in a fake mode."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = torch.nn.Parameter(_like(p), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = _like(b)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # a module may hold anything
+        raise Unsupported(
+            f"{type(model).__name__} cannot be copied, so its step over ranks cannot be traced ({error})",
+            hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
+        ) from error
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+
+
+def _input(t: torch.Tensor, values: KnownValues, made: dict[int, torch.Tensor]) -> torch.Tensor:
+    if id(t) not in made:
+        made[id(t)] = _like(t).requires_grad_(t.requires_grad)
+        if t.device.type != "meta":
+            values.tell(made[id(t)], t, len(made) - 1)
+    return made[id(t)]

@@ -1,0 +1,78 @@
+"""Ranks as a mesh: named dimensions, the slowest network first, and what joins the ranks of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from holdall.errors import InvalidInput, unknown_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What joins ranks: a message takes `latency` seconds and then its bytes at `rate`, each way at once."""
+
+    name: str
+    rate: float  # bytes per second that a rank sends, and receives
+    latency: float  # seconds of one message, its launch included
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < float("inf") or not 0 <= self.latency < float("inf"):
+            raise InvalidInput(
+                f"the network `{self.name}` has no rate or latency", hint="Network(name=..., rate=50e9, latency=5e-6)"
+            )
+
+
+ASSUMED = Network(name="assumed", rate=1e9, latency=50e-6)  # of ranks of which nothing is said: sockets of one machine, roughly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshDim:
+    """One dimension: ranks that differ in it alone are a group."""
+
+    name: str
+    size: int
+    network: Network = ASSUMED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Dimensions of ranks, as in torch's DeviceMesh: the last one's ranks are neighbours."""
+
+    dims: tuple[MeshDim, ...]
+
+    def __post_init__(self) -> None:
+        names = [dim.name for dim in self.dims]
+        wrong = [dim for dim in self.dims if isinstance(dim.size, bool) or not isinstance(dim.size, int) or dim.size < 1]
+        if not names or len(set(names)) < len(names) or wrong or not all(names):
+            found = [(dim.name, dim.size) for dim in self.dims]
+            raise InvalidInput(
+                f"a mesh has named dimensions, each once, of 1 rank or more; this one has {found}",
+                hint='use mesh={"dp": 2}',
+            )
+
+    @staticmethod
+    def of(sizes: Mapping[str, int] | Mesh, networks: Mapping[str, Network] | None = None) -> Mesh:
+        """From `{"dp": 2}`; `networks` by the names of dimensions."""
+        if isinstance(sizes, Mesh):
+            return sizes
+        if not isinstance(sizes, Mapping):
+            raise InvalidInput(f"`mesh` is {_kind(sizes)}, not sizes by name", hint='use mesh={"dp": 2}')
+        joined = networks or {}
+        return Mesh(dims=tuple(MeshDim(name=str(n), size=size, network=joined.get(n, ASSUMED)) for n, size in sizes.items()))
+
+    @property
+    def ranks(self) -> int:
+        return prod(dim.size for dim in self.dims)
+
+    def dim(self, name: str) -> MeshDim:
+        for dim in self.dims:
+            if dim.name == name:
+                return dim
+        raise unknown_name("dimension", name, [dim.name for dim in self.dims])
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
