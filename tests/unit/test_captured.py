@@ -14,6 +14,7 @@ from holdall.planning.to_programs import by_programs
 from holdall.problem import make_problem
 from holdall.runtime.programs.capture import capture
 from holdall.testing.stand_ins import impossible
+from holdall.testing.worlds import family, machine
 
 WIDTH, ROWS = 32, 512
 
@@ -270,3 +271,31 @@ def test_what_is_known_of_blocks_is_saved_with_the_trace(tmp_path):
     traced.save(tmp_path / "trace.json")
     assert holdall.Trace.load(tmp_path / "trace.json").blocks == traced.blocks
     assert traced.blocks[1].wanted == (0,)
+
+
+def test_blocks_run_by_programs_under_a_recipe_too(recipe="fp8"):
+    """They are captured with the recipe's layers: without those they have other ops, and no block would run by a program."""
+    given = {"hardware": machine(), "allow": ["reschedule", "place"]}
+
+    def trained(budget):
+        torch.manual_seed(0)
+        model, batch = family("tiny-llama")
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        with holdall.fit(model, optimizer, batch, budget={"cpu": budget}, precision=recipe, **given) as harness:
+            for _ in range(3):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                del loss
+        return losses, harness.plan
+
+    model, batch = family("tiny-llama")
+    traced = holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters()), precision=recipe)
+    budget = int(0.14 * holdall.plan(traced, planner="nop", hardware=machine()).predicted.peak["cpu"])
+    planned = holdall.plan(traced, budget={"cpu": budget}, **given)
+    assert "reschedule" in planned.count(), "nothing runs by a program: the test shows nothing"
+    losses, plan = trained(budget)
+    assert plan.count() == planned.count()
+    assert losses == trained(10 * budget)[0]
