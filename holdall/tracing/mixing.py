@@ -20,17 +20,19 @@ class MixedDtypes(InvalidInput):
         where = f"`{path}` ({kind})" if path else kind
         super().__init__(
             f"the model rejected the batch: in {where} `{op}` gets {' and '.join(dtypes)}",
-            hint="cast one of them there, or call `fit` without `precision=` and use torch.autocast in the loop",
+            hint='use precision="bf16-under-autocast"; or call `fit` without `precision=` and use torch.autocast in the loop',
         )
 
 
 def mixed_dtypes(func: Any, args: Any) -> list[str]:
-    """The floating dtypes of the arguments of a matrix product, convolution or attention, if there are several; otherwise
-    empty.
+    """The floating dtypes of the arguments of a matrix product, convolution, attention or layer norm that takes one, if there
+    are several; otherwise empty.
     """
     name = func._schema.name.partition("::")[2] if getattr(func, "_schema", None) is not None else ""
     if name in _ONE_DTYPE:
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    elif name == "native_layer_norm" and args[0].device.type == "cpu" and args[0].dtype == torch.float32:
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]  # it takes float32 weights for narrow inputs alone
     elif name.startswith("_scaled_dot_product"):
         tensors = [t for t in args[:_ATTENTION] if isinstance(t, torch.Tensor)]
     else:

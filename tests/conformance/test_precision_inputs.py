@@ -1,6 +1,7 @@
 """`precision="bf16"` on models with floating inputs: cast where a module with bf16 weights gets them, and nowhere else."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional
 
 import holdall
 from holdall.casts import cast_inputs
+from holdall.testing.families import FAMILIES
 from holdall.testing.worlds import family, machine
 from holdall.tracing.step import default_loss
 
@@ -207,3 +209,42 @@ def test_the_hint_where_an_op_has_no_narrow_kernel():
     with pytest.raises(holdall.InvalidInput, match="BFloat16") as refused:
         holdall.trace(Spectrum(), (torch.randn(2, 4),), precision="bf16", device="cuda")
     assert "autocast" in refused.value.hint
+
+
+@pytest.mark.parametrize("name", ["linear-attention"])
+def test_a_model_that_mixes_dtypes_runs_under_autocast(name):
+    """Its products would get bfloat16 and float32."""
+    of = FAMILIES[name]
+
+    def trained(**given):
+        torch.manual_seed(0)
+        model, batch = of.build()
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        fitted = holdall.fit(model, optimizer, batch, loss=of.loss, **given) if given else nullcontext()
+        with fitted as harness:
+            torch.manual_seed(1)
+            for _ in range(3):
+                with nullcontext() if given else torch.autocast("cpu", BF16):
+                    loss = of.loss_of(model, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                del loss
+        return losses, harness
+
+    with pytest.raises(holdall.HoldallError) as refused:
+        trained(budget="1GiB", precision="bf16")
+    assert 'precision="bf16-under-autocast"' in refused.value.hint
+    wide, harness = trained(budget="1GiB", precision="bf16-under-autocast")
+    narrow, tighter = trained(budget=int(0.8 * harness.plan.predicted.peak["cpu"]), precision="bf16-under-autocast")
+    assert tighter.report().fits
+    assert narrow == wide
+    assert wide == pytest.approx(trained()[0], rel=0.02)
+
+
+def test_a_norm_that_would_mix_dtypes_is_refused_before_the_first_step():
+    """On a CPU a layer norm of a float32 input takes no bfloat16 weights, under autocast too."""
+    model, batch = FAMILIES["fnet"].build()
+    with pytest.raises(holdall.HoldallError, match="rejected the batch"):
+        holdall.trace(model, batch, optimizer=torch.optim.AdamW(model.parameters()), precision="bf16-under-autocast")
