@@ -79,7 +79,15 @@ class Recipe:
 
     def put_on_to_trace(self, model: torch.nn.Module) -> Undo:
         """`put_on` for a trace, which leaves the model as it was to the bit."""
-        return self.put_on(model)
+        before = [(t, t.data) for t in (*model.parameters(), *model.buffers())] if self.held != torch.float32 else []
+        undo = self.put_on(model)
+
+        def end() -> None:
+            undo()
+            for tensor, data in before:  # cast back, it would be rounded
+                tensor.data = data
+
+        return end
 
     @property
     def frozen_bytes(self) -> float | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import holdall
 from holdall import precision
 from holdall.errors import InvalidInput, MissingExtra
 from holdall.precision import Recipe
@@ -228,3 +229,14 @@ def test_fp8_products_are_close_where_they_are_emulated():
     assert type(model[0]).__name__ == "Float8Linear" and type(model[1]).__name__ == "Linear"  # 5 is no multiple of 16
     out = model[0](x)
     assert ((out.double() - exact).norm() / exact.norm()).item() < 0.06
+
+
+def test_a_trace_leaves_the_weights_to_the_bit():
+    """Under `bf16-weights` they are bf16 while it is traced; cast back, they would be rounded."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    before = [p.detach().clone() for p in model.parameters()]
+    given = {"optimizer": torch.optim.SGD(model.parameters()), "loss": lambda model, batch: model(batch[0]).float().mean()}
+    for recipe in ("bf16-weights", "bf16-autocast", "bf16-under-autocast", "bf16", "fp8"):
+        holdall.trace(model, (torch.randn(4, 8),), precision=recipe, **given)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)), recipe
