@@ -282,7 +282,7 @@ def child(asked: dict[str, Any], tell: Callable[[str], None]) -> list[dict[str, 
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     parameters = size_of(cell.shape.name, cell.smoke)
     rows = []
-    for method, steps in (("plain", STEPS), ("checkpointing", 2 if cell.untimed else 6)):
+    for method, steps in (("plain", asked.get("steps", STEPS)), ("checkpointing", 2 if cell.untimed else 6)):
         made = guarded(lambda m=method, n=steps: reference(cell, method=m, steps=n))  # type: ignore[misc]
         rows.append({**head, "method": method, "parameters": parameters, **made})
         cell.tell("over")
