@@ -37,7 +37,7 @@ import holdall
 SHAPE = "llama-3.1-8b"
 FIELDS = (
     "row", "budget", "result", "predicted_gib", "driver_gib", "reserved_gib", "predicted_peaks_gib", "host_gib", "predicted_s",
-    "step_s", "disk_s", "of_bound", "traffic_gib", "rates_gb_s", "losses", "losses_differ_by", "steps_s", "fit_s", "row_s",
+    "step_s", "disk_s", "of_bound", "traffic_gib", "rates_gb_s", "losses", "losses_differ_by", "steps_s", "fit_s", "close_s", "row_s",
     "actions", "notes", "message", "hardware", "torch", "commit",
 )  # fmt: skip
 
@@ -113,8 +113,10 @@ def ours(cell: Cell, planner: str, budget: dict[str, Any], steps: int, bound: fl
     if driver is not None:
         row |= {"driver_gib": driver.stop() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
     row["notes"] = " | ".join(" ".join(str(n).split()) for n in harness.notes)[:500]
+    tell({"result": "ran", **row})  # before closing, which may want more memory than there is
+    began = time.perf_counter()
     harness.close()
-    return {"result": "ran", **row}
+    return {"result": "ran", **row, "close_s": time.perf_counter() - began}
 
 
 def child(options: argparse.Namespace) -> None:
@@ -127,7 +129,11 @@ def child(options: argparse.Namespace) -> None:
     except Exception as error:
         traceback.print_exc()
         made = {"result": "failed", "message": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
-    print("ROW " + json.dumps(made), flush=True)
+    tell(made)
+
+
+def tell(row: dict[str, Any]) -> None:
+    print("ROW " + json.dumps(row), flush=True)
 
 
 def parsed(budget: str) -> dict[str, str]:

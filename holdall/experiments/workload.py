@@ -12,7 +12,7 @@ import torch
 from holdall import optim
 from holdall.api import trace
 from holdall.errors import InvalidInput, Unsupported, unknown_name
-from holdall.machine.host_memory import host_memory
+from holdall.host_memory import host_memory
 from holdall.models import DTYPES, ModelSource, build, describe, sample_batch
 from holdall.problem import resolve_recipe
 from holdall.tracing.autocast import resolve_autocast

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from holdall.machine.host_memory import host_memory
+from holdall.host_memory import host_memory
 from holdall.machine.more_tiers import tier_names
 from holdall.units import GiB, MiB, format_bytes, format_rate
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from holdall.host_memory import host_memory
 from holdall.machine.findings import Finding
-from holdall.machine.host_memory import host_memory
 from holdall.units import GiB, MiB, format_bytes, format_rate
 from holdall.updates.host_library import find_compiler
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdall.caching import key_of, open_cache
 from holdall.errors import HoldallError, Unsupported, unknown_name
-from holdall.machine.host_memory import host_memory
+from holdall.host_memory import host_memory
 from holdall.machine.host_rates import host_rates
 from holdall.pace import pace_of
 from holdall.registry import member_class

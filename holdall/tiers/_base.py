@@ -121,6 +121,10 @@ class InHostMemory(BaseStore):
 
     _buffers: Buffers
 
+    def trim(self) -> None:
+        """Let go of memory that is kept for others of its size."""
+        self._buffers.trim(0)
+
     def memory(self, ticket: Ticket) -> torch.Tensor:
         return bytes_of(ticket.buffer.storage)
 

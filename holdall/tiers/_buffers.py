@@ -109,7 +109,9 @@ class Buffers:
         for size in sorted(self._kept, reverse=True):
             kept = self._kept[size]
             while kept and self.held > most:
-                self._drop(kept.popleft())
+                buffer = kept.popleft()
+                be_idle(buffer)
+                self._drop(buffer)
             if not kept:
                 del self._kept[size]
 

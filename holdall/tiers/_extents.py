@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -84,6 +85,7 @@ class Extent:
     parts: tuple[tuple[FileRoom, int, int], ...]  # offset and size in each file, where its stripes lie next to each other
     sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     mapped: torch.Tensor | None = None
+    place: mmap.mmap | None = None  # what `mapped` is a view of
     is_written: bool = False
 
     @property
@@ -110,8 +112,8 @@ class Extent:
     def memory(self) -> torch.Tensor:
         """The bytes as memory: the system reads pages when they are touched, and writes them back when it sees fit."""
         if self.mapped is None:
-            place = mmap.mmap(-1, round_up(self.nbytes, PAGE))  # which the files take the place of
-            self.mapped = torch.frombuffer(place, dtype=torch.uint8, count=self.nbytes)
+            self.place = mmap.mmap(-1, round_up(self.nbytes, PAGE))  # which the files take the place of
+            self.mapped = torch.frombuffer(self.place, dtype=torch.uint8, count=self.nbytes)
             for begin, size in self._stretches():
                 file, offset = self.at(begin)
                 file.map(self.mapped.data_ptr() + begin, round_up(size, PAGE), offset)
@@ -137,7 +139,9 @@ class Extents:
         self._spaces = [FileRoom(file) for file in files]
         self._stripe = stripe
         self._out: set[Extent] = set()
-        self._lock = threading.Lock()
+        self._left = 0  # bytes whose memory others hold
+        self._is_over = False
+        self._lock = threading.RLock()  # the last reference may go while it is held
 
     @property
     def held(self) -> int:
@@ -207,6 +211,25 @@ class Extents:
             _let_go(extent.parts)
             _forget(extent)
 
+    def leave(self, extent: Extent) -> None:
+        """Leave it to those that hold its memory: its room is given back when the last of them lets go, files or no files."""
+        if extent.place is None:
+            self.give(extent)
+            return
+        with self._lock:
+            self._out.discard(extent)
+            self._left += extent.nbytes
+            _forget(extent)
+            weakref.finalize(extent.place, self._was_left, extent.parts, extent.nbytes)
+            extent.mapped = extent.place = None
+
+    def _was_left(self, parts: Sequence[tuple[FileRoom, int, int]], nbytes: int) -> None:
+        with self._lock:
+            if not self._is_over:
+                self.used -= nbytes
+                self._left -= nbytes
+                _let_go(parts)
+
     def begin_anew(self) -> None:
         """What is out becomes void; the files stay as long as they are. The peak is counted from here on."""
         with self._lock:
@@ -214,7 +237,7 @@ class Extents:
                 _let_go(extent.parts)
                 _forget(extent)
             self._out.clear()
-            self.used = self.peak = 0
+            self.used = self.peak = self._left
 
     def clear(self) -> None:
         """Remove the files."""
@@ -223,6 +246,7 @@ class Extents:
                 _forget(extent)
             self._out.clear()
             self.used = 0
+            self._is_over = True
             for space in self._spaces:
                 space.file.close()
 

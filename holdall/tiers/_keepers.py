@@ -54,6 +54,20 @@ class Keepers:
     def free(self, ticket: Ticket) -> None:
         self._at(ticket.tier).free(ticket)
 
+    def can_leave(self, ticket: Ticket) -> bool:
+        """Is its memory a file's, which tensors can be made of without taking the host's?"""
+        return hasattr(self._at(ticket.tier), "leave")
+
+    def leave(self, ticket: Ticket) -> None:
+        """Let go of bytes that tensors are still made of."""
+        cast("Any", self._at(ticket.tier)).leave(ticket)
+
+    def trim(self) -> None:
+        """Let go of memory that is kept for others of its size."""
+        for store in self._stores.values():
+            if hasattr(store, "trim"):
+                store.trim()
+
     def lane(self) -> Keepers:
         """Each by copy streams of its own."""
         lanes = {

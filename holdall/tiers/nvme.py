@@ -7,7 +7,8 @@
 Bytes pass the system's page cache by (O_DIRECT), where the file system allows. Model states are also mapped as memory, for
 whoever reads them between two updates; where a file system does not show a mapping what was written directly, which is tried
 when the file is made, what is mapped is copied through the page cache alone. Room is reserved before anything is written
-(`_disk_files.py`), and the file goes with its process.
+(`_disk_files.py`), and the file goes with its process. When a plan is taken down on a host without room for what lies here,
+the model's tensors stay mappings of the file, which has no name any more and goes with the last of them.
 
 From a GPU, bytes pass through pinned buffers of the host: a plan prices that as two hops, at the rate of the slower one, after
 the latencies of both.
@@ -78,6 +79,15 @@ class Nvme(StagedStore):
                 chaos.poison(extent.memory())
             extent.sums.clear()
         return extent.memory()
+
+    def leave(self, ticket: Ticket) -> None:
+        """Let go of bytes that tensors are still made of: those stay as they are."""
+        self.arrived(ticket)
+        ticket.is_live = False
+        ticket.out = ticket.back = ticket.source = ticket.target = None
+        if ticket.buffer is not None:
+            self._buffers.leave(ticket.buffer)
+            ticket.buffer = None
 
     def _fits(self, room: Extent, address: int, nbytes: int) -> bool:
         return not room.is_direct or not (address % PAGE or nbytes % PAGE)

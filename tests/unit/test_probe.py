@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.machine.host_memory import host_memory
+from holdall.host_memory import host_memory
 from holdall.machine.host_rates import HostRates, host_rates
 from holdall.machine.probe import ProbeClock, probe
 from holdall.testing.stand_ins import forget_machine

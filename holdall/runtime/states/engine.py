@@ -37,6 +37,7 @@ from holdall.runtime.states.gradients.collector import Collector
 from holdall.runtime.states.gradients.entry import GradEntry
 from holdall.runtime.states.guard import watch_calls
 from holdall.runtime.states.placement import Placing, check_placeable
+from holdall.runtime.states.putting_back import put_units_back
 from holdall.runtime.states.torn import before_saving
 from holdall.runtime.states.unit import HOST, Member, PlacedUnit, at_home, find_members
 from holdall.runtime.states.updating.in_stretches import InStretches
@@ -161,10 +162,7 @@ class Engine:
             if self._stretched is not None:
                 self._stretched.adopt(self.units)
         except BaseException:  # not enough memory: undo everything
-            if self._stretched is not None:
-                self._stretched.close()
-            for unit in self.units:
-                unit.put_back(self.store, in_store=False)
+            put_units_back(self.units, self.store, stretched=self._stretched)
             raise
         self.away |= {m.master.untyped_storage()._cdata for u in self.units for m in u.members if not u.keeps(m)}
 
@@ -236,15 +234,9 @@ class Engine:
             undo()
         self._undo.clear()
         self._take_slots_off()
-        for unit in self.units:
-            if self.updater is not None:
-                self.updater.return_states(unit)
-            has_moved = self._beside is not None and self._beside.has_moved(unit)
-            unit.put_back(self.store, in_store=has_moved)
+        put_units_back(self.units, self.store, self.updater, self._stretched, self._beside)
         if self._beside is not None:
             self._beside.free_spares()
-        if self._stretched is not None:
-            self._stretched.close()
         for master, grad in kept:
             master.grad = grad.to(master.device)
         self.units.clear()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from holdall.errors import DiskError, Unsupported
+from holdall.runtime.states.host_room import HostRoom
 from holdall.runtime.states.torn import check_whole, torn
 from holdall.runtime.states.unit import PlacedUnit
 from holdall.runtime.states.updating.stretch import MASTERS, ComingStretch, Sections, StretchedUpdate, StretchRoom
@@ -164,15 +165,25 @@ class InStretches:
         storages = {views[0].untyped_storage()._cdata for views in sections.views.values()} if sections is not None else set()
         return state.untyped_storage()._cdata in storages
 
-    def close(self) -> None:
-        """Let go of all room; states that are still there become ordinary memory."""
+    def return_states(self, unit: PlacedUnit, room: HostRoom) -> None:
+        """States of the unit as ordinary memory where their parameters came from; what the host cannot hold stays in files."""
         self._forget()
-        for unit in self._away:
-            for state in self._updater.states(unit.trained):
-                state.update({k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor) and self.holds(unit, v)})
-        for sections in self._sections.values():
-            for key in sections.states:
-                self._lane.free(sections.tickets[key])
+        sections = self._sections.get(unit.name)
+        for key in sections.states if sections is not None else ():
+            assert sections is not None
+            held = [(m, s) for m, s in zip(unit.trained, self._updater.states(unit.trained), strict=True) if key in s]
+            held = [(m, s) for m, s in held if self.holds(unit, s[key])]
+            to_host = any(m.came_from.type == "cpu" for m, _ in held)
+            if to_host and room.stays(sections.tickets[key], unit.wide.nbytes):
+                self._lane.leave(sections.tickets[key])
+                continue
+            for m, state in held:
+                state[key] = state[key].to(m.came_from, copy=True)
+            self._lane.free(sections.tickets[key])
+        self._sections.pop(unit.name, None)
+
+    def close(self) -> None:
+        """Let go of the rooms of stretches."""
         for room in self._rooms:
             self._lane.free(room.ticket)
         self._sections, self._rooms, self._away = {}, [], []

@@ -105,7 +105,8 @@ class Updater:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     to = m.came_from if self.follows(m, key, value) else value.device
-                    state[key] = value.to(to, copy=unit.update != DEVICE)
+                    in_files = unit.is_away and value.dim() > 0  # returned already
+                    state[key] = value.to(to, copy=unit.update != DEVICE and not in_files)
 
     def follows(self, member: Member, key: str, value: torch.Tensor) -> bool:
         """Does a state live where its parameter does? Counters only where the update rule needs them there."""

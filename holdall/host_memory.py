@@ -1,4 +1,4 @@
-"""How much RAM this process may use."""
+"""How much RAM this process may use, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ import psutil
 def host_memory(*, root: Path = Path("/")) -> int:
     """Bytes of RAM this process may use: the machine's, or a control group's limit."""
     return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
+
+
+def free_memory() -> int:
+    """Bytes of RAM that this process may still take: the machine's, or what is left of a control group's limit."""
+    mine = psutil.Process().memory_info()
+    left = host_memory() - (mine.rss - getattr(mine, "shared", 0))  # pages of files go when others need them
+    return int(max(0, min(psutil.virtual_memory().available, left)))
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
