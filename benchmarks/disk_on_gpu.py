@@ -37,8 +37,8 @@ import holdall
 SHAPE = "llama-3.1-8b"
 FIELDS = (
     "row", "budget", "result", "predicted_gib", "driver_gib", "reserved_gib", "predicted_peaks_gib", "host_gib", "predicted_s",
-    "step_s", "disk_s", "of_bound", "traffic_gib", "rates_gb_s", "losses", "losses_differ_by", "steps_s", "fit_s", "close_s", "row_s",
-    "actions", "notes", "message", "hardware", "torch", "commit",
+    "step_s", "disk_s", "of_bound", "traffic_gib", "rates_gb_s", "losses", "losses_differ_by", "steps_s", "fit_s", "close_s",
+    "row_s", "actions", "notes", "message", "hardware", "torch", "commit",
 )  # fmt: skip
 
 

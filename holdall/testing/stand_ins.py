@@ -27,6 +27,7 @@ from holdall.optim import mezo
 from holdall.optim._in_backward import consuming
 from holdall.optim._math import per_parameter
 from holdall.registry import member_class
+from holdall.runtime.states import host_room
 from holdall.runtime.states.updating.updater import Updater
 from holdall.tiers import _staged, nvme
 from holdall.types import Action, Hardware
@@ -137,6 +138,13 @@ def forget_machine() -> None:
     """As in a new process: what this machine can do is measured when somebody asks, or read from the cache on disk."""
     probe._measure.cache_clear()
     problem._probed.cache_clear()
+
+
+@contextmanager
+def host_with(free: Callable[[], int]) -> Iterator[None]:
+    """The host has so many bytes free when a plan is taken down."""
+    with replaced((host_room, "free_memory", free)):
+        yield
 
 
 @contextmanager

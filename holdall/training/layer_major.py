@@ -45,6 +45,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.patching import put_method
 from holdall.runtime.states.host_room import HostRoom
+from holdall.runtime.states.putting_back import put_unit_back
 from holdall.runtime.states.unit import HOST, STREAMED, PlacedUnit, Placement, find_members
 from holdall.runtime.states.weights.streaming import Streaming
 from holdall.tiers import Store
@@ -112,7 +113,7 @@ class LayerMajor:
             members = list(find_members(self.model, params, trained))
             units.append(PlacedUnit(placement, members, device=self.device, dtype=None))
         for unit in units:
-            self._undo.callback(unit.put_back, self._keepers, HostRoom(self._keepers), in_store=False)
+            self._undo.callback(put_unit_back, unit, self._keepers, HostRoom(self._keepers), in_store=False)
             unit.settle_homes(self._keepers, into_store=True)
             unit.make_work()
             unit.make_buffers(self._keepers, share=True)

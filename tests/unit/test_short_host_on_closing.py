@@ -2,15 +2,16 @@
 
 import gc
 import os
+from contextlib import closing
 
 import pytest
 import torch
 
 import holdall
 from holdall.host_memory import free_memory, host_memory
-from holdall.runtime.states import host_room
-from holdall.testing.worlds import DeepNet, machine
-from holdall.tiers._extents import Extents
+from holdall.testing.stand_ins import host_with
+from holdall.testing.worlds import DeepNet
+from holdall.tiers.nvme import Nvme
 from holdall.types.layout import PAGE
 
 pytestmark = [
@@ -50,22 +51,21 @@ def mapped_files():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads the mappings of a process from /proc")
-def test_states_stay_in_files_and_training_goes_on(monkeypatch):
+def test_states_stay_in_files_and_training_goes_on():
     plain = built()
     steps(*plain, 5)
     model, optimizer = built()
     harness = fitted(model, optimizer)
     steps(model, optimizer, 2)
     before = mapped_files()
-    monkeypatch.setattr(host_room, "free_memory", lambda: 0)
-    harness.close()
+    with host_with(lambda: 0):
+        harness.close()
     del harness
     gc.collect()
     assert mapped_files() > before  # the file is gone, its bytes are not
     steps(model, optimizer, 1)  # the user's own loop, without a plan
     harness = fitted(model, optimizer)  # and a second plan on them
     steps(model, optimizer, 2)
-    monkeypatch.undo()
     harness.close()
     del harness
     gc.collect()
@@ -81,48 +81,34 @@ def test_states_become_ordinary_memory_where_there_is_room():
     assert not os.path.exists("/proc/self/maps") or not mapped_files()
 
 
-def test_memory_kept_for_reuse_goes_before_anything_stays_in_files(monkeypatch):
+def test_memory_kept_for_reuse_goes_before_anything_stays_in_files():
+    """As if the host were full but for what the near store holds."""
     model, optimizer = built()
     harness = fitted(model, optimizer)
     steps(model, optimizer, 2)
-    free = [0]
-    monkeypatch.setattr(host_room, "free_memory", lambda: free[0])
-    trimmed = []
-    monkeypatch.setattr(host_room.Keepers, "trim", lambda self: (trimmed.append(self), free.__setitem__(0, 2**50)))
-    harness.close()
-    assert trimmed
+    near = harness.stores["far"]
+    full = near.held
+    assert full
+    with host_with(lambda: 2**50 if near.held < full else 0):
+        harness.close()
     assert not os.path.exists("/proc/self/maps") or not mapped_files()
 
 
-class File:
-    """As much of a file as its room asks for."""
-
-    length, is_direct, is_coherent = 0, False, True
-
-    def grow(self, length):
-        self.length = max(self.length, length)
-
-    def map(self, address, nbytes, offset):
-        pass
-
-    def close(self):
-        pass
-
-
 def test_room_that_is_left_is_given_out_again_when_the_last_tensor_goes():
-    extents = Extents("nvme", 3 * PAGE, [File()], PAGE)
-    (first,) = extents.take_all([2 * PAGE])
-    held = first.memory()[:8]
-    extents.leave(first)
-    del first
-    extents.begin_anew()  # what is left is not void
-    assert extents.used == 2 * PAGE
-    with pytest.raises(holdall.OverBudget):
-        extents.take_all([2 * PAGE])
-    del held
-    gc.collect()
-    assert extents.used == 0
-    assert extents.take_all([3 * PAGE])
+    with closing(Nvme(capacity=3 * PAGE)) as store:
+        ticket = store.reserve(2 * PAGE)
+        held = store.memory(ticket)[:8]
+        held.fill_(7)
+        store.leave(ticket)
+        store.begin_anew()  # what is left is not void
+        assert store.used == 2 * PAGE
+        with pytest.raises(holdall.OverBudget):
+            store.reserve(2 * PAGE)
+        assert held.eq(7).all()
+        del held
+        gc.collect()
+        assert store.used == 0
+        assert store.memory(store.reserve(3 * PAGE)).numel() == 3 * PAGE
 
 
 def test_free_memory_is_at_most_all_of_it():

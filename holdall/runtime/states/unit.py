@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from holdall.errors import HoldallError, Unsupported
-from holdall.runtime.states.host_room import HostRoom
 from holdall.runtime.states.packing import Layout, like
 from holdall.runtime.states.torn import check_whole
 from holdall.runtime.states.weights.slots import Slots
@@ -212,30 +211,6 @@ class PlacedUnit:
             self.source = self.buffer if shared else store.reserve(self.layout.nbytes, tier=self.placement.tier)
             assert self.flat is not None and self.source is not None
             copy_tensor(store.memory(self.source), self.flat)
-
-    def put_back(self, store: Keepers | None, room: HostRoom, *, in_store: bool) -> None:
-        """Homes as ordinary memory on the device that they came from. `in_store`: the store's memory holds some of them."""
-        to_host = any(m.came_from.type == "cpu" for m in self.trained)
-        stays = to_host and not in_store and room.stays(self.far_masters, self.wide.nbytes)
-        homes = {id(m) for m in at_home(self)}
-        for m in self.members:
-            grad, m.master.grad = m.master.grad, None
-            is_ours = in_store or (self.masters if id(m) in homes else self.far_masters) is not None
-            if is_ours and (id(m) in homes or not stays):
-                m.master.data = m.master.data.to(m.came_from, copy=True)
-            if m.master.device != m.came_from:
-                m.master.data = m.master.data.to(m.came_from)
-            m.working = m.master
-            if grad is not None and not self.needs_working:  # a gradient of its own, not one of ours
-                m.master.grad = grad.to(m.came_from)
-        for ticket in {id(t): t for t in (self.masters, self.far_masters, self.buffer, self.source) if t is not None}.values():
-            if store is not None and stays and ticket is self.far_masters:
-                store.leave(ticket)
-            elif store is not None:
-                store.free(ticket)
-        if self.flat is not None:  # a loss that the loop still holds refers to the working weights; free their memory
-            self.flat.untyped_storage().resize_(0)
-            self.flat = None
 
     def begin_update(self, which: Iterable[int]) -> None:
         """Mark the working weights of these trained members as stale, also for graphs that saved them."""
