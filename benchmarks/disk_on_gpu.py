@@ -100,6 +100,7 @@ def ours(cell: Cell, planner: str, budget: dict[str, Any], steps: int, bound: fl
         del loss
     later = sorted(seconds[2:] or seconds)
     row |= {"losses": losses, "steps_s": seconds, "step_s": later[len(later) // 2], "host_gib": host_bytes() / GIB}
+    model.state_dict()  # waits for the last update, whose bytes count
     measured = harness.measured()
     traffic = dict(measured.traffic) if measured else {}
     row["traffic_gib"] = json.dumps({link: round(size / GIB, 3) for link, size in traffic.items()})
