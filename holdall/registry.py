@@ -1,5 +1,5 @@
-"""The folders `actions`, `planners`, `tiers`, `optim`, `precision` and `layouts` are the registries: a file or package
-there is a member of that name.
+"""The folders `actions`, `planners`, `tiers`, `optim`, `precision`, `layouts` and `pipelines/schedules` are the registries: a
+file or package there is a member of that name.
 
 Members are imported when asked for, so that a missing solver breaks only its own planner. Names that begin with an underscore
 are helpers. Members of your own are added in one of two ways, and are then as good as those here (menus of planners, the
@@ -57,7 +57,11 @@ def member_names(folder: str) -> tuple[str, ...]:
 @cache
 def _installed(folder: str) -> dict[str, EntryPoint]:
     """Members of other installed packages, by entry point."""
-    return {entry.name: entry for entry in entry_points(group=f"holdall.{folder}")}
+    return {entry.name: entry for entry in entry_points(group=f"holdall.{_dotted(folder)}")}
+
+
+def _dotted(folder: str) -> str:
+    return folder.replace("/", ".")
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -74,9 +78,9 @@ def is_own(folder: str, name: str) -> bool:
 def load_member(folder: str, name: str) -> Any:
     """The module of a member (or what its entry point names)."""
     if name not in member_names(folder):
-        raise unknown_name(folder.rstrip("s"), name, member_names(folder))
+        raise unknown_name(folder.rpartition("/")[2].rstrip("s"), name, member_names(folder))
     if is_own(folder, name):
-        return importlib.import_module(f"holdall.{folder}.{name}")
+        return importlib.import_module(f"holdall.{_dotted(folder)}.{name}")
     for root in _added():
         path = _files(root / folder).get(name)
         if path is not None:

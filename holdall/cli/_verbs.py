@@ -21,6 +21,7 @@ VERBS = {
     "plan": "Decide what to keep, recompute and offload so that a step fits a budget.",
     "explain": "Why a plan does what it does, block by block.",
     "layout": "Where a plan's tensors lie: what each layout and allocator reserves for what is live.",
+    "pipeline": "Pipeline schedules: bubble, time and memory of each rank, and a picture.",
     "compare": "Planners against budgets in one table.",
     "ladder": "What each technique gives and costs, added one after the other in real runs.",
     "train": "Train a model under a budget.",

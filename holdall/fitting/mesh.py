@@ -29,6 +29,11 @@ def trace_on_mesh(
     head: str | int,
 ) -> Trace:
     check_way(way)
+    if any(dim.name == "pp" for dim in mesh.dims):
+        raise Unsupported(
+            "a mesh with `pp` is a pipeline, whose step is a call of its own",
+            hint='use holdall.pipelines.start(model, schedule="1f1b", micro_batches=8, loss=...)',
+        )
     if precision is not None:
         raise Unsupported("`precision` does not work together with `mesh` yet", hint="leave one of them out")
     if head not in ("auto", "whole"):

@@ -1,0 +1,65 @@
+"""Pipeline parallelism: published schedules as lists of tasks, their simulator, cuts into stages, and runs.
+
+    from holdall.pipelines import pipeline, simulate
+
+    made = pipeline("1f1b", ranks=4, micro_batches=8)
+    print(simulate(made).bubble)
+
+Simulating needs no torch. `holdall.pipelines.running` runs a model; docs/pipelines.md shows both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from holdall.pipelines.costs import PipeCosts, StageCosts
+from holdall.pipelines.lowering import lower
+from holdall.pipelines.pipeline import Pipeline, PipeSchedule
+from holdall.pipelines.schedules import pipeline, schedule, schedule_names
+from holdall.pipelines.simulator import PipeTimeline, simulate
+from holdall.pipelines.tasks import PipeTask, read_task
+
+if TYPE_CHECKING:
+    from holdall.pipelines.running.pipe import PipeRun
+
+__all__ = [
+    "PipeCosts",
+    "PipeSchedule",
+    "PipeTask",
+    "PipeTimeline",
+    "Pipeline",
+    "StageCosts",
+    "lower",
+    "pipeline",
+    "read_task",
+    "schedule",
+    "schedule_names",
+    "simulate",
+    "start",
+]
+
+
+def start(
+    model: Any,
+    *,
+    schedule: str = "1f1b",
+    micro_batches: int,
+    loss: Callable[[Any, Any], Any],
+    cut: Sequence[int] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    group: Any = None,
+    **options: Any,
+) -> PipeRun:
+    """Cut a model over the ranks of a run (CPUs, gloo) and return this rank's part; every rank calls it with the same model.
+
+    `model`: an `nn.Sequential`, a list of modules, or a Hugging Face decoder laid out like Llama. `schedule`: a name of
+    `schedule_names()`, with options as in "interleaved:chunks=3". `loss`: a function `(output, target) -> scalar`, a mean over
+    the rows. `cut`: numbers of the pieces at which stages begin, without 0; by default stages have about equal parameter bytes.
+    `optimizer`: a function `parameters -> optimizer`, for schedules that update inside a step (pipedream, 2bw, xpipe).
+    `group`: the process group, by default all ranks.
+    """
+    from holdall.pipelines.running.pipe import start as start_here
+
+    given: dict[str, Any] = {"loss": loss, "cut": cut, "optimizer": optimizer, "group": group}
+    return start_here(model, schedule=schedule, micro_batches=micro_batches, **given, **options)

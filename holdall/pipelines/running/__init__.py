@@ -1,0 +1,1 @@
+"""Runs pipelines on torch.distributed.pipelining: stages, versions of weights, and the step."""

@@ -1,0 +1,207 @@
+"""Trains a model in a pipeline of ranks: cuts it, keeps this rank's stages, and does a whole step per call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdall.errors import InvalidInput
+from holdall.parallel.agree import together
+from holdall.pipelines.cuts import check_bounds, even_cut
+from holdall.pipelines.lowering import lower
+from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
+from holdall.pipelines.running.pieces import check_shared, pieces_of
+from holdall.pipelines.running.torch_names import ChainedStage, ListRuntime
+from holdall.pipelines.running.versions import VersionedStage, check_predictable
+from holdall.pipelines.schedules import pipeline
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class PipeRun:
+    """This rank's part of a pipeline. `step` computes gradients, and updates in pipelines that never flush."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        made: Pipeline,
+        loss: Loss,
+        cut: Sequence[int] | None,
+        optimizer: MakeOptimizer | None,
+        group: Any,
+        device: torch.device,
+    ) -> None:
+        self.pipeline = made
+        self.rank = dist.get_rank(group)
+        self._group = group
+        pieces = pieces_of(model)
+        sizes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in pieces]
+        self.bounds = check_bounds(cut, len(pieces), made.chain) if cut is not None else even_cut(sizes, made.chain)
+        check_shared(pieces, self.bounds)
+        root = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleList(pieces)
+        names = {id(p): name for name, p in root.named_parameters()}
+        self.modules: dict[int, torch.nn.Module] = {}  # stage of this rank -> its layers
+        self._names: dict[int, str] = {}  # parameter -> its name in the model
+        for stage in made.stages_of(self.rank):
+            place = stage % made.chain
+            module = torch.nn.Sequential(*pieces[self.bounds[place] : self.bounds[place + 1]])
+            own = module if stage < made.chain else copy.deepcopy(module)
+            self._names |= {id(q): names[id(p)] for p, q in zip(module.parameters(), own.parameters(), strict=True)}
+            self.modules[stage] = own
+        self._forget_others(root)
+        self.optimizers = {s: optimizer(m.parameters()) for s, m in self.modules.items()} if optimizer is not None else {}
+        for rule in self.optimizers.values() if made.weights == PREDICTED else ():
+            check_predictable(rule)
+        self._loss, self._device, self._lists = loss, device, lower(made)
+        self._runtimes: dict[Any, ListRuntime] = {}  # shapes of a batch -> torch's runtime, which knows one size of messages
+        self.stages: dict[int, Any] = {}  # of the last step
+
+    def _runtime(self, shapes: Any) -> ListRuntime:
+        if shapes not in self._runtimes:
+            if self.pipeline.weights == ONE:
+                made = {s: ChainedStage(m, s, self.pipeline, self._device, self._group) for s, m in self.modules.items()}
+                update = None
+            else:
+                made = {
+                    s: VersionedStage(m, s, self.pipeline, self._device, self._group, self.optimizers[s])
+                    for s, m in self.modules.items()
+                }
+                update = self._update
+            self._runtimes[shapes] = ListRuntime(self.pipeline, self._lists, list(made.values()), self._loss, update)
+        runtime = self._runtimes[shapes]
+        self.stages = {stage.stage_index: stage for stage in runtime._stages}
+        return runtime
+
+    def _update(self, stage: int, _: int) -> None:
+        self.stages[stage].update()
+
+    def _forget_others(self, root: torch.nn.Module) -> None:
+        """Parameters of other ranks' stages give their memory back: they go to the meta device."""
+        kept = {id(p) for p in self.parameters()}
+        for module in root.modules():
+            for name, p in module._parameters.items():
+                if p is not None and id(p) not in kept:
+                    module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=p.requires_grad)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of this rank's stages, for an optimizer."""
+        for module in self.modules.values():
+            yield from module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Of this rank's stages, by their names in the model; two chains have two parameters of a name."""
+        return ((self._names[id(p)], p) for p in self.parameters())
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """All micro-batches of a batch, forward and backward; returns the mean loss, on every rank.
+
+        All ranks call this with the same batch. Gradients are means over the micro-batches, added to those that are there.
+        """
+        count = self.pipeline.micro_batches
+        if len(inputs) % count or len(targets) % count:
+            raise InvalidInput(
+                f"a batch of {len(inputs)} rows does not split into {count} equal micro-batches",
+                hint=f"use a multiple of {count} rows, or other `micro_batches`",
+            )
+        before = [p.grad for p in self.parameters()]
+        for p in self.parameters():
+            p.grad = None
+        runtime = self._runtime((inputs.shape, inputs.dtype, targets.shape, targets.dtype))
+        runtime.losses.clear()
+        firsts = any(stage.is_first for stage in self.stages.values())
+        lasts = any(stage.is_last for stage in self.stages.values())
+        for stage in self.stages.values():
+            if isinstance(stage, VersionedStage):
+                stage.begin()
+        runtime.step(*([inputs] if firsts else []), target=targets if lasts else None, return_outputs=False)
+        if self.pipeline.weights == ONE:
+            self._finish(before)
+        return self._mean_loss(runtime.losses)
+
+    def _finish(self, before: list[torch.Tensor | None]) -> None:
+        """Add the copies' gradients, divide by the micro-batches, and add what was there before."""
+        if self.pipeline.copies > 1:
+            self._add_twins()
+        for p, old in zip(self.parameters(), before, strict=True):
+            if p.grad is not None:
+                p.grad.div_(self.pipeline.micro_batches)
+            if old is not None:
+                p.grad = old if p.grad is None else old.add_(p.grad)
+
+    def _add_twins(self) -> None:
+        """Add the gradients of the same layers on the rank that has their other copy."""
+        (down, up) = (self.modules[stage] for stage in sorted(self.modules))
+        peer = self._global(self.pipeline.ranks - 1 - self.rank)
+        mine = [_flat(module.parameters()) for module in (down, up)]
+        theirs = [torch.empty_like(mine[1]), torch.empty_like(mine[0])]
+        work = [
+            op
+            for sent, received in zip(mine, theirs, strict=True)
+            for op in (
+                dist.P2POp(dist.isend, sent, peer, self._group),
+                dist.P2POp(dist.irecv, received, peer, self._group),
+            )
+        ]
+        for done in dist.batch_isend_irecv(work):
+            done.wait()
+        for module, own, other in ((down, mine[0], theirs[1]), (up, mine[1], theirs[0])):
+            total = own + other
+            at = 0
+            for p in module.parameters():
+                p.grad = total[at : at + p.numel()].view_as(p).clone()
+                at += p.numel()
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+    def _mean_loss(self, losses: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Losses of all micro-batches, added in their order, whichever rank has them."""
+        each = torch.zeros(self.pipeline.micro_batches, dtype=torch.float64)
+        for batch, value in losses.items():
+            each[batch] = value.double().item()
+        dist.all_reduce(each, group=self._group)
+        return each.mean().float()
+
+
+def _flat(parameters: Iterator[torch.nn.Parameter]) -> torch.Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+
+def start(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    *,
+    schedule: str = "1f1b",
+    micro_batches: int,
+    loss: Loss,
+    cut: Sequence[int] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    group: Any = None,
+    **options: Any,
+) -> PipeRun:
+    """See `holdall.pipelines.start`."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidInput(
+            "there is no process group to run a pipeline on",
+            hint='start with `torchrun --nproc-per-node 4` and `torch.distributed.init_process_group("gloo")`',
+        )
+
+    def make() -> PipeRun:
+        made = pipeline(schedule, ranks=dist.get_world_size(group), micro_batches=micro_batches, **options)
+        if made.weights != ONE and optimizer is None:
+            raise InvalidInput(
+                f"`{made.name}` updates weights inside a step, so it makes the optimizer itself",
+                hint="pass optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+            )
+        if made.weights == ONE and optimizer is not None:
+            raise InvalidInput(
+                f"`{made.name}` ends a step with gradients: make the optimizer yourself",
+                hint="use torch.optim.AdamW(pipe.parameters())",
+            )
+        return PipeRun(model, made, loss, cut, optimizer, group, torch.device("cpu"))
+
+    return together(make)
