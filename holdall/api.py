@@ -66,7 +66,9 @@ def trace(
     loss ("bf16", "fp16", a dtype, True for the device's default, False for none); None: that of the context in which this is
     called. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto"). `mesh`: ranks over which the
     model will be sharded, such as {"dp": 64}, by the way `shard` ("fsdp", "zero3", "zero2" or "ddp"): the step of one of them
-    is traced, with its collectives. No other rank is needed.
+    is traced, with its collectives. No other rank is needed. {"tp": 8} divides linear layers ("tensor"; "sequence": activations
+    between them too), {"cp": 8} the sequence ("ulysses", "ring", "zigzag", "balanced",
+    "queries"), {"ep": 8} experts.
     """
     if mesh is not None:
         return trace_on_mesh(model, batch, Mesh.of(mesh), shard, optimizer, loss, device, precision, autocast, head)
@@ -298,7 +300,8 @@ def fit(
     `plan`: one that was made ahead for this step and budget, to begin with; fallbacks, corrections and repeats are as without.
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
     `mesh`: shard the model over the ranks of this run, such as {"dp": 2}, by the way `shard` (see `trace`); every rank calls
-    this with the same model and its own batch. The model stays sharded when the harness is closed.
+    this with the same model and its own batch, or the same batch over {"tp": 2} and {"cp": 2}. The model stays sharded when the
+    harness is closed.
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
     kept on disk for the next time (`holdall cache`).
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -98,6 +99,24 @@ def watch_resizes(see: Callable[[torch.UntypedStorage], object]) -> Callable[[],
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
     return end
+
+
+def unrecorded_propagation(quiet: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+    """Have DTensor find the shapes of its results inside `quiet`: it runs ops on whole fake tensors for that, which take no
+    memory; returns the function that ends it."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    plain = getattr(ShardingPropagator, name, None)
+    if plain is None:  # another version of torch
+        return lambda: None
+
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with quiet():
+            return plain(*args, **kwargs)
+
+    setattr(ShardingPropagator, name, propagate)
+    return lambda: setattr(ShardingPropagator, name, plain)
 
 
 def _class(module: str, name: str) -> type[Any] | None:

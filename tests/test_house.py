@@ -133,6 +133,7 @@ BY_NAME = {  # where a word of the file's own is an action's name too, and repor
     "planners/pofo/__init__.py": 1,
     "planners/protrain/model.py": 1,
     "optim/__init__.py": 1,
+    "optim/adam_mini.py": 2,
     "reporting/html.py": 1,
 }
 

@@ -12,14 +12,18 @@ two single processes; of more, sums are taken in another order (3.7e-9 on four r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdall.cost.collectives import collective_seconds, sent_bytes
 from holdall.errors import InvalidInput, Unsupported
+from holdall.registry import member_class
 from holdall.types import Collect, Facts, Mesh, Problem, Schedule, Trace, Wait
 from holdall.types.info import CollectiveOp
+from holdall.types.mesh import DIVIDING
 
 if TYPE_CHECKING:
+    import torch
+
     from holdall.runtime.harness import Harness
 
 
@@ -42,6 +46,8 @@ class Shard(Facts):
         shards = trace.about.shards
         if shards is None:
             return []
+        if action := DIVIDING.get(shards.mesh.dims[0].name):
+            return list(member_class("actions", action).samples(trace))
         return [Shard(mesh=tuple((d.name, d.size) for d in shards.mesh.dims), way=shards.way, groups=shards.groups)]
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
@@ -73,8 +79,15 @@ class Shard(Facts):
         if next_use:
             schedule.insert(min(next_use.values()) - 1, [Wait(tensors=tuple(next_use))])
 
+    def build(self, model: torch.nn.Module, device_mesh: Any) -> None:
+        """Do it to the model, on torch's mesh."""
+        from holdall.parallel.build import shard_model
+
+        shard_model(model, self.groups, device_mesh, self.way)
+
     def install(self, harness: Harness) -> None:
-        from holdall.parallel.build import follow_parameters, shard_model
+        from holdall.parallel.build import follow_parameters
+        from holdall.parallel.checking import compare_if_asked
         from holdall.parallel.counting import CollectiveBytes
         from holdall.parallel.groups import device_mesh
         from holdall.sharded import sharded_parameter
@@ -89,7 +102,8 @@ class Shard(Facts):
                 hint="call `fit(..., mesh=...)` before the first step, and load states afterwards",
             )
         before = dict(model.named_parameters())
-        shard_model(model, self.groups, device_mesh(mesh, harness.device.type), self.way)
+        self.build(model, device_mesh(mesh, harness.device.type))
+        compare_if_asked()
         if optimizer is not None:
             follow_parameters(optimizer, before, model)
         counted = CollectiveBytes(mesh.dims[0].name, mesh.ranks)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported
-from holdall.parallel.build import check_way
+from holdall.parallel.ways import way_for
 from holdall.problem import resolve_optimizer
 from holdall.tracing import trace_sharded
 from holdall.types import Mesh, Trace
@@ -28,12 +28,12 @@ def trace_on_mesh(
     autocast: Any,
     head: str | int,
 ) -> Trace:
-    check_way(way)
     if any(dim.name == "pp" for dim in mesh.dims):
         raise Unsupported(
             "a mesh with `pp` is a pipeline, whose step is a call of its own",
             hint='use holdall.pipelines.start(model, schedule="1f1b", micro_batches=8, loss=...)',
         )
+    way = way_for(mesh, way)
     if precision is not None:
         raise Unsupported("`precision` does not work together with `mesh` yet", hint="leave one of them out")
     if head not in ("auto", "whole"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from holdall import api
 from holdall.errors import InvalidInput, Unsupported
 from holdall.fitting.request import FitRequest
 from holdall.parallel.agree import together
+from holdall.parallel.checking import compared, refuse_other_batches
 from holdall.parallel.groups import device_mesh
+from holdall.parallel.ways import DIVIDED, is_divided, is_one_batch, way_for
 from holdall.runtime.harness import Harness
+from holdall.tracing.step import default_loss
 from holdall.types import Mesh, Plan
 from holdall.types.plan import silent
 
@@ -23,6 +27,9 @@ def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch
     _check(request)
     told = request.progress or silent
     device_mesh(mesh, "cpu")  # refuses a run with other ranks before anything slow
+    way = way_for(mesh, request.shard)
+    if is_one_batch(way):
+        refuse_other_batches(batch)
 
     def make() -> Plan:
         traced = api.trace(
@@ -39,7 +46,16 @@ def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch
         return api.plan(traced, planner="nop", budget=request.budget, hardware=request.hardware, progress=told)
 
     plan = together(make)
-    return api.apply(plan, model, optimizer, enforce=request.enforce, record=request.record, progress=told)
+    with _compared(request, model, batch, way):
+        return api.apply(plan, model, optimizer, enforce=request.enforce, record=request.record, progress=told)
+
+
+def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, way: str) -> AbstractContextManager[None]:
+    """Does a divided model compute the same?"""
+    if not is_divided(way):
+        return nullcontext()
+    run = request.loss or default_loss
+    return compared(model, lambda: run(model, batch), outputs=way not in DIVIDED["cp"])
 
 
 def _check(request: FitRequest) -> None:

@@ -16,6 +16,8 @@ _KINDS = {  # op -> (kind, the argument that is the whole buffer)
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::send": ("shift", 0),
 }
 
 

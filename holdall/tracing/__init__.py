@@ -105,7 +105,9 @@ def trace_sharded(
     autocast: Autocast = None,
 ) -> Trace:
     """Record the step of one rank of `mesh`, with the model sharded; see `holdall.trace`."""
-    from holdall.tracing.shards import record_sharded_step  # it imports torch.distributed
+    from holdall.parallel.attempts import divided_and_recorded  # it imports torch.distributed, as does the last
+    from holdall.parallel.ways import is_divided
+    from holdall.tracing.shards import record_sharded_step
 
     plain = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, autocast=autocast)
     if plain.about.device != "cpu":
@@ -116,12 +118,16 @@ def trace_sharded(
             hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
         )
     how = How(autocast=resolve_autocast(autocast, "cpu"))
+    given = (model, batch, optimizer, loss or default_loss, how, mesh, way)
     drawn = random.getstate()
     try:
         with outside_autocast():
-            recorded, shards = record_sharded_step(
-                model, batch, optimizer, loss or default_loss, how, mesh, way, groups_of(model, plain)
-            )
+            if is_divided(way):
+                recorded, shards = divided_and_recorded(
+                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*given, groups, build)
+                )
+            else:
+                recorded, shards = record_sharded_step(*given, groups_of(model, plain))
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything

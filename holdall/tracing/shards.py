@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from holdall.ops import branches_of_a_real_run
 from holdall.parallel.build import shard_model
 from holdall.parallel.counting import collective_of
 from holdall.parallel.groups import fake_mesh
-from holdall.sharded import has_shards, is_shard, local_of, watch_resizes
+from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_resizes
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -108,8 +109,11 @@ def record_sharded_step(
     mesh: Mesh,
     way: str,
     groups: tuple[str, ...],
+    build: Callable[[torch.nn.Module, Any], object] | None = None,
 ) -> tuple[Recorded, ShardedStep]:
     """Run one step of a fake copy of `model`, sharded over `mesh`; the model itself is not changed.
+
+    `build`: does that to the copy, on torch's mesh; None: torch's engine does.
 
     A first step is run without recording: it makes the optimizer's states, and the engine prepares itself.
     """
@@ -123,7 +127,10 @@ def record_sharded_step(
         stack.enter_context(mode)
         fake = _fake_copy(model)
         originals = {name: id(p) for name, p in model.named_parameters()}
-        shard_model(fake, groups, on, way)
+        if build is None:
+            shard_model(fake, groups, on, way)
+        else:
+            build(fake, on)
         made: dict[int, torch.Tensor] = {}
         fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, values, made), batch)
         parameters = dict(fake.named_parameters())
@@ -132,6 +139,7 @@ def record_sharded_step(
             swapped: dict[int, torch.Tensor] = {originals[name]: p for name, p in parameters.items()}
             clone = clone_optimizer(optimizer, swapped, foreach=False)
         stack.callback(watch_resizes(recorder.resized))
+        stack.callback(unrecorded_propagation(recorder.quiet))
         stack.enter_context(recorder)
         step = Step(fake, recorder, loss, how.autocast)
         with recorder.quiet():

@@ -43,6 +43,16 @@ class CollectiveOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRegion:
+    """Linear layers that are divided over ranks by columns, and the one after them by rows; see `parallel.tensor`."""
+
+    columns: tuple[str, ...]  # paths
+    row: str
+    parts: int = 1  # matrices side by side in a column
+    divided: tuple[str, ...] = ()  # attributes of the module around them that are divided too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedStep:
     """How the model was sharded over ranks when its step was traced, as one of them."""
 
@@ -50,6 +60,8 @@ class ShardedStep:
     way: str  # as in `parallel.build`
     groups: tuple[str, ...]  # modules with collectives of their own
     collectives: tuple[CollectiveOp, ...] = ()
+    regions: tuple[TensorRegion, ...] = ()  # of a model that is divided by tensors
+    vocabulary: tuple[str, ...] = ()  # modules that are divided by words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,12 @@ from typing import Any
 
 from holdall.errors import InvalidInput, unknown_name
 
+DIVIDING = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "experts",
+}  # name of a dimension -> action that divides a step over its ranks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:

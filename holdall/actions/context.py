@@ -1,0 +1,38 @@
+"""Context: divide the sequence over ranks; attention is computed by all of them together.
+
+After Li et al. (ring self-attention, ACL 2023), DeepSpeed-Ulysses (arXiv 2309.14509) and the zigzag order of LoongTrain (arXiv
+2406.18485). The trace is taken with the sequence divided, as one rank; `parallel/context.py` has all of it. All ranks are
+given the same batch. Model states are whole on every rank, so only activations are divided.
+
+Not the bits of one process: sums over positions are taken in parts (1e-15 in float64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from holdall.actions.shard import Shard
+from holdall.types import Trace
+from holdall.types.mesh import DIVIDING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context(Shard):
+    name: ClassVar[str] = "context"
+
+    @staticmethod
+    def samples(trace: Trace) -> list[Shard]:
+        """The division of the trace, if it has one."""
+        shards = trace.about.shards
+        if shards is None or DIVIDING.get(shards.mesh.dims[0].name) != Context.name:
+            return []
+        return [Context(mesh=tuple((d.name, d.size) for d in shards.mesh.dims), way=shards.way, groups=shards.groups)]
+
+    def build(self, model: torch.nn.Module, device_mesh: Any) -> None:
+        from holdall.parallel.context import divide_context
+
+        divide_context(model, self.groups, device_mesh, self.way)

@@ -1,0 +1,50 @@
+"""Tensor: divide linear layers over ranks, by columns and then by rows; with them the heads of attention and the words.
+
+After Megatron-LM (arXiv 1909.08053) and, with the way "sequence", Korthikanti et al. (arXiv 2205.05198), which divides what is
+between the layers along the sequence. The trace is taken with the model divided, as one rank; `parallel/tensor.py` has all of
+it. All ranks have the same batch. Installing the action divides the model, which stays divided when the harness is closed.
+
+Not the bits of one process, since sums over features are taken in parts: gradients differ by rounding (1e-15 in float64).
+Dropout between the layers draws other numbers on every rank, and in the whole other ones than one process does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from holdall.actions.shard import Shard
+from holdall.types import Trace
+from holdall.types.info import TensorRegion
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Shard):
+    regions: tuple[TensorRegion, ...]
+    vocabulary: tuple[str, ...]  # modules that are divided by words
+
+    name: ClassVar[str] = "tensor"
+
+    @staticmethod
+    def samples(trace: Trace) -> list[Shard]:
+        """The division of the trace, if it has one."""
+        shards = trace.about.shards
+        if shards is None or not shards.regions:
+            return []
+        return [
+            Tensor(
+                mesh=tuple((d.name, d.size) for d in shards.mesh.dims),
+                way=shards.way,
+                groups=shards.groups,
+                regions=shards.regions,
+                vocabulary=shards.vocabulary,
+            )
+        ]
+
+    def build(self, model: torch.nn.Module, device_mesh: Any) -> None:
+        from holdall.parallel.tensor import divide
+
+        divide(model, self.regions, self.vocabulary, device_mesh, stack=self.groups)

@@ -1,0 +1,150 @@
+"""Divides a model for a trace of one of its ranks (tensors, sequence, experts): finds what can be divided, and where something
+turns out not to be, tries again without it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from holdall.errors import HoldallError, Unsupported
+from holdall.parallel.context import divide_context, find_attention
+from holdall.parallel.experts import divide_experts, find_experts
+from holdall.parallel.parts import Division
+from holdall.parallel.regions import common_ancestor, find_regions, find_vocabulary
+from holdall.parallel.tensor import divide
+from holdall.types import Mesh, Phase, Trace
+from holdall.types.info import ShardedStep, TensorRegion
+
+T = TypeVar("T")
+Record = Callable[[tuple[str, ...], Callable[[torch.nn.Module, Any], object]], tuple[T, ShardedStep]]
+# sizes that a module's forward may take from its attributes, and that are a rank's own in a region
+_SIZES = ("split_size", "all_head_size", "inner_dim", "num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")
+_KEY_SIZES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_dim")
+_OVER_POSITIONS = ("aten._scaled_dot_product", "aten.bmm", "aten._softmax", "aten.convolution", "aten.cumsum")
+_ATTEMPTS: tuple[tuple[str, ...], ...] = ((), ("split_size",), (*_SIZES, *_KEY_SIZES))
+
+
+def divided_and_recorded(
+    model: torch.nn.Module, mesh: Mesh, way: str, plain: Trace, record: Record[T]
+) -> tuple[T, ShardedStep]:
+    """What `record` makes of a copy of the model that is divided by a function that it is given, with the modules concerned.
+    `plain`: the trace of the whole model."""
+    if mesh.dims[0].name == "cp":
+        return _by_context(model, way, plain, record)
+    if mesh.dims[0].name == "ep":
+        return _by_experts(model, mesh, record)
+    return _by_tensors(model, mesh, way, plain, record)
+
+
+def _by_context(model: torch.nn.Module, way: str, plain: Trace, record: Record[T]) -> tuple[T, ShardedStep]:
+    attention = find_attention(plain)
+    if not attention:
+        raise Unsupported(
+            f"no module of {type(model).__name__} calls F.scaled_dot_product_attention, so its sequence cannot be divided",
+            hint='let it: attn_implementation="sdpa" in Hugging Face\'s models',
+        )
+    return record(attention, lambda fake, on: divide_context(fake, attention, on, way))
+
+
+def _by_experts(model: torch.nn.Module, mesh: Mesh, record: Record[T]) -> tuple[T, ShardedStep]:
+    experts = find_experts(model, mesh.ranks)
+    if not experts:
+        raise Unsupported(
+            f"{type(model).__name__} has no experts that can be divided over {mesh.ranks} ranks: modules whose parameters are "
+            f"stacks of a multiple of {mesh.ranks} experts, called with (tokens, indices of experts, weights)",
+            hint='shard its parameters instead: mesh={"dp": ...}',
+        )
+    return record(experts, lambda fake, on: divide_experts(fake, experts, on))
+
+
+def _by_tensors(model: torch.nn.Module, mesh: Mesh, way: str, plain: Trace, record: Record[T]) -> tuple[T, ShardedStep]:
+    """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit."""
+    regions = find_regions(model, plain, mesh.ranks)
+    vocabulary = find_vocabulary(model, plain, mesh.ranks)
+    stack = _stack(plain, regions) if way == "sequence" else ()
+    if way == "sequence" and not stack:
+        raise Unsupported(
+            f"{type(model).__name__} has no stack of layers whose linear layers are all divided, so its sequence is not either",
+            hint='use shard="tensor"',
+        )
+    tried: Counter[str] = Counter()
+    while regions:
+        _refuse_attention_on_parts(plain, regions, stack)
+        built: list[Division] = []
+
+        def build(fake: torch.nn.Module, on: Any, regions: Any = regions, built: list[Division] = built) -> None:
+            built.append(divide(fake, regions, vocabulary, on, stack=stack))
+
+        try:
+            recorded, step = record(stack, build)
+        except HoldallError:
+            raise
+        except Exception:  # a model may raise anything
+            running = built[0].region if built else None
+            found = next((r for r in regions if running is not None and r == running.region), None)
+            if found is None:
+                raise
+            kind = kind_of(model, found)
+            tried[kind] += 1
+            regions = _changed(model, regions, kind, tried[kind], mesh.ranks)
+            continue
+        return recorded, replace(step, regions=regions, vocabulary=vocabulary)
+    raise Unsupported(
+        f"{type(model).__name__} has no linear layers that can be divided over {mesh.ranks} ranks: none whose result only "
+        f"another one reads, of a width (and a number of heads) that is a multiple of {mesh.ranks}",
+        hint='shard its parameters instead: mesh={"dp": ...}',
+    )
+
+
+def _stack(trace: Trace, regions: tuple[TensorRegion, ...]) -> tuple[str, ...]:
+    """The modules of the blocks with regions, in the order of their calls, if they follow each other."""
+    with_regions = [
+        n for n, b in enumerate(trace.blocks) if any(r.row.startswith(f"{b.module}.") for r in regions) and b.module
+    ]
+    if not with_regions or with_regions != list(range(with_regions[0], with_regions[-1] + 1)):
+        return ()
+    paths = tuple(trace.blocks[n].module for n in with_regions)
+    return paths if len(set(paths)) == len(paths) else ()
+
+
+def _refuse_attention_on_parts(trace: Trace, regions: tuple[TensorRegion, ...], stack: tuple[str, ...]) -> None:
+    """Between regions, activations are parts of the sequence: what looks at other positions must lie in a region."""
+    inside = {common_ancestor((*region.columns, region.row)) for region in regions}
+    over = [op.site for op in trace.ops if op.site.phase is Phase.FORWARD and op.site.op.startswith(_OVER_POSITIONS)]
+    wrong = next((s.module for s in over if _is_under(s.module, stack) and not _is_under(s.module, inside)), "")
+    if wrong:
+        raise Unsupported(
+            f"`{wrong}` looks at all positions and is not divided, so that activations cannot be along the sequence",
+            hint='use shard="tensor"',
+        )
+
+
+def _is_under(path: str, modules: Iterable[str]) -> bool:
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
+
+
+def kind_of(model: torch.nn.Module, region: TensorRegion) -> str:
+    """Regions of one kind are treated alike: the same layers of modules of one class."""
+    above = common_ancestor((*region.columns, region.row))
+    inside = [path.removeprefix(f"{above}.") for path in (*region.columns, region.row)]
+    return f"{type(model.get_submodule(above)).__name__}: {', '.join(inside)}"
+
+
+def _changed(
+    model: torch.nn.Module, regions: tuple[TensorRegion, ...], kind: str, attempt: int, ranks: int
+) -> tuple[TensorRegion, ...]:
+    """The regions with those of a kind as in the next attempt, or without them."""
+    found = []
+    for region in regions:
+        if kind_of(model, region) != kind:
+            found.append(region)
+        elif attempt < len(_ATTEMPTS):
+            above = model.get_submodule(common_ancestor((*region.columns, region.row)))
+            sizes = {name: getattr(above, name, None) for name in _ATTEMPTS[attempt]}
+            divided = tuple(n for n, size in sizes.items() if isinstance(size, int) and size % ranks == 0)
+            found.append(replace(region, divided=divided))
+    return tuple(found)

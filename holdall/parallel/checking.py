@@ -1,0 +1,90 @@
+"""Compares a model that was divided over ranks with what it computed before, on the batch that it was planned with.
+
+What is between two layers may not be computable in parts, and no shape need show it: a norm over all heads, a bias that depends
+on a head's number. So the outputs of an evaluation are compared before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_iter
+
+from holdall.errors import TraceMismatch, Unsupported
+from holdall.parallel.groups import ranks_here
+from holdall.sharded import local_of
+
+SMALLEST = 1e-6  # relative error that is allowed in any precision: models compute some things in float32
+
+_pending: ContextVar[Callable[[], None] | None] = ContextVar("_pending", default=None)
+
+
+@contextmanager
+def compared(model: torch.nn.Module, run: Callable[[], Any], *, outputs: bool) -> Iterator[None]:
+    """Whoever divides the model inside compares the loss, which `run` computes, with the whole model's; and all its outputs."""
+    before = _evaluated(model, run, outputs)
+
+    def compare() -> None:
+        after = _evaluated(model, run, outputs)
+        for a, b in zip(before, after, strict=True):
+            error = (a - b).abs().max().item() / max(a.abs().max().item(), torch.finfo(a.dtype).tiny)
+            if not error <= max(torch.finfo(a.dtype).eps ** 0.6, SMALLEST):
+                raise Unsupported(
+                    f"{type(model).__name__} computes something else when it is divided over ranks "
+                    f"(relative error {error:.1e})",
+                    hint='use mesh={"dp": ...}, which shards parameters and leaves computation as it is',
+                )
+
+    token = _pending.set(compare)
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+
+
+def compare_if_asked() -> None:
+    """To be called when the model has been divided."""
+    compare = _pending.get()
+    if compare is not None:
+        compare()
+
+
+def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) -> list[torch.Tensor]:
+    """The loss and what the model returned, without dropout."""
+    found: list[Any] = []
+    modes = {m: m.training for m in model.modules()}
+    hook = model.register_forward_hook(lambda _m, _args, out: found.append(out))
+    try:
+        model.eval()
+        with torch.no_grad():
+            loss = run()
+    finally:
+        hook.remove()
+        for m, was in modes.items():
+            m.training = was
+    some = [loss, found] if outputs else [loss]
+    return [local_of(t).detach().clone() for t in tree_iter(some) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def refuse_other_batches(batch: Any) -> None:
+    """Ranks that divide a model compute one batch together."""
+    sums = hashlib.sha256()
+    for t in tree_iter(batch):
+        if isinstance(t, torch.Tensor) and t.device.type != "meta":
+            sums.update(repr((tuple(t.shape), t.dtype)).encode())
+            sums.update(t.detach().double().contiguous().numpy().tobytes())
+    said = [sums.hexdigest()] * ranks_here()
+    if len(said) > 1:
+        dist.all_gather_object(said, said[0])
+    other = [rank for rank, told in enumerate(said) if told != said[0]]
+    if other:
+        raise TraceMismatch(
+            f"the batch of rank {', '.join(map(str, other))} differs from that of rank 0, but they divide one",
+            hint="give all ranks the same batches, as by a loader with the same seed and no distributed sampler",
+        )

@@ -1,0 +1,151 @@
+"""Modules that compute with this rank's parts of their parameters, which are DTensors: so norms, checkpoints and optimizers see
+whole ones, and activations are plain tensors."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdall.parallel.exchanges import Averaged, Copied
+from holdall.sharded import is_shard
+
+Made = dict[torch.nn.Parameter, torch.nn.Parameter]  # by the parameter in whose place it is
+
+
+class Division:
+    """What the divided modules of a model have in common: the group, and the region that is running."""
+
+    def __init__(self, group: Any, device_mesh: Any) -> None:
+        self.group, self.device_mesh = group, device_mesh
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.region: Any = None  # the one that is running
+        self.split = 0  # depth of modules whose activations are parts of the sequence
+        self.is_mean = False  # ranks have batches of their own: gradients are means over them
+
+    @property
+    def mean_of(self) -> int:
+        return self.ranks if self.is_mean else 0
+
+    @property
+    def is_partial(self) -> bool:
+        """Do modules see a part of the activations, so that gradients of whole parameters are partial sums?"""
+        return self.region is not None or self.split > 0 or self.is_mean
+
+
+class Fork:
+    """Random numbers that differ from rank to rank for a while, and agree afterwards. Both follow from the state before, so
+    that a repeated forward repeats them."""
+
+    def __init__(self, division: Division) -> None:
+        self._rank = division.rank
+        self._after: int | None = None  # seed with which all ranks go on
+
+    def begin(self) -> None:
+        if is_traced():
+            return
+        before = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        self._after = before + 1
+        torch.default_generator.manual_seed((before + 1) * 65_537 + self._rank)
+
+    def end(self) -> None:
+        if self._after is not None:
+            torch.default_generator.manual_seed(self._after)
+            self._after = None
+
+
+def part_of(p: torch.nn.Parameter, dim: int, parts: int, division: Division, made: Made) -> Any:
+    """The parameter divided along `dim`; with `parts` matrices side by side there, each of them is divided."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if parts == 1:
+        own = p.detach().chunk(division.ranks, dim)[division.rank].clone(memory_format=torch.contiguous_format)
+        return put(p, own, Shard(dim), division, made)
+    own = torch.cat([piece.chunk(division.ranks, dim)[division.rank] for piece in p.detach().chunk(parts, dim)], dim)
+    return put(p, own, _StridedShard(dim, split_factor=parts), division, made)
+
+
+def put(p: torch.nn.Parameter, own: torch.Tensor, placement: Any, division: Division, made: Made) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    if p not in made:
+        spread = DTensor.from_local(own, division.device_mesh, [placement], run_check=False, shape=p.shape, stride=p.stride())
+        made[p] = torch.nn.Parameter(spread, requires_grad=p.requires_grad)
+    return made[p]
+
+
+def replicate(module: torch.nn.Module, division: Division, made: Made) -> None:
+    """Every rank has its parameters; on a part of the activations, gradients are summed over the ranks."""
+    from torch.distributed.tensor import Replicate
+
+    for name, p in list(module.named_parameters(recurse=False)):
+        if not is_shard(p):
+            module.register_parameter(name, put(p, p.detach(), Replicate(), division, made))
+
+    def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
+        with local_parameters(module, division.group if division.is_partial else None, mean_of=division.mean_of):
+            return plain(*args, **kwargs)
+
+    wrap(module, forward)
+
+
+def wrap(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    """Let `forward`, which gets the plain one first, be the module's."""
+    plain = module.forward
+
+    @functools.wraps(plain)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return forward(plain, *args, **kwargs)
+
+    module.forward = wrapped  # type: ignore[method-assign]
+
+
+@contextmanager
+def local_parameters(
+    module: torch.nn.Module, group: Any = None, names: Sequence[str] | None = None, *, mean_of: int = 0
+) -> Iterator[None]:
+    """Inside, the module's own parameters are this rank's parts; with a `group`, gradients are summed over its ranks.
+    `mean_of`: they are divided by so many."""
+    modules = module.modules() if isinstance(module, torch.nn.MultiheadAttention) else (module,)  # reads those of its child
+    shards = [
+        (m, name, p) for m in modules for name, p in m._parameters.items() if is_shard(p) and (names is None or name in names)
+    ]
+    for m, name, p in shards:
+        local = p.to_local()  # type: ignore[union-attr, operator]
+        if mean_of:
+            local = Averaged.apply(local, group, mean_of)
+        elif group is not None:
+            local = Copied.apply(local, group)
+        m._parameters[name] = local
+    try:
+        yield
+    finally:
+        for m, name, p in shards:
+            m._parameters[name] = p
+
+
+def avoid_fast_paths(model: torch.nn.Module) -> None:
+    """Let torch's own transformer layers compute by their modules: in evaluations they may read parameters past them."""
+
+    def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+
+    for module in model.modules():
+        if isinstance(module, (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)):
+            wrap(module, forward)
+
+
+def is_traced() -> bool:
+    """Are tensors fake, so that nothing is drawn and no value is known?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
