@@ -283,7 +283,7 @@ def fit(
     record: str | Path | None = None,
     compile: bool | str = False,  # noqa: A002
     plan: Plan | str | Path | None = None,
-    mesh: Ranks = None,
+    mesh: Ranks | str = None,
     shard: str = "fsdp",
     progress: Progress | None = None,
     **options: Any,
@@ -299,9 +299,10 @@ def fit(
     `layout`: see `plan`.
     `plan`: one that was made ahead for this step and budget, to begin with; fallbacks, corrections and repeats are as without.
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
-    `mesh`: shard the model over the ranks of this run, such as {"dp": 2}, by the way `shard` (see `trace`); every rank calls
-    this with the same model and its own batch, or the same batch over {"tp": 2} and {"cp": 2}. The model stays sharded when the
-    harness is closed.
+    `mesh`: shard the model over the ranks of this run, such as {"dp": 2} or "auto" (all of them), by the way `shard` (see
+    `trace`; "auto": the fastest that fits); every rank calls this with the same model and its own batch, or the same batch over
+    {"tp": 2} and {"cp": 2}. Activations are recomputed and offloaded over {"dp": ...} as the budget asks. The model stays
+    sharded when the harness is closed.
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
     kept on disk for the next time (`holdall cache`).
     """

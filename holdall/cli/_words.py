@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from holdall import optim
 from holdall.errors import unknown_name
-from holdall.machine.presets import gpu_names
+from holdall.machine.presets import ALIASES, gpu_names
 from holdall.registry import member_names
 from holdall.units import TiB, parse_bytes
 
@@ -28,7 +28,7 @@ def one_of(what: str, known: Callable[[], Collection[str]]) -> Check:
 
 
 known_planner = one_of("planner", lambda: member_names("planners"))
-known_gpu = one_of("GPU", gpu_names)
+known_gpu = one_of("GPU", lambda: (*gpu_names(), *ALIASES))
 known_dtype = one_of("dtype", lambda: DTYPES)
 known_autocast = one_of("autocast", lambda: AUTOCASTS)
 

@@ -86,6 +86,20 @@ def plan(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="With --pareto: write the curve here.", show_default=False)
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Plan for so many GPUs, each with this batch.", show_default=False),
+    ] = None,
+    per_node: Annotated[int, typer.Option("--per-node", metavar="N", min=1, help="With --gpus: GPUs in a node.")] = 8,
+    inside: Annotated[
+        str, typer.Option("--inside", metavar="NAME", help="With --gpus: network of the GPUs of a node.")
+    ] = "nvlink-4",
+    across: Annotated[
+        str, typer.Option("--across", metavar="NAME", help="With --gpus: network of the nodes, a port for each GPU.")
+    ] = "infiniband-ndr",
+    fewest_gpus: Annotated[
+        bool, typer.Option("--fewest-gpus", help="With --gpus: the fewest GPUs, up to those, that suffice.")
+    ] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here.", show_default=False)] = None,
     json: given.Json = False,
 ) -> None:
@@ -100,6 +114,7 @@ def plan(
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --largest batch
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --smallest-budget --keep-speed 0.9
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --pareto --html gpt2.html
+      holdall plan llama-3-8b --gpus 64 --gpu h100-sxm --dtype bf16-mixed
     """
     from holdall.experiments.request import Request, prepare
 
@@ -121,6 +136,9 @@ def plan(
     )
     asked = [name for name, is_on in (("largest", largest), ("smallest-budget", smallest_budget), ("pareto", pareto)) if is_on]
     _check_together(asked, {"step": step, "keep-speed": keep_speed, "html": html, "longest-seq": longest_seq, "out": out})
+    if gpus is not None or fewest_gpus:
+        _over_ranks(request, gpus, (per_node, inside, across), asked, largest, fewest=fewest_gpus, out=out, json=json)
+        return
     if asked:
         question = asked[0]
         if question == "largest":
@@ -150,6 +168,29 @@ def plan(
     _show(made, prepared, found, json=json)
     if out is not None and not json:
         say(f"\nwritten to {out}")
+
+
+def _over_ranks(
+    request: Request,
+    gpus: int | None,
+    nodes: tuple[int, str, str],
+    asked: list[str],
+    largest: str | None,
+    *,
+    fewest: bool,
+    out: Path | None,
+    json: bool,
+) -> None:
+    from holdall.analysis.over_ranks import GpuCluster
+    from holdall.cli._ranks import answer
+
+    if gpus is None:
+        raise InvalidInput("--fewest-gpus has no bound", hint="give the most GPUs that there are: --gpus 64 --fewest-gpus")
+    if (asked and asked != ["largest"]) or (largest is not None and largest != "model") or (asked and fewest):
+        raise InvalidInput("with --gpus the only questions are `--largest model` and `--fewest-gpus`", hint="ask one of them")
+    per_node, inside, across = nodes
+    cluster = GpuCluster(gpus=gpus, per_node=per_node, inside=inside, across=across)
+    _write(answer(request, cluster, largest=largest is not None, fewest=fewest, json=json), out, json=json)
 
 
 def _show(made: Plan, prepared: PreparedRun, found: Any, *, json: bool) -> None:

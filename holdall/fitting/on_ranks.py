@@ -8,31 +8,47 @@ from typing import Any
 import torch
 
 from holdall import api
-from holdall.errors import InvalidInput, Unsupported
+from holdall.actions.shard import Shard
+from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
+from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.fitting.request import FitRequest
-from holdall.parallel.agree import together
+from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
+from holdall.parallel.build import WAYS
 from holdall.parallel.checking import compared, refuse_other_batches
-from holdall.parallel.groups import device_mesh
+from holdall.parallel.groups import device_mesh, ranks_here
 from holdall.parallel.ways import DIVIDED, is_divided, is_one_batch, way_for
+from holdall.planning.finish import finish
+from holdall.problem import hardware_for, make_problem
+from holdall.registry import build_member
 from holdall.runtime.harness import Harness
+from holdall.tracing import groups_of
 from holdall.tracing.step import default_loss
-from holdall.types import Mesh, Plan
+from holdall.types import Hardware, Mesh, Plan, Planner, Trace, _json
 from holdall.types.plan import silent
 
 
 def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Harness:
     """Returns the harness, switched on. Adaptation is off: no rank changes its plan by what it alone has measured."""
     assert request.mesh is not None
-    mesh = Mesh.of(request.mesh)
     _check(request)
+    mesh = Mesh.of({"dp": ranks_here()} if isinstance(request.mesh, str) else request.mesh)
     told = request.progress or silent
     device_mesh(mesh, "cpu")  # refuses a run with other ranks before anything slow
-    way = way_for(mesh, request.shard)
+    if request.shard == "auto" and mesh.dims[0].name not in DIVIDED:
+        way = from_first(lambda: _fastest_way(request, model, optimizer, batch, mesh))
+    else:
+        way = way_for(mesh, request.shard)
     if is_one_batch(way):
         refuse_other_batches(batch)
+    if is_divided(way) and request.planner not in ("auto", "nop"):
+        raise Unsupported(
+            f"`{request.planner}` does not plan models that are divided over `{mesh.dims[0].name}` yet: nothing is beside the division",
+            hint="leave `planner` out",
+        )
+    planner, given = ("nop", {}) if is_divided(way) else (request.planner, dict(request.options))
 
-    def make() -> Plan:
-        traced = api.trace(
+    def record() -> Trace:
+        return api.trace(
             model,
             batch,
             optimizer=optimizer,
@@ -41,11 +57,28 @@ def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch
             autocast=request.autocast,
             head=request.head,
             mesh=mesh,
-            shard=request.shard,
+            shard=way,
         )
-        return api.plan(traced, planner="nop", budget=request.budget, hardware=request.hardware, progress=told)
 
-    plan = together(make)
+    traced = together(record)
+    asked: dict[str, Any] = {"allow": request.allow, "reads_gradients": request.reads_gradients}
+    shared = [(a.name, _json.pack(a)) for a in Shard.samples(traced)]
+    refuse_other("plan", (traced.about.signature, shared, [b.name for b in traced.blocks], planner), ALIKE)
+
+    def make() -> tuple[Plan, Hardware]:
+        machine = hardware_for(traced, request.hardware, request.budget)
+        made = api.plan(traced, planner=planner, budget=request.budget, hardware=machine, progress=told, **asked, **given)
+        return made, machine
+
+    first, machine = from_first(make)
+
+    def mine() -> Plan:
+        """The actions of rank 0, with what this rank expects of them."""
+        built: Planner = build_member("planners", planner, given, f"planner {planner}")
+        problem = make_problem(traced, budget=request.budget, hardware=machine, **asked)
+        return finish(built, problem, first.actions, why=first.why)
+
+    plan = together(mine)
     with _compared(request, model, batch, way):
         return api.apply(plan, model, optimizer, enforce=request.enforce, record=request.record, progress=told)
 
@@ -58,25 +91,48 @@ def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, way: str)
     return compared(model, lambda: run(model, batch), outputs=way not in DIVIDED["cp"])
 
 
+def _fastest_way(
+    request: FitRequest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, mesh: Mesh
+) -> str:
+    """The way to shard with the shortest predicted step that fits; where none does by rule, the one that takes least memory."""
+    plain = api.trace(
+        model,
+        batch,
+        optimizer=optimizer,
+        loss=request.loss,
+        device=request.device,
+        autocast=request.autocast,
+        head=request.head if request.head != "auto" else "whole",
+    )
+    machine = hardware_for(plain, request.hardware, request.budget)
+    choices = [ShardWay(mesh=mesh, shard=name) for name in WAYS]
+    try:
+        found = plan_over_ranks(
+            plain, groups_of(model, plain), GpuCluster(gpus=mesh.ranks), machine, budget=request.budget, choices=choices
+        )
+    except Infeasible:  # the planner has more to offer than recomputation
+        return "zero3"
+    return found.way.shard
+
+
 def _check(request: FitRequest) -> None:
     """Refuse what is not planned over ranks yet."""
     given = {
-        "planner": request.planner not in ("auto", "nop"),
-        **dict.fromkeys(request.options, True),
         "precision": request.precision is not None,
         "accumulate": request.accumulate != 1,
         "layout": request.layout is not None,
         "lengths": request.lengths is not None,
         "compile": request.compile is not False,
-        "allow": request.allow is not None,
         "head": request.head not in ("auto", "whole"),
     }
     for name, is_given in given.items():
         if is_given:
             raise Unsupported(
-                f"`{name}` does not work together with `mesh` yet: a sharded step keeps its activations and is one backward",
+                f"`{name}` does not work together with `mesh` yet: a sharded step is one backward, in one precision",
                 hint=f"call fit(..., mesh=...) without `{name}`",
             )
+    if isinstance(request.mesh, str) and request.mesh != "auto":
+        raise InvalidInput(f"`mesh` is {request.mesh!r}", hint='use mesh={"dp": 2}, or mesh="auto" for all ranks of the run')
     if request.plan is not None:
         raise InvalidInput(
             "`plan` and `mesh` were both given", hint="call `holdall.apply(plan, model, optimizer)` on all ranks"

@@ -38,7 +38,7 @@ class FitRequest:
     compile: bool | str = False
     progress: Progress | None = None
     plan: Plan | str | Path | None = None
-    mesh: Ranks = None
+    mesh: Ranks | str = None
     shard: str = "fsdp"
     options: Mapping[str, Any] = field(default_factory=dict)
 

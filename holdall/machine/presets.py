@@ -27,6 +27,9 @@ _LANE = {  # bytes/s each way: transfers per second, less 2 of 130 bits of line 
 }
 
 
+ALIASES = {"h100": "h100-sxm", "a100": "a100-80gb"}  # short names for what most clusters have
+
+
 def gpu_names() -> tuple[str, ...]:
     """The names that `gpu` knows, in the order of the table."""
     return tuple(_datasheets())
@@ -34,6 +37,7 @@ def gpu_names() -> tuple[str, ...]:
 
 def gpu(name: str, *, host_bytes: int = 64 * GiB) -> Hardware:
     """One GPU by its datasheet, with a host of `host_bytes` of memory."""
+    name = ALIASES.get(name, name)
     if name not in _datasheets():
         raise unknown_name("GPU", name, gpu_names())
     if host_bytes <= 0:

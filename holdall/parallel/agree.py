@@ -15,6 +15,7 @@ from holdall.parallel.groups import ranks_here
 from holdall.types import Plan, _json
 
 T = TypeVar("T")
+ALIKE = "make the plan once and load its file on every rank, or pass the same arguments and batch shapes on all"
 
 
 def together(make: Callable[[], T]) -> T:
@@ -34,17 +35,41 @@ def together(make: Callable[[], T]) -> T:
     return made  # type: ignore[return-value]
 
 
+def from_first(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on all ranks; where it fails, all raise its error."""
+    if ranks_here() == 1:
+        return make()
+    made: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except HoldallError as error:
+            made[1] = error
+        except Exception as error:  # the others must not wait for this rank
+            made[1] = Unsupported(f"rank 0 failed, so no rank goes on: {error!r}", hint="see the error of that rank")
+    dist.broadcast_object_list(made, src=0)
+    if made[1] is not None:
+        raise made[1]
+    return made[0]  # type: ignore[no-any-return]
+
+
+def refuse_other(what: str, value: Any, hint: str) -> None:
+    """Refuse, on all ranks, a value in which they differ."""
+    said = _exchange(value)
+    other = [rank for rank, told in enumerate(said) if told != said[0]]
+    if other:
+        ranks = ", ".join(map(str, other))
+        raise TraceMismatch(f"the {what} of rank {ranks} differs from that of rank 0, so no rank goes on", hint=hint)
+
+
 def agree(plan: Plan, model: torch.nn.Module) -> None:
     """Refuse, on all ranks, a plan in which they differ, and models with other weights."""
-    said = _exchange({"plan": digest(plan), "weights": weights_digest(model)})
-    for what, hint in (
-        ("plan", "make the plan once and load its file on every rank, or pass the same arguments and batch shapes on all"),
-        ("weights", "build the model alike on every rank, as by torch.manual_seed(0) before, or load the same checkpoint"),
-    ):
-        other = [rank for rank, told in enumerate(said) if told[what] != said[0][what]]
-        if other:
-            ranks = ", ".join(map(str, other))
-            raise TraceMismatch(f"the {what} of rank {ranks} differs from that of rank 0, so no rank goes on", hint=hint)
+    refuse_other("plan", digest(plan), ALIKE)
+    refuse_other(
+        "weights",
+        weights_digest(model),
+        "build the model alike on every rank, as by torch.manual_seed(0) before, or load the same checkpoint",
+    )
 
 
 def digest(plan: Plan) -> str:

@@ -31,6 +31,7 @@ class Chen:
     variant: str = "sqrt"
     last: bool = False  # also recompute the last segment
     k: int = 1  # inputs kept at every level of `recursive`
+    count: int | None = None  # segments that are recomputed, from the first; None: all
 
     name: ClassVar[str] = "chen"
     paper: ClassVar[str] = "Chen et al. 2016, arXiv 1604.06174"
@@ -44,11 +45,11 @@ class Chen:
             raise InvalidInput(
                 f"`k` of chen is {self.k}; it must be at least 1", hint="give the inputs to keep per level, such as k=1"
             )
-        segments = []
-        for row in runs(problem.trace):
-            segments += self._segments(problem.trace, row)
-        if segments and not self.last:
-            segments += self._unrolled(segments.pop())
+        if self.count is not None and self.count < 0:
+            raise InvalidInput(
+                f"`count` of chen is {self.count}", hint="give the number of segments to recompute, such as count=8"
+            )
+        segments = self.chosen(problem.trace)
         actions = [Recompute.of(problem.trace, s, inner=self._inner(s)) for s in segments]
         blocks = sum(len(s) for s in segments)
         why = [f"{self.variant}: {blocks} blocks in {len(segments)} segments are recomputed, their inputs kept"]
@@ -57,6 +58,15 @@ class Chen:
         if self.variant == "recursive":
             why.append(f"{self.k} inputs kept at every level, {_depth(actions)} levels")
         return finish(self, problem, actions, why=why, began=began)
+
+    def chosen(self, trace: Trace) -> list[list[Block]]:
+        """The segments that are recomputed."""
+        segments = []
+        for row in runs(trace):
+            segments += self._segments(trace, row)
+        if segments and not self.last:
+            segments += self._unrolled(segments.pop())
+        return segments[: self.count]
 
     def _segments(self, trace: Trace, row: Sequence[Block]) -> list[list[Block]]:
         if self.variant == "recursive":

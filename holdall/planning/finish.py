@@ -18,6 +18,7 @@ from holdall.planning.laid_out import with_layout
 from holdall.simulator import simulate
 from holdall.simulator.allocators import usable_by
 from holdall.types import Action, Outcome, Plan, PlanInfo, Planner, Problem, TierRate
+from holdall.types.mesh import DIVIDING
 from holdall.units import MiB, format_bytes
 
 NEVER = 1 << 62  # bytes of a candidate that cannot be carried out
@@ -86,7 +87,7 @@ def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions with those implied by the trace: how it is sharded, its chunked head, and working copies in its precision."""
     shard = Shard.samples(problem.trace)
     if shard:
-        return [*shard, *_alone(problem, actions)]
+        return [*shard, *_on_shards(problem, actions)]
     head = [] if any(isinstance(a, Head) for a in actions) else Head.samples(problem.trace)
     is_narrow = problem.trace.about.precision is not None
     is_placed = any(isinstance(a, Place) for a in actions)
@@ -94,13 +95,17 @@ def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     return [*head, *actions, *place]
 
 
-def _alone(problem: Problem, actions: Sequence[Action]) -> list[Action]:
-    """No actions: others are not planned for sharded steps yet."""
-    other = next((a.name for a in actions if not isinstance(a, Shard)), "")
-    if other or problem.accumulate > 1 or problem.layout:
-        what = f"`{other}`" if other else "a layout" if problem.layout else "accumulation"
-        raise Unsupported(f"{what} is not planned for a step that is sharded over ranks yet", hint='use planner="nop"')
-    return []
+def _on_shards(problem: Problem, actions: Sequence[Action]) -> list[Action]:
+    """The actions besides the sharding itself; all must work on shards."""
+    others = [a for a in actions if not isinstance(a, Shard)]
+    shards = problem.trace.about.shards
+    is_divided = shards is not None and shards.mesh.dims[0].name in DIVIDING  # then nothing else is planned yet
+    wrong = next((a.name for a in others if is_divided or not a.on_shards), "")
+    by_ops = next((block for a in others for block in a.by_ops), "")
+    if wrong or by_ops or problem.accumulate > 1 or problem.layout:
+        what = f"`{wrong}`" if wrong else f"`{by_ops}` op by op" if by_ops else "a layout" if problem.layout else "accumulation"
+        raise Unsupported(f"{what} is not planned for a step that is sharded over ranks yet", hint='use planner="auto"')
+    return others
 
 
 def _about(problem: Problem, actions: Sequence[Action], outcome: Outcome) -> PlanInfo:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import How, Loss, Recorded, Step, record_optimizer, state_tensors
 from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.values.known import KnownValues
-from holdall.types import Kind, Mesh
+from holdall.types import Block, Kind, Mesh, Op
 from holdall.types.info import CollectiveOp, ShardedStep
 from holdall.updates.parts import clone_optimizer
 
@@ -45,6 +45,7 @@ class ShardRecorder(Recorder):
         self._dim = dim
         self._gathered: set[int] = set()  # storages that the engine fills and frees
         self._filled: list[int] = []  # tensors that the next op makes, besides its own
+        self._fillings: dict[int, list[int]] = {}  # storage -> its tensors, one for each time that it was filled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_shards(types):
@@ -85,8 +86,9 @@ class ShardRecorder(Recorder):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """The engine has filled or freed the storage of a gathered parameter."""
         key, size = storage._cdata, storage.nbytes()
-        self._gathered.add(key)
-        if self._quiet:
+        if size:
+            self._gathered.add(key)
+        if self._quiet or key not in self._gathered:  # torch empties storages of its own, whose place others take
             return
         known = self._ids.pop(key, None)
         self._watch.pop(key, None)
@@ -98,6 +100,11 @@ class ShardRecorder(Recorder):
                 like.set_(storage)  # type: ignore[call-overload]
                 index = self._see(like, "gathered parameter", Kind.PARAM, born=self.now + 1)
             self._filled.append(index)
+            self._fillings.setdefault(key, []).append(index)
+
+    @property
+    def fillings(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(row) for row in self._fillings.values())
 
 
 def record_sharded_step(
@@ -153,6 +160,7 @@ def record_sharded_step(
         with watch_modules(fake, recorder):
             held = step(fake_batch)
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
+        blocks = tuple(without_gathering(block, recorder.ops, recorder.fillings) for block in blocks)
         grads = ((f"{n}.grad", local_of(p.grad)) for n, p in parameters.items() if p.grad is not None)
         recorder.mark(grads, Kind.GRAD)
         if clone is not None:
@@ -175,7 +183,19 @@ def record_sharded_step(
         calls=sum(not call.path for call in recorder.calls),
         looked_at=tuple(sorted(n for n in values.looked_at if n >= 0)),
     )
-    return recorded, ShardedStep(mesh=mesh, way=way, groups=groups, collectives=tuple(recorder.collectives))
+    collectives = tuple(recorder.collectives)
+    return recorded, ShardedStep(mesh=mesh, way=way, groups=groups, collectives=collectives, fillings=recorder.fillings)
+
+
+def without_gathering(block: Block, ops: Sequence[Op], fillings: Iterable[Iterable[int]]) -> Block:
+    """The block without the ops before its own in which the engine gathers its parameters: a replay does not run them."""
+    filled = {x for row in fillings for x in row}
+    inside = ops[block.first : block.last + 1]
+    last = max((op.id for op in inside if filled & {*op.writes, *op.mutates}), default=block.first - 1)
+    before = inside[: last + 1 - block.first]
+    if last >= block.last or any(x in block.inputs for op in before for x in op.reads):
+        return block  # it has a group inside, whose parameters are gathered later
+    return replace(block, first=last + 1)
 
 
 def _prepare(

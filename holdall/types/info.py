@@ -39,7 +39,7 @@ class CollectiveOp:
     op: int
     kind: str  # as in `cost.collectives`
     nbytes: int  # of the whole buffer
-    dim: str  # dimension of the mesh
+    dim: str  # dimension of the mesh; several are joined by "+", slowest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,8 @@ class ShardedStep:
     collectives: tuple[CollectiveOp, ...] = ()
     regions: tuple[TensorRegion, ...] = ()  # of a model that is divided by tensors
     vocabulary: tuple[str, ...] = ()  # modules that are divided by words
+    replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
+    fillings: tuple[tuple[int, ...], ...] = ()  # a row per parameter that is gathered: the tensor of each time, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

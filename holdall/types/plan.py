@@ -66,6 +66,8 @@ class Problem:
 
     def permits(self, action: type[Action]) -> bool:
         """Whether an action may be used: it was named, or one that it serves was."""
+        if self.trace.about.shards is not None and not action.on_shards:
+            return False  # a sharded step is planned by actions that work on shards
         return bool({action.name, *action.permitted_by} & self.allow)
 
 

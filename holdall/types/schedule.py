@@ -152,6 +152,7 @@ class Schedule:
         default_factory=dict
     )  # such a block -> numbers of saves that autograd still holds
     programs: dict[int, Kept] = field(default_factory=dict)  # block that runs by a program -> what that keeps
+    moved: dict[OpId, OpId] = field(default_factory=dict)  # op -> the earlier one after which it runs instead
     placed: int = 0  # parameters whose norms and updates are handled one by one, between a backward and the next forward
     start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
 
@@ -166,6 +167,7 @@ class Schedule:
             replays=dict(self.replays),
             retained=dict(self.retained),
             programs=dict(self.programs),
+            moved=dict(self.moved),
             start=dict(self.start),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from holdall.actions.reschedule import ProgramRewrite, Reschedule
 from holdall.types import Block, Kind, Op, Run, Schedule, Trace
@@ -109,6 +110,7 @@ class SegmentReplay:
             return  # no backward: nothing is saved
         if self.depth == 1:
             self._begin(after)
+            self.seen = now_gathered(self.trace, self.blocks, after)
         until = self._until()
         again = [
             op
@@ -119,7 +121,7 @@ class SegmentReplay:
         order = [op.id for op in again]
         end = (order[-1], self.depth) if order else self._at_once(after)
         copies = self._copies(again, order)
-        self.schedule.insert(after, self._runs(again, copies))
+        self.schedule.insert(after, self._runs(again, copies, after))
         self._hold_kept(order, until, end)
         self._hold_inputs(again, end)
         made = {**self.seen, **copies}
@@ -177,12 +179,14 @@ class SegmentReplay:
                     self.schedule.holds[copies[x]] = [(_mark(order, ends.get(x, info.freed)), self.depth)]
         return copies
 
-    def _runs(self, again: Sequence[Op], copies: dict[int, int]) -> list[Run]:
+    def _runs(self, again: Sequence[Op], copies: dict[int, int], after: int) -> list[Run]:
         runs: list[Run] = []
         for block in self.blocks:
             mine = [op for op in again if block.first <= op.id <= block.last]
             if not mine:
                 continue
+            if self.depth == 1:
+                runs += self._gather(block, after)
             if self.rewriting.watch:
                 runs.append(self._watch(block))
             for x in self._changed(block):  # one more copy during its replay
@@ -190,6 +194,24 @@ class SegmentReplay:
                 self.schedule.hold(now, (mine[-1].id, self.depth))
                 runs.append(Run(op=-1, reads=(x,), writes=(now,), name="remember a buffer"))
             runs += [self._run(op, copies) for op in mine]
+        return runs
+
+    def _gather(self, block: Block, after: int) -> list[Run]:
+        """The ops that gather the block's parameters for its backward, where that would come after the replay: they run now."""
+        needed = [self.seen.get(x, x) for op in _inside(self.trace, block) for x in op.reads]
+        late = {x for x in needed if self.trace.tensors[x].born > after}
+        made = [self.trace.ops[k] for k in sorted({self.trace.tensors[x].born for x in late})]
+        buffers = {x for op in made for x in op.reads if x not in late and self.trace.tensors[x].kind is not Kind.PARAM}
+        filling = [op.id for op in made]
+        filling += [k for x in buffers for k in self.trace.uses(x) if k > after and (not made or k <= made[-1].id)]
+        runs = []
+        for op in (self.trace.ops[k] for k in sorted(set(filling)) if k not in self.schedule.moved):
+            plain = self.schedule.run(op.id)
+            runs.append(replace(plain, again=1))
+            self.schedule.runs[op.id] = replace(plain, reads=(), writes=(), mutates=(), seconds=0.0, workspace=0)
+            self.schedule.moved[op.id] = after
+        for x in buffers:
+            self.schedule.holds[x] = [(made[-1].id, 1)]
         return runs
 
     def _run(self, op: Op, copies: dict[int, int]) -> Run:
@@ -251,6 +273,19 @@ class SegmentReplay:
         ops = self.trace.ops[block.first : block.last + 1]
         found = dict.fromkeys(x for op in ops for x in op.mutates if x not in self.own)
         return [x for x in found if self.trace.tensors[x].kind is Kind.BUFFER]
+
+
+def now_gathered(trace: Trace, blocks: Sequence[Block], moment: int) -> dict[int, int]:
+    """Parameters of a sharded model as gathered for the forward of the blocks -> as a replay after this op reads them: those
+    that are gathered already, or the next time."""
+    rows = trace.about.shards.fillings if trace.about.shards is not None else ()
+    read = {x for block in blocks for op in _inside(trace, block) for x in op.reads} if rows else set()
+    found = {}
+    for row in rows:
+        for x in read.intersection(row):
+            alive = [y for y in row if trace.tensors[y].born <= moment and (trace.tensors[y].freed or moment + 1) > moment]
+            found[x] = next(iter(alive), None) or next((y for y in row if trace.tensors[y].born > moment), x)
+    return found
 
 
 def _inside(trace: Trace, block: Block) -> Sequence[Op]:
