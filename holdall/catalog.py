@@ -43,6 +43,24 @@ class Claim:
     test: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordering:
+    """A published order of two planners at the same memory."""
+
+    faster: str
+    slower: str
+    says: str  # the published words, in ours
+    factor: float | None = None  # published seconds of the slower over those of the faster, at most; None: the order alone
+
+
+@cache
+def orderings() -> tuple[Ordering, ...]:
+    """Which planner is published to be faster than which."""
+    table = json.loads((files("holdall") / "data" / "orderings.json").read_text(encoding="utf-8"))
+    found: tuple[Ordering, ...] = _json.unpack(tuple[Ordering, ...], table, "orderings.json")
+    return found
+
+
 @cache
 def systems() -> tuple[System, ...]:
     """Every system, family by family."""

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from holdall.experiments.sweep import Comparison, PeerRow, SweepRow
-    from holdall.types import Outcome
+    from holdall.experiments.workload import Workload
+    from holdall.reporting.standings import Contest
+    from holdall.types import Outcome, Progress
+
+_FEW = 8  # planners that are shown with all figures, a line for each budget
 
 
 def compare(
@@ -121,18 +125,19 @@ def compare(
         if measure:
             check_runnable(machine.device)
         comparisons = []
-        for workload in workloads:
+        for count, workload in enumerate(workloads, 1):
+            here = _among(progress, count, workloads)
             sweep = prepare_sweep(
                 workload,
                 machine,
                 planners=choices,
                 budgets=budgets,
                 measure=measure,
-                progress=progress,
+                progress=here,
                 peers=others,
                 commit=commit,
             )
-            comparisons.append(run_sweep(sweep, progress))
+            comparisons.append(run_sweep(sweep, here))
     records = [record for found in comparisons for record in found.records()]
     if csv is not None:
         write_csv(csv, records)
@@ -148,6 +153,7 @@ def compare(
             _show(found)
             say("")
         say(standings(records).verdict())
+        _show_orders(records)
         for path in (csv, plot, html):
             if path is not None:
                 say(f"written to {path}")
@@ -155,11 +161,38 @@ def compare(
         raise typer.Exit(FAILED)
 
 
+def _among(progress: Progress, count: int, workloads: Sequence[Workload]) -> Progress:
+    """The progress of one model, named if there are several."""
+    if len(workloads) == 1:
+        return progress
+    model = f"{workloads[count - 1].source.name} ({count} of {len(workloads)})"
+
+    def told(what: str, done: int, total: int, best: str) -> None:
+        progress(f"{model}: {what}", done, total, best)
+
+    return told
+
+
+def _show_orders(records: Sequence[Mapping[str, Any]]) -> None:
+    """Published orders of planners that do not hold in all of the cells; one line for those that do."""
+    from holdall.catalog import orderings
+    from holdall.reporting.standings import standings, tally
+
+    found = standings(records)
+    tallies = [t for o in orderings() if (t := tally(found, o.faster, o.slower)) is not None]
+    if not tallies:
+        return
+    kept = [t for t in tallies if t.kept == t.cells]
+    say(f"published orders of two planners: {len(kept)} of {len(tallies)} hold wherever both have a plan")
+    for other in (t for t in tallies if t.kept < t.cells):
+        say(f"  {other}")
+
+
 def _page(records: Sequence[Mapping[str, Any]]) -> str:
     """The page of all rows, with what is published about their planners."""
-    from holdall.catalog import claims, systems
+    from holdall.catalog import claims, orderings, systems
     from holdall.registry import member_class
-    from holdall.reporting.comparison import Published, render_comparison
+    from holdall.reporting.comparison import Published, PublishedOrder, render_comparison
     from holdall.reporting.standings import standings
 
     published = []
@@ -182,7 +215,8 @@ def _page(records: Sequence[Mapping[str, Any]]) -> str:
         "versions": f"torch {first['torch']}, holdall {first['holdall']}",
         "commit": first["commit"],
     }
-    return render_comparison(standings(records), published, facts)
+    orders = [PublishedOrder(faster=o.faster, slower=o.slower, says=o.says) for o in orderings()]
+    return render_comparison(standings(records), published, facts, orders)
 
 
 def _show(found: Comparison) -> None:
@@ -195,7 +229,11 @@ def _show(found: Comparison) -> None:
     if seen is not None:
         say(f"       {_cost(seen, sweep.home)} measured")
     say("budgets: " + ", ".join(f"{target.label} = {format_bytes(target.nbytes)}" for target in sweep.targets) + "\n")
-    show(_table(found))
+    crowded = len(sweep.planners) > _FEW and not sweep.measure
+    show(_matrix(found) if crowded else _table(found))
+    if crowded:
+        say("predicted step time over plain training; * the fastest, ~ lossy or too little room for the allocator")
+        say("peaks and planning times are in the files of --csv and --html")
     if any(row.smallest for row in found.rows):
         say('"needs": no plan fits that budget; the smallest budget with a plan')
     for row in found.rows:
@@ -214,6 +252,29 @@ def _show(found: Comparison) -> None:
     if seen is not None and ran and all(row.identical for row in ran):
         whose = "plan's run" if found.peers else "measured run"
         say(f"\nlosses and weights of every {whose} are those of plain training, bit for bit")
+
+
+def _matrix(found: Comparison) -> Table:
+    """Planners as rows and budgets as columns, the one with most wins first: for more planners than `_FEW`."""
+    from holdall.reporting.standings import standings
+
+    contest = standings(found.records())
+    wins = contest.wins()
+    table = grid("planner", *(target.label for target in found.sweep.targets))
+    for choice in sorted(found.sweep.planners, key=lambda c: (-wins[c.label], c.label)):
+        cells = [_standing(cell, choice.label) for cell in contest.cells]
+        if any(cells):
+            add_row(table, choice.label, *cells)
+    return table
+
+
+def _standing(cell: Contest, planner: str) -> str:
+    entry = cell.of(planner)
+    if entry is None:
+        why = cell.refused.get(planner, "")
+        return why if why.startswith("needs ") else "--"
+    mark = " *" if entry.wins else " ~" if not entry.counts else "  "
+    return f"{entry.overhead:+.1%}{mark}"
 
 
 def _table(found: Comparison) -> Table:

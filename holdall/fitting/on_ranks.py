@@ -42,7 +42,7 @@ def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch
         refuse_other_batches(batch)
     if is_divided(way) and request.planner not in ("auto", "nop"):
         raise Unsupported(
-            f"`{request.planner}` does not plan models that are divided over `{mesh.dims[0].name}` yet: nothing is beside the division",
+            f"`{request.planner}` does not plan models divided over `{mesh.dims[0].name}`: nothing is planned there yet",
             hint="leave `planner` out",
         )
     planner, given = ("nop", {}) if is_divided(way) else (request.planner, dict(request.options))

@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 
 from holdall.reporting._page import PAGE, STYLE, legend_item, marked, percent
-from holdall.reporting.standings import AUTO, Contest, Standing, Standings
+from holdall.reporting.standings import AUTO, Contest, Standing, Standings, tally
 from holdall.units import format_bytes, format_seconds
 
 ALLOWED = 0.02  # how far `auto` may be behind the best planner
@@ -19,15 +19,49 @@ _MORE = """
 .ruler td:first-child, .ruler th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
 .ruler thead tr:first-child th { text-align: center; color: var(--ink); border-left: 1px solid var(--line); }
 .ruler .won { color: var(--good); font-weight: 600; background: color-mix(in srgb, var(--good) 13%, transparent); }
+.ruler .none { color: var(--soft); font-size: 11px; }
 .ruler .lossy { font-style: italic; color: var(--soft); }
+.ruler [data-shown] { display: none; } .ruler [data-shown="overhead"] { display: inline; }
+.shows-seconds [data-shown], .shows-peak [data-shown], .shows-solved [data-shown] { display: none !important; }
+.shows-seconds [data-shown="seconds"], .shows-peak [data-shown="peak"], .shows-solved [data-shown="solved"] {
+  display: inline !important; }
+.switch { display: flex; gap: 6px; flex-wrap: wrap; margin: 8px 0; }
+.switch button { font: inherit; color: inherit; background: none; border: 1px solid var(--line); border-radius: 6px;
+  padding: 3px 10px; }
+.switch button[aria-pressed="true"] { border-color: var(--accent); color: var(--accent); }
 .plot { width: 100%; height: auto; margin-top: 8px; }
 .plot circle { fill: var(--rest); fill-opacity: .75; stroke: var(--card); }
 .plot .won { fill: var(--good); } .plot .auto { fill: var(--accent); } .plot .lossy { fill: var(--activation); }
 .plot line { stroke: var(--line); } .plot text { fill: var(--soft); font-size: 13px; }
 .claims td { white-space: normal; vertical-align: top; }
-.claims ul { padding-left: 16px; }
+.claims ul { padding-left: 16px; } .claims .good { color: var(--good); } .claims .bad { color: var(--bad); }
 .c-won { --c: var(--good); } .c-auto { --c: var(--accent); } .c-lossy { --c: var(--activation); } .c-rest { --c: var(--rest); }
 """
+
+_FIGURES = {  # what the matrix can show in its cells
+    "overhead": "time over plain training",
+    "seconds": "seconds a step",
+    "peak": "peak memory",
+    "solved": "planning time",
+}
+_SWITCH = """
+(() => {
+  const table = document.querySelector(".ruler"), buttons = [...document.querySelectorAll(".switch button")];
+  for (const button of buttons) button.addEventListener("click", () => {
+    table.className = "ruler shows-" + button.dataset.figure;
+    for (const other of buttons) other.setAttribute("aria-pressed", other === button);
+  });
+})();
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedOrder:
+    """Which planner is published to be faster than which, and by how much."""
+
+    faster: str
+    slower: str
+    says: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +75,19 @@ class Published:
     missing: Sequence[str] = ()
 
 
-def render_comparison(found: Standings, published: Sequence[Published], facts: Mapping[str, str]) -> str:
-    """The whole page. `facts`: what else the reader should know of the run, such as hardware and versions."""
+def render_comparison(
+    found: Standings,
+    published: Sequence[Published],
+    facts: Mapping[str, str],
+    orders: Sequence[PublishedOrder] = (),
+) -> str:
+    """The whole page. `facts`: what else the reader should know of the run, such as hardware and versions. `orders`: published
+    relations between planners, which are compared with those of this run."""
     sections = [_headline(found, facts), _matrix(found)]
     sections += [_plot(model, cells) for model, cells in _by_model(found)]
+    sections += _orders(found, orders)
     sections.append(_claims(found, published))
-    return PAGE.format(title="planners compared", style=STYLE + _MORE, body="\n".join(sections), script="")
+    return PAGE.format(title="planners compared", style=STYLE + _MORE, body="\n".join(sections), script=_SWITCH)
 
 
 def _by_model(found: Standings) -> list[tuple[str, list[Contest]]]:
@@ -81,8 +122,9 @@ def _matrix(found: Standings) -> str:
     return (
         '<section><h2>Who wins where</h2><p class="soft">Predicted step time over plain training; green: the fastest, or '
         "within 0.1 % of it. In italics, and out of the contest: a plan that changes the numbers, or leaves the allocator too "
-        "little room. Empty: no plan; the reason shows on hover."
-        f'</p><div class="table"><table class="ruler"><thead><tr><th></th><th></th>{models}</tr>'
+        "little room. A size: the smallest budget with a plan. Empty: no plan; the reason shows on hover. All of it is "
+        f'simulated.</p><div class="switch">{_switch()}</div>'
+        f'<div class="table"><table class="ruler"><thead><tr><th></th><th></th>{models}</tr>'
         f"<tr><th>planner</th><th>wins</th>{budgets}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
@@ -90,10 +132,25 @@ def _matrix(found: Standings) -> str:
 def _shown(cell: Contest, planner: str) -> str:
     entry = cell.of(planner)
     if entry is None:
-        return f'<td title="{escape(cell.refused.get(planner, "not tried"))}"></td>'
+        why = cell.refused.get(planner, "not tried")
+        return f'<td class="none" title="{escape(why)}">{escape(why) if why.startswith("needs ") else ""}</td>'
     hover = f"{format_seconds(entry.seconds)} a step, {format_bytes(entry.peak)} at the peak, {entry.numerics}"
     hover += ", too little room for the allocator" if entry.cramped else ""
-    return f'<td class="{_level(entry)}" title="{escape(hover)}">{entry.overhead:+.1%}</td>'
+    figures = {
+        "overhead": f"{entry.overhead:+.1%}",
+        "seconds": format_seconds(entry.seconds),
+        "peak": format_bytes(entry.peak),
+        "solved": format_seconds(entry.solved),
+    }
+    shown = "".join(f'<span data-shown="{name}">{figure}</span>' for name, figure in figures.items())
+    return f'<td class="{_level(entry)}" title="{escape(hover)}">{shown}</td>'
+
+
+def _switch() -> str:
+    return "".join(
+        f'<button type="button" data-figure="{name}" aria-pressed="{str(name == "overhead").lower()}">{label}</button>'
+        for name, label in _FIGURES.items()
+    )
 
 
 def _level(entry: Standing) -> str:
@@ -132,6 +189,29 @@ def _plot(model: str, cells: Sequence[Contest]) -> str:
         f'<text x="{_EDGE}" y="{_HIGH + 36}">lowest: {format_seconds(low)} a step, highest: {format_seconds(high)}</text>'
         "</svg></section>"
     )
+
+
+def _orders(found: Standings, orders: Sequence[PublishedOrder]) -> list[str]:
+    """The section on who is faster than whom; none where no pair has plans in the same cell."""
+    rows = []
+    for order in orders:
+        ours = tally(found, order.faster, order.slower)
+        if ours is None:
+            continue
+        level = "good" if ours.kept == ours.cells else "bad" if not ours.kept else ""
+        times = f"{ours.low:.2f} to {ours.high:.2f} times as fast"
+        rows.append(
+            f"<tr><td><code>{escape(order.faster)}</code> before <code>{escape(order.slower)}</code></td>"
+            f"<td>{marked(order.says)}</td><td class='{level}'>{ours.kept} of {ours.cells} cells</td><td>{times}</td></tr>"
+        )
+    if not rows:
+        return []
+    return [
+        '<section><h2>Who should be faster than whom</h2><p class="soft">Published relations, and the same two planners here: '
+        "the cells in which both have a plan.</p>"
+        '<div class="table"><table class="claims"><thead><tr><th>order</th><th>published</th><th>holds here in</th>'
+        f"<th>by</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    ]
 
 
 def _claims(found: Standings, published: Sequence[Published]) -> str:

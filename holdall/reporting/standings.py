@@ -28,6 +28,7 @@ class Standing:
     numerics: str  # exact, close or lossy
     cramped: bool  # the allocator may run out of pages
     behind: float  # seconds over those of the cell's best - 1; negative: it does not count
+    solved: float = 0.0  # seconds that planning took
 
     @property
     def counts(self) -> bool:
@@ -93,6 +94,32 @@ class Standings:
         return f"{first}; at most {behind:.1%} behind ({best.planner}, {where})"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """How often one planner is as fast as another or faster, over the cells in which both have a plan."""
+
+    faster: str
+    slower: str
+    kept: int
+    cells: int
+    low: float  # seconds of the slower over those of the faster, in the cell where that is least
+    high: float
+
+    def __str__(self) -> str:
+        times = f"{self.low:.2f}" if f"{self.low:.2f}" == f"{self.high:.2f}" else f"{self.low:.2f} to {self.high:.2f}"
+        return f"{self.faster} is as fast as {self.slower} or faster in {self.kept} of {self.cells} cells ({times} times)"
+
+
+def tally(found: Standings, faster: str, slower: str) -> Tally | None:
+    """Two planners, by name, compared over all cells; None: nowhere do both have a plan."""
+    pairs = [(cell.of(faster), cell.of(slower)) for cell in found.cells]
+    ratios = [slow.seconds / fast.seconds for fast, slow in pairs if fast is not None and slow is not None]
+    if not ratios:
+        return None
+    kept = sum(ratio >= 1 - NEAR for ratio in ratios)
+    return Tally(faster=faster, slower=slower, kept=kept, cells=len(ratios), low=min(ratios), high=max(ratios))
+
+
 def standings(records: Sequence[Mapping[str, Any]]) -> Standings:
     """The standings of the planners in rows of `holdall compare`; peers are measured only and take no part."""
     groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
@@ -115,6 +142,7 @@ def _cell(model: str, budget: str, nbytes: int, rows: Sequence[Mapping[str, Any]
             numerics=r["numerics"],
             cramped=r["cramped"],
             behind=r["predicted_seconds"] / least - 1 if least else 0.0,
+            solved=r["solve_seconds"] or 0.0,
         )
         for r in sorted(planned, key=lambda r: (r["predicted_seconds"], r["planner"]))
     ]

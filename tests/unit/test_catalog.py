@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from holdall.catalog import claims, state, system, systems
+from holdall.catalog import claims, orderings, state, system, systems
 from holdall.errors import InvalidInput
+from holdall.registry import member_names
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"recompute", "swap", "states", "shard", "parallel", "shrink", "layout"}
@@ -56,3 +57,11 @@ def test_the_state_is_where_a_system_lives_or_not_yet():
 def test_an_unknown_system_answers_with_the_nearest():
     with pytest.raises(InvalidInput, match=r"unknown system `checkmat`\n.*did you mean `checkmate`"):
         system("checkmat")
+
+
+def test_published_orders_are_between_planners_that_exist():
+    pairs = [(o.faster, o.slower) for o in orderings()]
+    assert len(set(pairs)) == len(pairs) >= 10
+    assert {name for pair in pairs for name in pair} <= set(member_names("planners"))
+    assert not {(slow, fast) for fast, slow in pairs} & set(pairs)
+    assert all(o.factor is None or o.factor > 1 for o in orderings())

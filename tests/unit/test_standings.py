@@ -7,8 +7,8 @@ import pytest
 from holdall.cli import app
 from holdall.experiments.choices import every_planner
 from holdall.registry import member_names
-from holdall.reporting.comparison import Published, render_comparison
-from holdall.reporting.standings import standings
+from holdall.reporting.comparison import Published, PublishedOrder, render_comparison
+from holdall.reporting.standings import standings, tally
 
 
 def row(planner, seconds, *, model="m", budget="50%", numerics="exact", cramped=False, **more):
@@ -25,6 +25,7 @@ def row(planner, seconds, *, model="m", budget="50%", numerics="exact", cramped=
         "predicted_overhead": None if seconds is None else seconds - 1,
         "predicted_peak_bytes": 900,
         "smallest_bytes": None,
+        "solve_seconds": 0.5,
         "problem": "",
     }
     return {**found, **more}
@@ -52,6 +53,26 @@ def test_the_verdict_names_the_cell_where_auto_is_furthest_behind():
     assert "pofo has a plan and auto has none for m at 20%" in standings(rows).verdict()
     assert standings([row("rotor", 1.0)]).verdict().startswith("rotor is the fastest")
     assert standings([row("auto", None)]).verdict() == "no plan fits any of the budgets"
+
+
+def test_two_planners_are_compared_where_both_have_a_plan():
+    rows = [row("tsplit", 1.0), row("vdnn", 3.0), row("tsplit", 2.0, budget="20%"), row("vdnn", 1.0, budget="20%")]
+    rows += [row("tsplit", 1.0, budget="10%"), row("vdnn", None, budget="10%", problem="does not fit")]
+    ours = tally(standings(rows), "tsplit", "vdnn")
+    assert (ours.kept, ours.cells, ours.low, ours.high) == (1, 2, 0.5, 3.0)
+    assert str(ours) == "tsplit is as fast as vdnn or faster in 1 of 2 cells (0.50 to 3.00 times)"
+    assert tally(standings(rows), "tsplit", "pofo") is None
+
+
+def test_the_page_has_all_figures_of_a_cell_and_the_published_orders():
+    rows = [row("tsplit", 1.25), row("vdnn", 2.5)]
+    orders = [PublishedOrder(faster=fast, slower="vdnn", says="up to 4.7 times") for fast in ("tsplit", "capuchin")]
+    page = render_comparison(standings(rows), [], {}, orders)
+    for figure, shown in (("overhead", "+25.0%"), ("seconds", "1.25 s"), ("peak", "900 B"), ("solved", "500 ms")):
+        assert f'<span data-shown="{figure}">{shown}</span>' in page
+        assert f'data-figure="{figure}"' in page and f'[data-shown="{figure}"]' in page
+    assert "2.00 to 2.00 times as fast" in page and "1 of 1 cells" in page
+    assert "capuchin" not in page  # it has no plan here
 
 
 class _Tags(HTMLParser):
@@ -100,3 +121,18 @@ def test_two_models_on_one_page(tmp_path):
     assert "tiny-gpt2" in text and "tiny-llama" in text and "test_rotor.py" in text
     refused = CliRunner().invoke(app, [*words, "--plot", "x.png"])
     assert refused.exit_code != 0
+
+
+def test_many_planners_are_a_matrix_that_a_terminal_can_show():
+    from typer.testing import CliRunner
+
+    many = "auto,pofo,rotor,chen,vdnn,yuan,memo,korthikanti,te_offload"
+    words = ["compare", "tiny-vgg", "--gpu", "v100-16gb", "--planners", many, "--budgets", "100%,90%,1MB,500KiB"]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    head = next(line for line in done.output.splitlines() if line.startswith("planner "))
+    assert head.split() == ["planner", "100%", "90%", "1MB", "500KiB"]
+    table = [line for line in done.output.splitlines() if line.startswith(("auto ", "pofo ", "rotor "))]
+    assert len(table) >= 3 and all(len(line) <= 80 for line in table)
+    assert any("needs " in line for line in table) and any(" *" in line or " ~" in line for line in table)
+    assert "published orders of two planners: " in done.output

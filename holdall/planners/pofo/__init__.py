@@ -13,8 +13,10 @@ waited until its backlog is no larger, would be no later and pin no more.
 
 `solve` works on numbers alone. `costs_of_chain` gives it the paper's chain, where the inside of a recomputed segment is any
 nesting of recomputations (rotor's table). `costs_of_trace` gives it what our runtime executes: the replay of a segment is
-nested in the same ways (`replays.py`), but an offloaded block must be copied out when the next block's forward is over, and is
-fetched during the backward of the next segment or, where memory is short, when it is needed.
+nested in the same ways (`replays.py`). Copies are planned in two ways, of which the faster is taken: an offloaded block is
+copied out when the next block's forward is over, and is fetched during the backward of the next segment or, where memory is
+short, when it is needed; or, as in the paper, copies take as many blocks as they need, one after the other. The second is
+tried where most blocks are alike, as in transformers: the backlogs of unlike blocks make too many states.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import inf
 from typing import ClassVar, NamedTuple
 
 from holdall.actions.offload import Offload, held, own_inputs, replayed
@@ -192,6 +196,46 @@ def actions_of(
     return actions
 
 
+def with_long_copies(problem: Problem, menus: Sequence[Item], actions: Sequence[Action]) -> list[Action]:
+    """The same actions, with copies that take as many blocks as they need: one after the other, each freed at the end of the
+    block by which it is done, and fetched from the backward of the last block that leaves time for it."""
+    far, trace = problem.hardware.far, problem.trace
+    assert far is not None
+    forward = [item for item in menus if item.forward_seconds]
+    ends = dict(zip((i.block.name for i in forward), accumulate(i.forward_seconds for i in forward), strict=True))
+    back = [item for item in reversed(menus) if item.block.backward is not None]
+    starts: dict[str, float] = {}
+    for item, start in zip(back, accumulate((i.backward_seconds for i in back), initial=0.0), strict=False):
+        starts.setdefault(item.block.name, start)
+    moved = {a.block: _moved_bytes(trace, a, actions) for a in actions if isinstance(a, Offload)}
+    until, free = {}, 0.0
+    for name in sorted(moved, key=lambda name: trace.block(name).id):
+        free = max(free, ends.get(name, 0.0)) + far.latency + moved[name] / far.write
+        later = [b for b, end in ends.items() if trace.block(b).id > trace.block(name).id]
+        until[name] = next((b for b in later if ends[b] >= free), later[-1] if later else "")
+    fetch, free = {}, inf
+    for name in sorted(moved, key=lambda name: trace.block(name).id):  # the first block is needed last
+        free = min(free, starts.get(name, 0.0)) - far.latency - moved[name] / far.read
+        later = [b for b in starts if trace.block(b).id > trace.block(name).id]
+        early = [b for b in later if starts[b] <= free]
+        fetch[name] = max(early, key=lambda b: starts[b], default=later[0] if later else "")
+    return [
+        replace(a, lag=bool(until[a.block]), until=until[a.block], fetch=fetch[a.block]) if isinstance(a, Offload) else a
+        for a in actions
+    ]
+
+
+def _are_alike(trace: Trace, menus: Sequence[Item]) -> bool:
+    """Do blocks hold so many different numbers of bytes as half of the blocks, or fewer?"""
+    return 2 * len({_movable(trace, item.block, replayed=False) for item in menus}) <= len(menus)
+
+
+def _moved_bytes(trace: Trace, offload: Offload, actions: Sequence[Action]) -> int:
+    block = trace.block(offload.block)
+    again = {name for a in actions if isinstance(a, Recompute) for name in a.blocks}
+    return _movable(trace, block, replayed=block.name in again)
+
+
 # the planner
 
 
@@ -222,6 +266,8 @@ class Pofo:
         menus = make_menus(problem)
         costs = costs_of_trace(problem, menus)
         found = self._search(problem, menus, costs, offload=True)
+        if problem.hardware.overlap and _are_alike(problem.trace, menus):
+            found += self._search(problem, menus, costs, offload=True, long=True)
         if all(c.missing for c in found):
             found += self._search(problem, menus, costs, offload=False)
         if all(
@@ -232,19 +278,25 @@ class Pofo:
         best = min(fitting or found, key=lambda c: (c.outcome.seconds, len(c.actions)) if fitting else _size(problem, c))
         return finish(self, problem, best.actions, why=_why(problem, plain, best), began=began)
 
-    def _search(self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool) -> list[_Candidate]:
-        """The program's answer, simulated; solved again with a smaller budget where the whole step exceeds it."""
+    def _search(
+        self, problem: Problem, menus: Sequence[Item], costs: Costs, *, offload: bool, long: bool = False
+    ) -> list[_Candidate]:
+        """The program's answer, simulated; solved again with a smaller budget where the whole step exceeds it. `long`: copies
+        may take several blocks."""
         allowed = problem.limit(problem.home)
         found: list[_Candidate] = []
         for n in range(_TRIES):
             problem.progress("searching", n, _TRIES, "")
-            candidate = _ask(problem, menus, costs, allowed, offload=offload, slots=self.slots)
+            slots = min(self.slots, ROUGH) if long else self.slots  # backlogs multiply the states
+            candidate = _ask(problem, menus, costs, allowed, offload=offload, slots=slots, long=long)
             if candidate is None:
                 break
             found.append(candidate)
-            if problem.home not in candidate.missing:
+            if problem.home not in candidate.missing and not long:
                 break
-            missing = candidate.missing[problem.home]
+            missing = candidate.missing.get(problem.home, 0)
+            if long:  # tensors are freed whole, later than the program counts: answers for less memory may be faster
+                missing = max(missing, problem.limit(problem.home) // 20)
             allowed -= missing if missing < NEVER // 2 else allowed // 20 + 1  # leave out the answer that cannot be carried out
         return found
 
@@ -265,15 +317,24 @@ class Pofo:
 
 
 def _ask(
-    problem: Problem, menus: Sequence[Item], costs: Costs, allowed: int, *, offload: bool, slots: int
+    problem: Problem,
+    menus: Sequence[Item],
+    costs: Costs,
+    allowed: int,
+    *,
+    offload: bool,
+    slots: int,
+    long: bool = False,
 ) -> _Candidate | None:
     """The program's answer for `allowed` bytes, simulated as a whole step; None: there is none."""
     far = problem.hardware.far
-    link = (
-        PofoLink(out=far.write, back=far.read, hidden_by=int(problem.hardware.overlap)) if far else PofoLink(out=0.0, back=0.0)
-    )
+    hidden = None if long else int(problem.hardware.overlap)
+    link = PofoLink(out=far.write, back=far.read, hidden_by=hidden) if far else PofoLink(out=0.0, back=0.0)
     answer = solve(costs, allowed, link, offload=offload, slots=slots)
-    return None if answer is None else _try(problem, answer[1], actions_of(problem, menus, answer[1], costs))
+    if answer is None:
+        return None
+    actions = actions_of(problem, menus, answer[1], costs)
+    return _try(problem, answer[1], with_long_copies(problem, menus, actions) if long else actions)
 
 
 def _try(problem: Problem, segments: Sequence[PofoSegment], actions: Sequence[Action]) -> _Candidate:
