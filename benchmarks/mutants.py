@@ -1,13 +1,14 @@
 """Small changes to the code that some test should notice: which ones none does.
 
-python benchmarks/mutants.py [--files planners/,simulator/] [--count 40] [--seed 0] [--minutes 15] [--out survivors.csv]
+python benchmarks/mutants.py [--files planners/,simulator/] [--count 40] [--seed 0] [--minutes 15] [--jobs 1] [--out FILE]
 
 Each mutant is one change to one file: a comparison turned round, + for - and * for /, a constant changed, `min` for `max`,
 `and` for `or`, a call dropped, a function that returns early. It is written into a copy of the tree, and the tests that cover
 the file (TESTS) are run there until the first one fails. A mutant that no test fails for has survived: it is a line of the
 table, to be killed by a test or to be explained (most often it changes no answer). One that takes longer than `--timeout`
-is neither killed nor alive: it may be endless, or the machine busy. Each run is a fork of this process, which has imported
-torch and nothing of the package.
+is neither killed nor alive: it may be endless, or the machine busy; nor is one whose failing test fails without it, too. Each
+run is a fork of this process, which has imported torch and nothing of the package; `--jobs` of them run at once, each in a copy
+of the tree. Survivors are written as they are found.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,6 +94,8 @@ TESTS = {  # a part of the tree -> the tests that cover it; the longest prefix c
     "simulator/curve.py": ["tests/unit/test_simulator.py", "tests/papers/test_chen.py", "tests/papers/test_pofo.py"],
     "simulator/pages.py": ["tests/unit/test_moving_pages.py", "tests/unit/test_pages.py", "tests/unit/test_reserved.py"],
 }
+KEPT = "tests/papers/test_kept_plans.py::test_plans_are_those_that_were_kept"  # of one planner
+OPTIONS = "tests/papers/test_planner_options.py::test_options_are_accepted_to_their_limits_and_refused_beyond"
 DEFAULTS = {"optim/": "optimizer", "planners/": "planner"}
 _FLIPS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
@@ -173,46 +177,87 @@ def _short(node: ast.AST) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _text(test: str) -> str:
+    return (ROOT / test.split("::", maxsplit=1)[0]).read_text(encoding="utf-8")
+
+
 def tests_of(path: str) -> list[str] | None:
     """The tests that cover a file of the package: those of the table, else those named like the member."""
     inside = path.removeprefix("holdall/")
     best = max((prefix for prefix in TESTS if inside.startswith(prefix)), key=len, default=None)
-    defaults = [f"tests/papers/test_{DEFAULTS[folder]}_defaults.py" for folder in DEFAULTS if inside.startswith(folder)]
+    general = [f"tests/papers/test_{DEFAULTS[folder]}_defaults.py" for folder in DEFAULTS if inside.startswith(folder)]
+    member = Path(inside).parts[1].removesuffix(".py")
+    if inside.startswith("planners/"):
+        general += [f"{KEPT}[{member}]", *([f"{OPTIONS}[{member}]"] if f'"{member}": ' in _text(OPTIONS) else [])]
+    if inside.startswith("simulator/"):
+        general.append("tests/unit/test_kept_outcomes.py")
     if best is not None:
-        return [*defaults, *TESTS[best]]
-    named = f"tests/papers/test_{Path(inside).parts[1].removesuffix('.py')}.py" if inside.startswith("planners/") else ""
-    return [*defaults, named] if named and (ROOT / named).exists() else None
+        return [*general, *TESTS[best]]
+    named = f"tests/papers/test_{member}.py" if inside.startswith("planners/") else ""
+    return [*general, named] if named and (ROOT / named).exists() else general or None
 
 
-def survives(mutant: Mutant, folder: Path, timeout: float) -> bool | None:
-    """Whether all tests of its file pass with it; None: they take too long."""
-    target = folder / mutant.path
-    before = target.read_text(encoding="utf-8")
-    target.write_text(mutant.source, encoding="utf-8")
-    try:
-        return passes(tests_of(mutant.path) or [], folder, timeout)
-    finally:
-        target.write_text(before, encoding="utf-8")
+class Trial:
+    """Tests under way in a fork, in its own group of processes, which are ended with it."""
+
+    def __init__(self, tests: list[str], folder: Path, timeout: float, mutant: Mutant | None = None) -> None:
+        self.folder, self.mutant, self.began = folder, mutant, time.monotonic()
+        self.until = self.began + timeout
+        self._failure = folder / "failed"
+        self._failure.unlink(missing_ok=True)
+        if mutant is not None:
+            target = folder / mutant.path
+            self.before = target.read_text(encoding="utf-8")
+            target.write_text(mutant.source, encoding="utf-8")
+        self.child = os.fork()
+        if self.child == 0:
+            os.setpgid(0, 0)
+            _run_tests(tests, folder, self._failure)
+
+    def ended(self) -> bool:
+        """Whether it is over; then `passed` says whether all tests pass, None: they take too long."""
+        ended, status = os.waitpid(self.child, os.WNOHANG)
+        if not ended and time.monotonic() < self.until:
+            return False
+        self.passed = os.waitstatus_to_exitcode(status) == 0 if ended else None
+        if not ended:
+            os.killpg(self.child, signal.SIGKILL)
+            os.waitpid(self.child, 0)
+        if self.mutant is not None:
+            (self.folder / self.mutant.path).write_text(self.before, encoding="utf-8")
+        return True
+
+    @property
+    def failed(self) -> list[str]:
+        """The test that failed first, or the file that could not be collected, as arguments for pytest."""
+        if not self._failure.exists():
+            return []
+        name = self._failure.read_text(encoding="utf-8").splitlines()[0]
+        return [name] if "::" in name else [name, "--collect-only"]
 
 
 def passes(tests: list[str], folder: Path, timeout: float) -> bool | None:
-    """Run tests in a fork, in its own group of processes, which are ended with it; None: they take too long."""
-    child = os.fork()
-    if child == 0:
-        os.setpgid(0, 0)
-        _run_tests(tests, folder)
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status) == 0
+    trial = Trial(tests, folder, timeout)
+    while not trial.ended():
         time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    return trial.passed
 
 
-def _run_tests(tests: list[str], folder: Path) -> None:
+class Failures:
+    """For pytest: writes down what fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def _note(self, report: Any) -> None:
+        if report.failed:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
+
+    pytest_runtest_logreport = pytest_collectreport = _note
+
+
+def _run_tests(tests: list[str], folder: Path, failure: Path) -> None:
     """Never returns."""
     import pytest
 
@@ -224,9 +269,45 @@ def _run_tests(tests: list[str], folder: Path) -> None:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
-        code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]))
+        code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[Failures(failure)]))
     finally:
         os._exit(code)
+
+
+def copy_tree(folder: Path) -> Path:
+    for name in ("holdall", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def trials(chosen: list[Mutant], folders: list[Path], asked: argparse.Namespace) -> Iterator[Trial]:
+    """Each mutant's, when it is over; as many at once as there are folders, until the time is over."""
+    until, free, waiting, running = time.monotonic() + 60 * asked.minutes, list(folders), list(chosen), list[Trial]()
+    sound: set[str] = set()  # tests that pass without a change: one that fails by itself kills nothing
+    try:
+        while waiting or running:
+            if waiting and time.monotonic() > until:
+                print(f"{len(waiting)} mutants were not run: the time is over")
+                waiting = []
+            while waiting and free:
+                mutant = waiting.pop(0)
+                running.append(Trial(tests_of(mutant.path) or [], free.pop(), asked.timeout, mutant))
+            for trial in [t for t in running if t.ended()]:
+                running.remove(trial)
+                if trial.passed is False and str(trial.failed) not in sound:
+                    if trial.failed and passes(trial.failed, trial.folder, 10 * asked.timeout):
+                        sound.add(str(trial.failed))
+                    else:
+                        print("fails without any change, or does not say what failed:", *trial.failed)
+                        trial.passed = None
+                free.append(trial.folder)
+                yield trial
+            time.sleep(0.05)
+    finally:
+        for trial in running:
+            os.killpg(trial.child, signal.SIGKILL)
+            os.waitpid(trial.child, 0)
 
 
 def main() -> None:
@@ -236,45 +317,34 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the tests of one mutant")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at once")
     parser.add_argument("--out", type=Path, default=Path("survivors.csv"))
     asked = parser.parse_args()
-    rng = random.Random(asked.seed)
     prefixes = tuple(f"holdall/{p.strip()}" for p in asked.files.split(","))
     paths = [p for p in sorted(ROOT.glob("holdall/**/*.py")) if str(p.relative_to(ROOT)).startswith(prefixes)]
     paths = [p for p in paths if str(p.relative_to(ROOT)) not in ON_A_GPU]
     every = [m for p in paths if tests_of(str(p.relative_to(ROOT))) for m in mutants_of(p)]
-    chosen = rng.sample(every, min(asked.count, len(every)))
+    chosen = random.Random(asked.seed).sample(every, min(asked.count, len(every)))
     for name in ("torch", "torch.fx.experimental.proxy_tensor", "torch._dynamo", "transformers", "scipy.optimize", "pytest"):
         importlib.import_module(name)
-    until, rows, killed, late = time.monotonic() + 60 * asked.minutes, [], 0, 0
-    sound: set[str] = set()  # tests that pass without a change
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        for name in ("holdall", "tests"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        for n, mutant in enumerate(chosen):
-            if time.monotonic() > until:
-                print(f"{len(chosen) - n} mutants were not run: the time is over")
-                break
-            tests = tests_of(mutant.path) or []
-            if str(tests) not in sound:
-                if not passes(tests, folder, 10 * asked.timeout):
-                    sys.exit(f"these fail without any change: {' '.join(tests)}")
-                sound.add(str(tests))
-            began = time.monotonic()
-            is_alive = survives(mutant, folder, asked.timeout)
-            print(f"{n + 1} of {len(chosen)}, {time.monotonic() - began:.0f} s", mutant.path, mutant.line, flush=True)
-            if is_alive is None:
-                late += 1
-            elif is_alive:
-                rows.append((mutant.path, mutant.line, mutant.change))
-                print("survived", *rows[-1], flush=True)
-            else:
-                killed += 1
-    with asked.out.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("file", "line", "change"), *rows])
-    print(f"{len(every)} mutants there are, {killed} killed, {late} took too long, {len(rows)} survived: {asked.out}")
+    counted = Counter[bool | None]()
+    with tempfile.TemporaryDirectory() as place, asked.out.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(("file", "line", "change", "end"))
+        folders = [copy_tree(Path(place) / str(n)) for n in range(asked.jobs)]
+        for n, trial in enumerate(trials(chosen, folders, asked)):
+            mutant, counted[trial.passed] = trial.mutant, counted[trial.passed] + 1
+            assert mutant is not None
+            print(f"{n + 1} of {len(chosen)}, {time.monotonic() - trial.began:.0f} s", mutant.path, mutant.line, flush=True)
+            if trial.passed is not False:
+                end = "survived" if trial.passed else "not decided"
+                table.writerow((mutant.path, mutant.line, mutant.change, end))
+                file.flush()
+                print(end, mutant.path, mutant.line, mutant.change, flush=True)
+    print(
+        f"{len(every)} mutants there are, {counted[False]} killed, {counted[None]} not decided, "
+        f"{counted[True]} survived: {asked.out}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Problems with known answers, and solvers that look at every possibility: exact, slow, for small cases only."""
+"""Problems with known answers, answers that were kept, and solvers that look at every possibility: exact, slow, for small
+cases only."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
 from itertools import count, permutations
-from math import inf
+from math import inf, isclose
 from random import Random
+from typing import Any
 
 from holdall.actions.reschedule.dag import Answer, Dag, Program, answer
 from holdall.planning.chunk_tracer import TracedStates, UseMoment
@@ -198,3 +200,13 @@ def fewest_loads(accesses: list[int], blocks: int) -> int:
                 after[key] = min(cost, after.get(key, cost))
         states = after
     return min(states.values())
+
+
+def differences(before: Any, after: Any, where: str = "") -> list[str]:
+    """What differs between kept answers (from a JSON file) and those of now, a line each; floats to a millionth."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [*before, *(k for k in after if k not in before)]
+        return [line for k in keys for line in differences(before.get(k), after.get(k), f"{where} {k}".strip())]
+    if isinstance(before, float) and isinstance(after, float) and isclose(before, after, rel_tol=1e-6, abs_tol=1e-12):
+        return []
+    return [] if before == after else [f"{where}: {before} was kept, {after} it is now"]
