@@ -10,7 +10,6 @@ they are the first to find how much memory fits.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -80,15 +79,6 @@ def plan_by_ops(
         tried.first_fit(_model(problem, graph, solver, starts, target, began + time_limit - time.perf_counter()))
     best = tried.best()
     return finish(planner, problem, best.actions, why=[*said, *best.why], began=began)
-
-
-def by_single_steps(problem: Problem, *, nodes: int) -> list[list[Action]]:
-    """Plans of the whole model as one graph, by single steps alone: without a solver, and the same every time. None where it
-    has more than `nodes` or cannot be one graph. The last one fits, if any does."""
-    graph, _ = _whole(problem, "auto", nodes)
-    if graph is None or not problem.permits(Reschedule):
-        return []
-    return [[graph.action(program)] for program in _by_steps(problem, graph, (), math.inf)[1]]
 
 
 @dataclass(frozen=True, kw_only=True)

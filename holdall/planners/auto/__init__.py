@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from holdall.actions.in_backward import InBackward
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
-from holdall.planners.auto.others import asks_others, plans_of_others
 from holdall.planners.auto.placements import Guesses, Placements, PlacementShape
 from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
 from holdall.planning.finish import NEVER, finish, over_budget
@@ -146,15 +145,6 @@ class _Search(Search):
                 self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
         for around in self.best_placements(problem):
             self.hide(problem, around)
-        self._others(problem)
-
-    def _others(self, problem: Problem) -> None:
-        """Plans across blocks, where blocks are small and there is something to gain."""
-        best, plain = self.fastest(problem), self.outcome(())
-        if not asks_others(problem) or (best and plain and best.outcome.seconds <= CLOSE * plain.seconds):
-            return
-        for label, actions in plans_of_others(problem):
-            self.attempt(label, actions)
 
     def _spreads(self, problem: Problem) -> list[PlacementShape]:
         """Placements worth a search. With the number of streamed weights that makes steps fastest when activations take the
