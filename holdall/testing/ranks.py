@@ -48,7 +48,7 @@ class RanksFailed(AssertionError):
     """A rank raised an error, died, or did not end in time; says which, and how."""
 
 
-def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `function(*args)` on every rank of a group of `world`; returns the results, in the order of the ranks.
 
     `timeout`: seconds for all of it, and for any single collective. Raises `RanksFailed` with the traceback of every rank that
