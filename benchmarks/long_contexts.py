@@ -85,6 +85,7 @@ def run(name: str, kind: str, tokens: int, budget: float, steps: int, smoke: boo
             row["result"] = "over budget"
     row["host_gib"] = host_bytes() / GIB
     row["notes"] = " | ".join(" ".join(str(n).split()) for n in harness.notes)[:500]
+    print("ROW " + json.dumps(row), flush=True)  # also kept if closing takes longer than there is time
     harness.close()
     return row
 

@@ -218,7 +218,7 @@ def first_needed(trace: Trace, block: Block, tensors: Collection[int] | None = N
 
 
 def own_inputs(trace: Trace, block: Block) -> tuple[int, ...]:
-    """Positions of the inputs that no other block saves for backward."""
+    """Positions of the inputs that no other block needs in backward; blocks without a backward need nothing there."""
     needed = first_needed(trace, block)
     if needed is None:
         return ()
@@ -227,7 +227,7 @@ def own_inputs(trace: Trace, block: Block) -> tuple[int, ...]:
     for i, save in enumerate(trace.saves):
         if save.tensor in saved_by:
             saved_by[save.tensor].add(i)
-    elsewhere = {x for other in trace.blocks if other.id != block.id for x in other.inputs}
+    elsewhere = {x for other in trace.blocks if other.id != block.id and other.backward is not None for x in other.inputs}
     return tuple(
         position
         for position, x in enumerate(block.inputs)

@@ -77,6 +77,7 @@ class Auto:
         if other is not None:
             return other
         search.segments(search.tightest())
+        search.smallest_mixes(search.tightest())
         least = min(search.found, key=lambda c: _lacking(problem, c))
         why = [*_why(problem, plain, least, search.found), *search.why_dropped()]
         return finish(self, problem, least.actions, why=why, began=began)

@@ -24,9 +24,11 @@ from holdall.planning.laid_out import with_layout
 from holdall.planning.menus import Item, MenuLine, Menus, kind_of, order_of, try_offered
 from holdall.planning.segments import segmented
 from holdall.simulator import Lowering, simulate
-from holdall.types import Action, Block, Choice, Outcome, Problem
+from holdall.types import Action, Block, Choice, Hardware, Outcome, Problem
+from holdall.types.trace import Bytes
 
 _TRIES = 6  # times the dynamic program may run again with a budget corrected by the whole simulation
+_FINE = 0.005  # of the bytes: how closely the least memory is looked for
 _REASONS = 4  # reasons for dropped candidates that are reported
 _NEAR = 0.5  # of the device's seconds, from where launches are counted, too
 CLOSE = 1.02  # of the best time, for candidates that are looked at too
@@ -234,6 +236,19 @@ class Search:
                 break
             allowed -= excess
 
+    def smallest_mixes(self, arounds: Iterable[tuple[Action, ...]]) -> None:
+        """Last resorts as well: the mixes of the dynamic program in the least memory for which it has one."""
+        for around in arounds:
+            try:
+                items = self.menus.items(self.problem, around)
+            except Unsupported:
+                continue
+            enough = max(c.outcome.peak[self.problem.home] for c in self.found)
+            least = _least_for(items, enough, self.problem.hardware)
+            if least is not None:
+                hardly = replace(self.problem, budget={**self.problem.budget, self.problem.home: least})
+                self._by_price(hardly, items, around, "in the least memory", by_launches=False)
+
     def segments(self, arounds: Iterable[tuple[Action, ...]]) -> None:
         """Last resorts, for the smallest peak rather than the least time: rows of blocks recomputed together."""
         if not self.problem.permits(Recompute):
@@ -243,6 +258,17 @@ class Search:
             for around in every:
                 # streamed weights are excluded: a segment needs those of all its blocks at once
                 self.attempt(f"segments of {n} blocks", (*actions, *around))
+
+
+def _least_for(items: Sequence[Item], enough: Bytes, hardware: Hardware) -> Bytes | None:
+    """The least memory for which the dynamic program has a mix; None: it has none for `enough`."""
+    if best_choices(items, enough, hardware) is None:
+        return None
+    low, high = 0, enough
+    while high - low > _FINE * high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if best_choices(items, middle, hardware) is not None else (middle, high)
+    return high
 
 
 def _alike(some: Sequence[Place], others: Sequence[Place]) -> bool:
