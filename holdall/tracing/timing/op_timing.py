@@ -170,11 +170,18 @@ class Trials:
             return float(found[0])
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
             try:
-                slower = step_mixture.slowdown(parts, _seconds)
+                slower = step_mixture.slowdown(parts, _seconds, _room_for_mixture(self._device))
             except torch.OutOfMemoryError:
                 return 1.0
         self._keep(question, [slower])
         return slower
+
+
+def _room_for_mixture(device: torch.device) -> int:
+    """Bytes for the inputs of a mixture: results take about as much again, and some kernels more."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - torch.cuda.memory_allocated(device)
+    return min(step_mixture.MOST_BYTES, max(0, allowed) // 3)
 
 
 def _place(device: torch.device | None) -> str:
