@@ -113,4 +113,13 @@ TraceFile = Annotated[
         "--trace", metavar="FILE", help="A trace written by `holdall trace --out`, instead of a model.", show_default=False
     ),
 ]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="NAME",
+        help="Give tensors offsets in one arena by a static layout, such as best_fit; see `holdall layout`.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]

@@ -34,6 +34,7 @@ def plan(
     optimizer: given.Optimizer = "adamw",
     option: given.PlannerOption = None,
     trace: given.TraceFile = None,
+    layout: given.Layout = None,
     phases: Annotated[
         bool | None,
         typer.Option(
@@ -133,6 +134,7 @@ def plan(
         gpu=gpu,
         hardware=hardware,
         trace=trace,
+        layout=layout,
     )
     asked = [name for name, is_on in (("largest", largest), ("smallest-budget", smallest_budget), ("pareto", pareto)) if is_on]
     _check_together(asked, {"step": step, "keep-speed": keep_speed, "html": html, "longest-seq": longest_seq, "out": out})

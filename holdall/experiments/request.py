@@ -19,7 +19,7 @@ from holdall.machine.more_tiers import with_tiers
 from holdall.machine.presets import gpu, gpu_names
 from holdall.machine.probe import probed
 from holdall.planning.finish import allocator_of
-from holdall.problem import Budget, resolve_budget
+from holdall.problem import Budget, resolve_budget, resolve_layout
 from holdall.registry import build_member, member_class, read_value
 from holdall.simulator import simulate
 from holdall.types import Hardware, Kind, Outcome, Plan, Problem, Progress, Tier, Trace
@@ -46,6 +46,7 @@ class Request:
     trace: Path | None = None
     autocast: str | None = None
     precision: str | None = None
+    layout: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class PreparedRun:
     trace: Trace
     budget: dict[str, int]
     allow: list[str] | None
+    layout: str | None = None
 
     def plan(self, progress: Progress) -> Plan:
         """Let the planner decide; raises `Infeasible` if nothing fits."""
@@ -67,6 +69,7 @@ class PreparedRun:
             planner=self.planner,
             hardware=self.machine,
             allow=self.allow,
+            layout=self.layout,
             progress=progress,
             **self.options,
         )
@@ -75,6 +78,7 @@ class PreparedRun:
 def prepare(request: Request, progress: Progress) -> PreparedRun:
     """Find the machine and the trace; cheap checks come before anything slow."""
     options = read_options(request.planner, request.options)
+    resolve_layout(request.layout)
     read = Trace.load(request.trace) if request.trace else None
     workload = _workload(request) if read is None else None
     sizes = read_budget(request.budget)
@@ -92,6 +96,7 @@ def prepare(request: Request, progress: Progress) -> PreparedRun:
         trace=read,
         budget=budget,
         allow=split(request.allow),
+        layout=request.layout,
     )
 
 

@@ -63,6 +63,9 @@ def plan_text(plan: Plan, *, color: bool = False) -> str:
         "actions": ", ".join(f"{n} x {name}" for name, n in sorted(plan.count().items())) or "nothing to do",
         "expected": ", ".join([*peaks, f"{format_seconds(said.seconds)}/step"]),
     }
+    arena = plan.about.layout
+    if arena is not None:
+        facts["layout"] = f"{arena.name}: {len(arena.sizes)} tensors in an arena of {format_bytes(arena.reserved)}"
     table = _grid()
     for label, fact in facts.items():
         table.add_row(Text(label, style="dim"), Text(_printable(fact)))

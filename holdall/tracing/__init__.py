@@ -230,7 +230,9 @@ def _can_run(model: torch.nn.Module, device: torch.device) -> bool:
 
 
 def _rejected(error: Exception, precision: torch.dtype | None) -> InvalidInput:
-    hint = "check that `batch` is what the loop passes to the model, and what `loss=`, called as loss(model, batch), does with it"
+    hint = (
+        "check that `batch` is what the loop passes to the model, and what `loss=`, called as loss(model, batch), does with it"
+    )
     if precision is not None:  # some ops have no narrow kernels
         hint += (
             "; if it runs in float32, use precision='bf16-under-autocast', or torch.autocast in the loop without `precision=`"

@@ -200,6 +200,11 @@ def test_planner_options_and_actions_are_passed_on():
     assert {action["action"] for action in found["actions"]} == {"recompute"}
 
 
+def test_a_layout_is_passed_on_and_shown():
+    said = holdall_says("plan", *LAPTOP, "--layout", "best_fit", "--no-phases", "--planner", "chen", "--option", "variant=all")
+    assert "best_fit:" in said.stdout and "tensors in an arena of" in said.stdout
+
+
 def test_a_budget_may_be_given_per_tier():
     found = json.loads(holdall_says("plan", *LAPTOP, "--budget", "gpu=1GiB,cpu=2GiB", "--json").stdout)
     assert found["budget"] == {"gpu": 2**30, "cpu": 2**31}
@@ -214,6 +219,7 @@ def test_a_budget_may_be_given_per_tier():
         (["--budget", "gpu=1GiB,cp=1GiB"], "unknown tier `cp`", "`cpu`"),
         (["--planner", "autp"], "unknown planner `autp`", "did you mean `auto`"),
         (["--allow", "recompte"], "unknown action `recompte`", "did you mean `recompute`"),
+        (["--layout", "bestfit"], "unknown static layout `bestfit`", "did you mean `best_fit`"),
         (["--option", "x"], "", ""),
         (["--planner", "chen", "--option", "varian=all"], "unknown option of chen `varian`", "did you mean `variant`"),
         (["--planner", "chen", "--option", "last=3"], "bool was expected", "holdall planners"),
