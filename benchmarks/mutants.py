@@ -34,22 +34,12 @@ ROOT = Path(__file__).parents[1]
 
 ON_A_GPU = ("holdall/optim/_math/kernels.py",)  # Triton's kernels: no test of a CPU can notice a change
 TESTS = {  # a part of the tree -> the tests that cover it; the longest prefix counts
-    "planners/chen.py": ["tests/papers/test_chen.py"],
-    "planners/rotor/table.py": ["tests/papers/test_rotor.py", "-k", "table or revolve or random or memory or inside"],
+    "planners/rotor/table.py": [  # Rockmate takes its menus
+        "tests/papers/test_kept_plans.py::test_plans_are_those_that_were_kept[rockmate]",
+        "tests/papers/test_rotor.py",
+        "tests/papers/test_rockmate.py",
+    ],
     "planners/rotor/__init__.py": ["tests/papers/test_rotor.py"],
-    "planners/rockmate.py": ["tests/papers/test_rockmate.py"],
-    "planners/pofo/": ["tests/papers/test_pofo.py"],
-    "planners/protrain/": ["tests/papers/test_protrain.py"],
-    "planners/actnn.py": ["tests/papers/test_actnn.py"],
-    "planners/dtr.py": ["tests/papers/test_dtr.py"],
-    "planners/coop.py": ["tests/papers/test_coop.py"],
-    "planners/megtaichi.py": ["tests/papers/test_megtaichi.py"],
-    "planners/korthikanti.py": ["tests/papers/test_korthikanti.py"],
-    "planners/loongtrain.py": ["tests/papers/test_loongtrain.py"],
-    "planners/distflashattn.py": ["tests/papers/test_distflashattn.py"],
-    "planners/zero_offload.py": ["tests/papers/test_zero_offload.py"],
-    "planners/stronghold.py": ["tests/papers/test_stronghold.py"],
-    "planners/superoffload.py": ["tests/papers/test_superoffload.py"],
     "planners/checkmate/": ["tests/papers/test_checkmate.py", "tests/unit/test_recompute_family.py"],
     "planners/moccasin/": ["tests/papers/test_moccasin.py", "tests/unit/test_recompute_family.py"],
     "planners/auto/": [
@@ -62,20 +52,15 @@ TESTS = {  # a part of the tree -> the tests that cover it; the longest prefix c
         "tests/unit/test_auto_against_simple.py",
         "tests/unit/test_auto_on_gpu.py",
     ],
-    "optim/adafactor.py": ["tests/papers/test_adafactor.py"],
-    "optim/adalomo.py": ["tests/papers/test_adalomo.py"],
-    "optim/adam8bit.py": ["tests/papers/test_adam8bit.py"],
-    "optim/adam_mini.py": ["tests/papers/test_adam_mini.py"],
-    "optim/apollo.py": ["tests/papers/test_apollo.py"],
-    "optim/came.py": ["tests/papers/test_came.py"],
-    "optim/compact.py": ["tests/papers/test_compact.py"],
-    "optim/deepzero.py": ["tests/papers/test_deepzero.py"],
-    "optim/flora.py": ["tests/papers/test_flora.py"],
-    "optim/galore.py": ["tests/papers/test_galore.py"],
-    "optim/lomo.py": ["tests/papers/test_lomo.py"],
-    "optim/mezo.py": ["tests/papers/test_mezo.py"],
-    "optim/muon.py": ["tests/papers/test_muon.py"],
     "optim/_math/": ["tests/papers/test_adafactor.py", "tests/papers/test_muon.py", "tests/papers/test_galore.py"],
+    "optim/_math/adam8bit_fused.py": ["tests/papers/test_adam8bit.py"],
+    "optim/_math/factored.py": ["tests/papers/test_adafactor.py", "tests/papers/test_came.py"],
+    "optim/_math/moments.py": ["tests/papers/test_adam8bit.py", "tests/papers/test_galore.py"],
+    "optim/_math/perturbed.py": ["tests/papers/test_mezo.py"],
+    "optim/_math/projection.py": ["tests/papers/test_flora.py", "tests/papers/test_galore.py", "tests/papers/test_apollo.py"],
+    "optim/_math/quantise.py": ["tests/papers/test_adam8bit.py"],
+    "optim/_math/rng.py": ["tests/papers/test_mezo.py", "tests/papers/test_deepzero.py"],
+    "optim/_math/zeroth_order.py": ["tests/papers/test_deepzero.py"],
     "optim/_in_backward/": [
         "tests/papers/test_lomo.py",
         "tests/unit/test_in_backward.py",
@@ -193,8 +178,8 @@ def tests_of(path: str) -> list[str] | None:
         general.append("tests/unit/test_kept_outcomes.py")
     if best is not None:
         return [*general, *TESTS[best]]
-    named = f"tests/papers/test_{member}.py" if inside.startswith("planners/") else ""
-    return [*general, named] if named and (ROOT / named).exists() else general or None
+    named = f"tests/papers/test_{member}.py"
+    return [*general, named] if (ROOT / named).exists() else general or None
 
 
 class Trial:

@@ -160,7 +160,7 @@ def test_nobody_asks_for_an_action_by_its_name(path):
 # how tests get in
 
 HARNESSES = 4  # `Harness(` in tests: enter through `holdall.fit`, or `holdall.apply` with a plan
-PRIVATE = 12  # imports of private names: test what the optimizer, the command or the report does with them
+PRIVATE = 11  # imports of private names: test what the optimizer, the command or the report does with them
 REACHES = 7  # uses of `module._name`
 PATCHES = 44  # replaced parts of holdall: take a context manager of `holdall.testing.stand_ins`, or write one there
 

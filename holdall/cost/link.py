@@ -6,6 +6,7 @@ slowest decides, and every one adds its latency.
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from holdall.types import Hardware
@@ -13,9 +14,9 @@ from holdall.types.trace import Bytes, Seconds
 
 
 def copy_seconds(nbytes: Bytes, hardware: Hardware, source: str, destination: str, *, both_busy: bool = False) -> Seconds:
-    """One copy from tier to tier. `both_busy`: the other direction is in use all the while."""
+    """One copy from tier to tier; none inside of a tier. `both_busy`: the other direction is in use all the while."""
     path = hardware.path(source, destination)
-    rate = min((link.duplex if both_busy else 1.0) * link.rate for link in path)
+    rate = min(((link.duplex if both_busy else 1.0) * link.rate for link in path), default=inf)
     return sum(link.latency for link in path) + nbytes / rate
 
 

@@ -141,6 +141,11 @@ class Flashneuron:
         return actions, selection
 
 
+def least_size(sizes: Sequence[int]) -> int:
+    """Bytes up to which tensors stay: a thousandth of all, at most a MiB."""
+    return min(MiB, sum(sizes) // 1000)
+
+
 class _Step:
     """The tensors of a step that can leave, and the actions that let them."""
 
@@ -156,7 +161,7 @@ class _Step:
             for x in swap.tensors(trace):
                 found.append((self._tensor(x, block), x, block))
         found.sort(key=lambda f: f[0].saved)
-        least = how.least if how.least is not None else min(MiB, sum(t.size for t, _, _ in found) // 1000)
+        least = how.least if how.least is not None else least_size([t.size for t, _, _ in found])
         found = [f for f in found if f[0].size > least]
         self.tensors = [tensor for tensor, _, _ in found]
         self._which = [(x, block) for _, x, block in found]

@@ -26,8 +26,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from holdall.errors import InvalidInput
@@ -175,21 +174,22 @@ def _chunks_up_to(sizes: Sequence[float], room: float, *, beyond: bool = False) 
     return sum(taken <= room + slack for taken in sums[1:])
 
 
+def with_next(others: Sequence[int]) -> list[int]:
+    """The larger of each moment and the one after it."""
+    return [max(pair) for pair in pairwise([*others, *others[-1:]])]
+
+
 def steady_loads(layout: ChunkLayout, limit: int) -> tuple[list[int], int]:
     """(how often a step loads every chunk, most bytes of the device), once the step before has left it as it will."""
     store = layout.store(EDGES, wraps=False)
-    moments = layout.traced.moments
+    others = with_next([moment.others for moment in layout.traced.moments])
     loads: list[int] = []
     most = 0
 
-    @cache
-    def others(now: int) -> int:
-        return max(moments[now].others, moments[min(now + 1, len(moments) - 1)].others)
-
     def room(now: int) -> int:
         nonlocal most
-        most = max(most, others(now) + store.used)
-        return int(STEADY * limit) - others(now)
+        most = max(most, others[now] + store.used)
+        return int(STEADY * limit) - others[now]
 
     for _ in range(2):
         most = 0

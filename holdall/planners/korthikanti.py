@@ -79,7 +79,7 @@ def select_cheap(trace: Trace, block: Block) -> Selection | None:
     saved = _saved(trace, block)
     cheap = {x for op in trace.ops[block.first : block.last + 1] if not op.flops for x in op.writes if x in saved}
     best: Selection | None = None
-    for until in sorted({max(saved[x]) for x in cheap}):
+    for until in sorted({k for x in cheap for k in saved[x]}):
         found = _selection(trace, block, {x for x in cheap if max(saved[x]) <= until}, frozenset())
         if found.gain > (best.gain if best else 0):
             best = found

@@ -23,7 +23,7 @@ from holdall.actions.recompute import Recompute
 from holdall.actions.reschedule import Reschedule, choice_of, obstacle
 from holdall.actions.reschedule.dag import replay
 from holdall.actions.reschedule.op_graph import OpGraph, op_graph, programs
-from holdall.errors import unknown_name
+from holdall.errors import InvalidInput, unknown_name
 from holdall.planners.checkmate import ilp
 from holdall.planners.rotor import Tried, chain_of, enough, in_slots, nested_segments, row_numbers
 from holdall.planners.rotor.table import Dropped, Form, Item, Stage, Table, Taken
@@ -53,6 +53,9 @@ class Rockmate:
         began = time.perf_counter()
         if self.menus not in _MENUS:
             raise unknown_name("menus of rockmate", self.menus, _MENUS)
+        if min(self.options, self.peaks, self.slots) < 1:
+            what = f"`options` is {self.options}, `peaks` is {self.peaks} and `slots` is {self.slots}"
+            raise InvalidInput(what, hint="use at least 1 of each")
         trace = problem.trace
         rows = runs(trace)
         blocks = [block for row in rows for block in row]

@@ -25,7 +25,7 @@ from holdall.types.layout import BLOCK, round_up
 from holdall.types.trace import Bytes
 from holdall.units import MiB, format_bytes
 
-SMALL_REQUEST = 1 * MiB  # largest request served from the small pool
+SMALL_REQUEST = MiB  # largest request served from the small pool
 SMALL_SEGMENT = 2 * MiB
 LARGE_SEGMENT = 20 * MiB  # for requests of the large pool under MIN_OWN_SEGMENT
 MIN_OWN_SEGMENT = 10 * MiB  # smallest request that gets a segment of its own size

@@ -13,7 +13,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +26,17 @@ from holdall.machine import probe
 from holdall.optim import mezo
 from holdall.optim._in_backward import consuming
 from holdall.optim._math import per_parameter
+from holdall.planners import pofo
+from holdall.planners import str as swap_planner
+from holdall.planners.auto import PlacementSearch
+from holdall.planners.checkmate import quick
+from holdall.planners.str.graph import Decisions, StepGraph
+from holdall.planning import highs
 from holdall.registry import member_class
 from holdall.runtime.states import host_room
 from holdall.runtime.states.updating.updater import Updater
 from holdall.tiers import _staged, nvme
-from holdall.types import Action, Hardware
+from holdall.types import Action, Block, Hardware
 from holdall.updates import host_adam, host_library, host_step, parts, stretches
 from holdall.updates.host_step import Step, step_by_torch
 
@@ -242,4 +248,47 @@ def impossible(is_refused: Callable[[Action], bool]) -> Iterator[None]:
 def everything_cached() -> Iterator[None]:
     """Traces and plans are kept however quickly they were made."""
     with replaced((remembering, "SLOW", 0.0), (plan_book, "SLOW", 0.0)):
+        yield
+
+
+@contextmanager
+def no_solver(asked: list[Any]) -> Iterator[None]:
+    """Solvers of linear and integer programs find nothing; the programs that they were asked for are added to the list."""
+    nothing = highs.Solution(x=None, objective=0.0, bound=0.0, status="unknown", seconds=0.0)
+
+    def solve(model: Any, **_: Any) -> highs.Solution:
+        asked.append(model)
+        return nothing
+
+    with replaced((highs, "solve", solve)):
+        yield
+
+
+@contextmanager
+def swaps_by(solve: Callable[..., Any]) -> Iterator[None]:
+    """STR's program is solved by this function, and whatever it answers is plain training."""
+    plain = Decisions(until={}, fetch={})
+    graph = (StepGraph, "decisions", lambda *_: plain)
+    with replaced((swap_planner, "optimum", solve), graph, (StepGraph, "simple", lambda _: [])):
+        yield
+
+
+@contextmanager
+def pofo_asks(ask: Callable[..., Any]) -> Iterator[None]:
+    """POFO's answer for some bytes is that of this function."""
+    with replaced((pofo, "_ask", ask)):
+        yield
+
+
+@contextmanager
+def blocks_in_one_row(blocks: Sequence[Block]) -> Iterator[None]:
+    """The quick planners of recomputation see these blocks in any trace."""
+    with replaced((quick, "runs", lambda _: [blocks])):
+        yield
+
+
+@contextmanager
+def updates_via_device_take(least: Callable[..., Any], passing: Callable[..., Any]) -> Iterator[None]:
+    """`auto` asks these functions for the seconds of a placement without updates via the device, and with them."""
+    with replaced((PlacementSearch, "_least_seconds", least), (PlacementSearch, "_fastest_passing", passing)):
         yield

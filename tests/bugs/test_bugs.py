@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.runtime.activations.recompute import Made, Result, Segment
 from holdall.testing.contracts import problem_for, train
-from holdall.testing.worlds import family, far_peak, far_used, machine
+from holdall.testing.worlds import chain, family, far_peak, far_used, machine
 
 WIDTH = 32
 
@@ -289,3 +290,13 @@ def test_a_batch_that_is_a_piece_of_something_larger_keeps_all_of_it_in_memory()
     with holdall.apply(plan, model) as harness:
         model(*batch).backward()
     assert harness.step_peaks == [plan.predicted.peak["cpu"]]
+
+
+@pytest.mark.parametrize("planner", ["capuchin", "tsplit"])
+def test_planners_of_swaps_plan_for_a_machine_without_a_host(planner):
+    """They priced copies to where the tensors are, and ended in a ValueError."""
+    there = machine()
+    trace = chain([30, 12, 45, 8])
+    budget = holdall.plan(trace, planner="nop", hardware=there).predicted.peak["cpu"] * 9 // 10
+    plan = holdall.plan(trace, planner=planner, hardware=replace(there, tiers=there.tiers[:1]), budget=budget)
+    assert plan.actions and not plan.predicted.traffic and plan.predicted.peak["cpu"] <= budget

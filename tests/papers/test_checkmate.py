@@ -28,14 +28,17 @@ from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, InvalidInput, Unsupported
 from holdall.planners.checkmate import ilp
 from holdall.planners.checkmate.ilp import Mip, least, relax, round_lp, solve
+from holdall.planners.checkmate.quick import quick_planners
 from holdall.planning import highs
 from holdall.planning.stages import Limits, complete, everything, greedy, in_stages, ruled, squeeze
 from holdall.simulator import simulate
 from holdall.testing.contracts import problem_for
 from holdall.testing.oracles import shortest
-from holdall.testing.worlds import machine
+from holdall.testing.stand_ins import blocks_in_one_row
+from holdall.testing.worlds import chain, machine
 
 pytest.importorskip("scipy")
+BEGAN = time.perf_counter()
 
 # U(L) at budgets 3, 4, 5, 6: (optimum, value of the paper's relaxation)
 TABLE = {
@@ -398,6 +401,15 @@ def test_an_unknown_scope_is_refused(planner):
         planned("gpt2", 100, planner, scope="soup")
 
 
+@pytest.mark.parametrize(("ops", "limit"), [(8, 1.0), (9, 6.0 / 24)])
+def test_the_quick_planners_share_their_seconds_among_the_menus_of_large_blocks(ops, limit):
+    """Six seconds for 6 x 2 programs of each of two kinds of blocks, at most the usual second each; small ones take none."""
+    trace = chain([10, 10])
+    blocks = tuple(replace(b, last=b.first + ops - 1) for b in trace.blocks)
+    with blocks_in_one_row(blocks):
+        assert quick_planners(problem_for(trace), 6.0)[-1].time_limit == limit
+
+
 def test_the_planner_asks_the_integer_program_unless_told_otherwise(monkeypatch):
     """Neither may stand for the other: rounding alone where the optimum was asked for, or the reverse."""
     monkeypatch.setattr("holdall.planners.checkmate.quick_planners", lambda *_: [])  # rockmate's menus ask both
@@ -435,6 +447,15 @@ def relaxed_only(plain):
         return replace(found, x=None, status="unknown", bound=-inf)
 
     return solve
+
+
+def test_answers_say_how_long_they_took():
+    dag = random_dag(3, 8)
+    least_peak = least(dag)
+    peak = replay(dag, least_peak.program).peak
+    for found in (least_peak, solve(dag, peak), round_lp(dag, peak), solve(dag, dag.floor - 1), round_lp(dag, dag.floor - 1)):
+        began = time.perf_counter()
+        assert 0 <= found.seconds <= began - BEGAN
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -232,3 +232,9 @@ def test_wrong_use_is_told_in_one_line():
             DeepZero(model.parameters(), **options)
     with pytest.raises(Unsupported, match="dropout"):
         ChainLoss(nn.Sequential(model, nn.Dropout(0.5)), x, squares(y))()
+
+
+@pytest.mark.parametrize(("momentum", "nbytes"), [(0.0, 0), (0.9, 4 * 15)])
+def test_momentum_is_the_only_state(momentum, nbytes):
+    param = nn.Parameter(torch.randn(3, 5))
+    assert DeepZero([param], lr=0.1, momentum=momentum).state_bytes(param) == nbytes

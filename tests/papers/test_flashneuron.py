@@ -10,7 +10,7 @@ import torch
 import holdall
 from holdall.codecs.csr import csr_bytes, decode_csr, encode_csr
 from holdall.errors import InvalidInput
-from holdall.planners.flashneuron import SavedTensor, is_sparse, linear, select
+from holdall.planners.flashneuron import SavedTensor, is_sparse, least_size, linear, select
 from holdall.runtime.activations import layer_swap
 from holdall.testing.planned_runs import (
     FAMILIES,
@@ -24,8 +24,13 @@ from holdall.testing.planned_runs import (
 from holdall.testing.stand_ins import replaced
 from holdall.testing.worlds import chain, machine
 from holdall.types import Link, Tier
+from holdall.units import MiB
 
 # the scheduler
+
+
+def test_a_thousandth_of_all_bytes_is_too_small_to_leave_and_so_is_a_mib():
+    assert [least_size(sizes) for sizes in ([], [999], [400, 9600], [10_999], [2**40])] == [0, 0, 10, 10, MiB]
 
 
 def test_the_shortest_prefix_that_covers_the_shortage_and_its_carried_delays():

@@ -23,6 +23,12 @@ def round_trip(g, rank, seed):
     return up(down(g, projector, left=left), projector, left=left)
 
 
+def test_the_next_seed_is_the_fifteenth_draw():
+    random = torch.Generator().manual_seed(7)
+    drawn = [int(torch.randint(0, torch.iinfo(torch.int64).max, (1,), generator=random)) for _ in range(15)]
+    assert next_seed(7) == drawn[-1]
+
+
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
 def test_a_sketch_brought_back_is_unbiased(shape):
     """Claim: over 5,000 seeds the mean of up(down(G)) is G within three standard errors."""

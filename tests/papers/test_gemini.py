@@ -6,7 +6,16 @@ import pytest
 
 import holdall
 from holdall.errors import InvalidInput
-from holdall.planners.gemini import EDGES, Gemini, chunk_size, chunks_in, sizes_to_try, steady_loads, without_outliers
+from holdall.planners.gemini import (
+    EDGES,
+    Gemini,
+    chunk_size,
+    chunks_in,
+    sizes_to_try,
+    steady_loads,
+    with_next,
+    without_outliers,
+)
 from holdall.planning.chunk_tracer import run_step, streamed_units, trace_states
 from holdall.planning.chunks import ChunkStore, IllegalMove, pack, waste
 from holdall.testing.contracts import problem_for
@@ -117,6 +126,11 @@ def test_weights_take_nine_tenths_of_what_others_leave(blocks):
     assert most <= 15 + blocks * 20 <= 0.9 * limit + 1
     assert len(streamed_units(layout, loads)) >= 6 - blocks
     assert blocks < 6 or not sum(loads)
+
+
+def test_a_moment_has_room_for_the_next_one_too():
+    assert with_next([3, 1, 5, 2, 4, 0]) == [3, 5, 5, 4, 4, 0]
+    assert with_next([]) == []
 
 
 def test_states_on_the_device_take_their_share_of_the_margin():

@@ -52,7 +52,7 @@ class Case(NamedTuple):
     world: str
     share: int  # of what plain training takes, in percent
     far: int = 0  # likewise of the nearest farther tier; 0: as much as there is
-    more: str = ""  # "accumulate", "unread" (the loop reads no gradients), "unclipped"
+    more: str = ""  # "accumulate", "unread" (the loop reads no gradients), "unclipped", or what is missing (WITHOUT)
 
 
 def slower(hardware: Hardware, times: int) -> Hardware:
@@ -77,6 +77,13 @@ def asked_in(world: str) -> tuple[Problem, int]:
     return problem, outcome_of(problem, []).peak[problem.home]
 
 
+WITHOUT = {
+    "no host": set(),
+    "nothing leaves": {"offload", "layer_swap", "place"},
+    "nothing again": {"recompute", "recompute_rows"},
+}
+
+
 def problem_of(case: Case, allow: tuple[str, ...] = ()) -> Problem:
     problem, plain = asked_in(case.world)
     budget = {problem.home: plain * case.share // 100}
@@ -87,8 +94,11 @@ def problem_of(case: Case, allow: tuple[str, ...] = ()) -> Problem:
         "accumulate": {"accumulate": 3},
         "unread": {"reads_gradients": False},
         "unclipped": {"clipped": False},
-    }[case.more]
-    return replace(problem, budget=budget, allow=allowed_by_default() | set(allow), **changes)
+    }.get(case.more, {})
+    if case.more == "no host":
+        changes = {"hardware": replace(problem.hardware, tiers=problem.hardware.tiers[:1])}
+    allowed = allowed_by_default() | set(allow)
+    return replace(problem, budget=budget, allow=allowed - WITHOUT.get(case.more, set()), **changes)
 
 
 CHAINS = (Case("chain", 80), Case("chain", 65), Case("chain, copies wait", 75), Case("chain, copies wait", 60))
@@ -176,7 +186,10 @@ PLANNED: dict[str, list[tuple[dict[str, Any], tuple[Case, ...]]]] = {  # planner
         ({"min_chunk": 2500, "search_range": 3000, "interval": 100}, FEW),
     ],
     "korthikanti": [({}, (Case("chain", 100), *FULL))],
-    "l2l": [({}, FULL), *[({"stash": stash, "eager": False}, FULL) for stash in ("device", "host")]],
+    "l2l": [
+        ({}, (*FULL, Case("llama", 100, more="accumulate"))),
+        *[({"stash": stash, "eager": False}, FULL) for stash in ("device", "host")],
+    ],
     "megtaichi": [({}, ONLINE), ({"always": True, "least": 15}, ONLINE[:2])],
     "memo": [({}, FULL), ({"alpha": 0.4}, FULL), ({"addresses": True}, FULL[2:])],
     "moccasin": [({}, CHAINS[:3]), ({"scope": "blocks"}, (Case("tied", 80),))],
@@ -223,16 +236,29 @@ PLANNED: dict[str, list[tuple[dict[str, Any], tuple[Case, ...]]]] = {  # planner
 LOOSE = (Case("tied", 100), Case("chain", 99))  # everything fits, and almost everything
 EDGES = (*LOOSE, Case("chain", 30), Case("gpt2", 100), Case("tied", 15), Case("gpt2", 15))  # and nothing does
 REFUSE_SLOWLY = {"coop", "delta", "dtr", "megtaichi"}
-AT_EDGES = {"checkmate": {"gap": 0.0}, "rockmate": {"menus": "cut"}, "str": {"gap": 0.0}, "swapadvisor": {"population": 4}}
+AT_EDGES = {
+    "checkmate": {"gap": 0.0},
+    "rockmate": {"menus": "cut"},
+    "str": {"gap": 0.0},
+    "swapadvisor": {"population": 4},
+    "te_offload": {"elements": 0},
+}
 ALLOWED = {"actnn": ("compress",)}  # of actions that are not allowed by default
 SOLVERS = {"autotm", "checkmate", "moccasin", "str"}  # one optimum of several is taken
+
+
+MISSING = tuple(Case(*asked, more=more) for more in WITHOUT for asked in (("chain", 80), ("tied", 60)))
+
+SWEEP = tuple(Case(world, share) for world in ("chain", "chain, copies wait") for share in (94, 88, 71, 57, 50))  # quick ones
 
 
 def cases_of(planner: str) -> list[tuple[str, dict[str, Any], Case]]:
     """(how the file names it, options, case)."""
     found = []
     edges = LOOSE if planner in REFUSE_SLOWLY else EDGES[:3] if planner in {"auto", *SOLVERS} else EDGES
-    for options, cases in [*PLANNED.get(planner, [({}, EVERY)]), (AT_EDGES.get(planner, {}), edges)]:
+    missing = [case for case in MISSING if case.world == "chain" or planner not in {*REFUSE_SLOWLY, *SOLVERS}]
+    sweep = () if planner in {"auto", *REFUSE_SLOWLY, *SOLVERS} else SWEEP
+    for options, cases in [*PLANNED.get(planner, [({}, EVERY)]), (AT_EDGES.get(planner, {}), (*edges, *missing, *sweep))]:
         text = ", ".join(f"{k}={v}" for k, v in options.items())
         found += [("; ".join(filter(None, [_named(case), text])), options, case) for case in cases]
     return found

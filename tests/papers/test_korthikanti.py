@@ -109,6 +109,15 @@ def test_a_layer_saves_what_the_formula_says_and_selective_leaves_the_linear_par
     assert 0 < statistics <= 2 * 2 * s * b * 4  # mean and deviation of two norms
 
 
+def test_the_reason_says_what_the_core_of_attention_holds_and_costs():
+    """In float32 9as/h of 62 + 9as/h bytes, since its input is the layer's before, and 4s of 24h + 4s FLOPs."""
+    s, b, h, a = 96, 2, 128, 4
+    model, x = make(2, s, b, h, a)
+    (why,) = [line for line in planned(holdall.trace(model.float(), x.float())).why if "core of attention" in line]
+    held, cost = 9 * a * s / h / (62 + 9 * a * s / h), 4 * s / (24 * h + 4 * s)
+    assert f"holds {100 * held:.0f} %" in why and f"costs {100 * cost:.0f} %" in why
+
+
 def test_gradients_are_the_same_bits_and_only_the_core_of_attention_runs_twice():
     """Claim: the products with weights are not repeated; the two around the softmax are."""
     model, x = make(2, 16, 1, 16, 2)

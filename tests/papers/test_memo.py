@@ -22,6 +22,7 @@ from holdall.runtime.activations.recompute_rows import RowEntry, with_first_rows
 from holdall.simulator import close, lower, simulate
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import check_run, problem_for, train, trained_plainly
+from holdall.testing.stand_ins import no_solver
 from holdall.testing.worlds import family, machine
 from holdall.types import Run, Wait
 
@@ -87,6 +88,17 @@ def test_the_program_for_addresses_equals_brute_force(seed):
         assert live_bytes(lives) <= found.peak == brute_force(lives) <= fit.peak
         gained += found.peak < fit.peak
     assert gained or seed
+
+
+def test_the_program_is_asked_only_where_best_fit_may_be_bettered_and_tensors_are_few():
+    """Lives for which best fit takes more than is alive, and up to 41 of them; the others come one after the other."""
+    lives = next(x for seed in range(99) if best_fit(x := random_lives(random.Random(seed), 6)).peak > live_bytes(x))
+    asked = []
+    with no_solver(asked):
+        assert solve([Life(5, 0, 3), Life(4, 2, 6)]).peak == 9 and not asked
+        for more in (34, 35):
+            assert solve([*lives, *(Life(1, 100 + n, 100 + n) for n in range(more))]).peak == best_fit(lives).peak
+            assert len(asked) == 1
 
 
 def test_two_levels_are_legal_and_lose_little():

@@ -1,6 +1,7 @@
 """Malladi et al., MeZO (NeurIPS 2023, arXiv 2305.17333): what the paper says, and that parameters keep their bits."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -11,9 +12,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from holdall.errors import InvalidInput
+from holdall.optim._math.rng import mix
 from holdall.optim.mezo import Mezo, MezoProbe
 from holdall.runtime.budget.ledger import Ledger
 from holdall.testing.stand_ins import pieces_of
+
+
+@pytest.mark.parametrize("numbers", [(0,), (5,), (-1,), (3, 2**64 - 1, 7)])
+def test_seeds_are_mixed_by_splitmix64(numbers):
+    """Its second number from seed 0 is known; each further number is a multiple of an odd constant, added to the state."""
+    golden, wrap = 0x9E3779B97F4A7C15, 2**64
+    state = golden
+    for number in numbers:
+        state = (state + golden + (number % wrap) * 0xD1B54A32D192ED03) % wrap
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            state = (state ^ (state // 2**shift)) * factor % wrap
+    assert mix(*numbers) == state // 2
+    assert mix(0) == 0x6E789E6AA1B965F4 // 2
 
 
 class Tiny(nn.Module):
@@ -310,3 +325,15 @@ def test_wrong_use_is_told_in_one_line():
     with pytest.raises(InvalidInput, match="nan"):
         Mezo(model.parameters()).step(lambda: float("nan"))
     assert same(before, bits(model))
+
+
+def test_a_pickled_optimizer_goes_on():
+    param = nn.Parameter(torch.randn(5))
+    optimizer = Mezo([param], lr=0.1)
+    optimizer.step(lambda: param.detach().square().sum())
+    again = pickle.loads(pickle.dumps(optimizer))
+    (copied,) = again.param_groups[0]["params"]
+    assert len(optimizer.last) == 1 and again.last == ()
+    for trained, x in ((optimizer, param), (again, copied)):
+        trained.step(lambda x=x: x.detach().square().sum())
+    assert torch.equal(param, copied) and again.last == optimizer.last

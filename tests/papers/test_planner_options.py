@@ -12,17 +12,18 @@ from holdall.testing.worlds import chain
 from holdall.types import Problem
 
 SHARE = (0, 1), (-0.01, 1.01)
-COUNT, NUMBER = ((0, 1), (-1,)), ((1, 2), (0, -1))
+COUNT, NUMBER, FIRST = ((0, 1), (-1,)), ((1, 2), (0, -1)), ((1,), (0, -1))
 LIMITS = {  # planner -> option -> (values that are accepted, values that are refused)
     "actnn": {"bits": ((1, 8), (0.99, 8.01)), "level": (("L0", "L5"), ("L6",))},
     "angel_ptm": {"page": COUNT},
     "autotm": {"mode": (("static", "synchronous"), ("sometimes",))},
     "capuchin": {"feedback": COUNT},
-    "checkmate": {"method": (("lp",), ("guess",))},
-    "chen": {"k": NUMBER, "variant": (("greedy", "recursive"), ("cube",))},
-    "delta": {"filter": (("knapsack",), ("none",))},
+    "checkmate": {"method": (("lp",), ("guess",)), "scope": (("blocks",), ("some",))},
+    "chen": {"k": NUMBER, "count": COUNT, "variant": (("greedy", "recursive"), ("cube",))},
+    "delta": {"filter": (("knapsack",), ("none",)), "director": (("swap",), ("none",))},
+    "dtr": {"score": (("lru",), ("none",))},
     "elixir": {"usable": ((0.01, 1), (0, 1.01)), "activations": ((1, 2), (0.99,)), "chunk": COUNT},
-    "flashneuron": {"compress": (("none",), ("zip",))},
+    "flashneuron": {"compress": (("none",), ("zip",)), "tier": (("nvme",), ("tape",))},
     "gemini": {
         "policy": (("static",), ("dynamic",)),
         "offload_optim_frac": SHARE,
@@ -34,19 +35,21 @@ LIMITS = {  # planner -> option -> (values that are accepted, values that are re
         "interval": NUMBER,
     },
     "l2l": {"stash": (("device", "host"), ("disk",))},
+    "lohan": {"swap": COUNT},
     "memo": {"alpha": SHARE},
-    "moccasin": {"copies": NUMBER},
+    "moccasin": {"copies": NUMBER, "scope": (("blocks",), ("some",))},
     "patrickstar": {"chunk": COUNT},
     "pofo": {"slots": NUMBER},
     "protrain": {"alpha": ((1, 2), (0.99,)), "chunk": COUNT},
     "ratel": {"swap": COUNT},
-    "rockmate": {"menus": (("cut",), ("sliced",))},
+    "rockmate": {"menus": (("cut",), ("sliced",)), "options": FIRST, "peaks": FIRST, "slots": FIRST},
     "rotor": {"slots": ((2, 3), (1,))},
     "smart_infinity": {"drives": NUMBER, "keep": ((0.01, 1), (0, 1.01))},
     "str": {"nodes": ((3, 4), (2,)), "parts": NUMBER},
     "stronghold": {"window": COUNT},
     "superneurons": {"blocks": COUNT, "recompute": (("speed", "none"), ("often",))},
     "superoffload": {"ratio": SHARE},
+    "swapadvisor": {"population": NUMBER, "generations": COUNT},
     "te_offload": {"elements": COUNT, "layers": ((0, 3), (-1, 4))},  # of four layers the last is never offloaded
     "tsplit": {"pieces": NUMBER},
     "vdnn": {"policy": (("none", "conv"), ("any",))},

@@ -9,6 +9,7 @@ import itertools
 import random
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ import holdall
 from holdall.actions.recompute import Recompute
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.chen import Chen
-from holdall.planners.pofo import Pofo, actions_of, costs_of_chain, costs_of_trace
-from holdall.planners.pofo.program import PofoLink, PofoSegment, solve
+from holdall.planners.pofo import Pofo, actions_of, are_alike, costs_of_chain, costs_of_trace
+from holdall.planners.pofo.program import ROUGH, PofoLink, PofoSegment, solve
 from holdall.planners.rotor import Rotor
 from holdall.planners.rotor.table import Stage, Table
+from holdall.planning import finish as finishing
 from holdall.planning.finish import finish
 from holdall.planning.menus import make_menus
 from holdall.simulator import simulate
 from holdall.simulator.curve import memory_curve
 from holdall.testing.contracts import UNLIMITED, traced, train
+from holdall.testing.stand_ins import pofo_asks
 from holdall.testing.worlds import chain, machine
 from holdall.types import Problem
 
@@ -368,6 +371,36 @@ def test_a_full_farther_tier_is_left_alone():
     plan = Pofo()(problem)
     assert plan.predicted.peak.get("far", 0) <= 30
     assert "recompute" in plan.count()
+
+
+@pytest.mark.parametrize(
+    ("missing", "long", "asked"),
+    [
+        (7, False, [1000, 993, 986, 979, 972, 965]),
+        (0, False, [1000]),
+        (0, True, [1000, 950, 900, 850, 800, 750]),
+        (60, True, [1000, 940, 880, 820, 760, 700]),
+        (finishing.NEVER, False, [1000, 949, 901, 855, 812, 771]),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_asked_for_again_in_less_memory(missing, long, asked):
+    """By what was missing; copies over several blocks by a twentieth at least; a twentieth and a byte less if it cannot run."""
+    seen = []
+
+    def ask(problem, menus, costs, allowed, *, slots, **_):
+        seen.append((allowed, slots))
+        return SimpleNamespace(missing={"cpu": missing} if missing else {})
+
+    problem = problem_on(chain([10, 10]), machine(), 1000)
+    with pofo_asks(ask):
+        found = Pofo(slots=400)._search(problem, [], None, offload=True, long=long)
+    assert [allowed for allowed, _ in seen] == asked and len(found) == len(asked)
+    assert {slots for _, slots in seen} == {ROUGH if long else 400}
+
+
+def test_blocks_are_alike_if_half_of_their_sizes_are_repeated():
+    assert are_alike([3, 3, 4, 4]) and are_alike([3, 3, 3, 4, 4])
+    assert not are_alike([3, 3, 4]) and not are_alike([3, 4, 5, 5, 5])
 
 
 def test_slots_below_one_are_refused():

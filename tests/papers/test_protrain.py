@@ -38,6 +38,21 @@ from holdall.types import Kind, Problem
 # naive doubles: both models straight from their definitions, unit by unit and span by span
 
 
+def unit(**given):
+    """A unit of which only these numbers matter."""
+    names = ["padding", "grads", "states", "host", "workspace", "forward", "backward", "up", "down", "on_device", "on_host"]
+    return ParameterChunk(**{**dict.fromkeys(names, 0), "streams": True, "stage": -1, **given})
+
+
+def block(**given):
+    names = ["again", "out", "back", "dropped", "moved", "rise"]
+    return BlockStage(**{**dict.fromkeys(names, 0), "chunk": -1, **given})
+
+
+def made(**given):
+    return Profile(**{"step": 0, "rest": 0, **given})
+
+
 def kinds_of(profile, setting):
     """Of every unit: persistent, a hit or a miss."""
     stays = len(profile.chunks) - setting.n_buffer
@@ -70,7 +85,7 @@ def paper_ticks(profile, setting):
         on_host += chunk.on_host
     fixed = profile.rest + sum(t for t, s in zip(again, profile.stages, strict=True) if s.chunk < 0)
     for n, stage in enumerate(profile.stages[: setting.n_swap]):
-        after = profile.stages[n + 1] if profile.overlap and n + 1 < len(profile.stages) else BlockStage(forward=0, backward=0)
+        after = profile.stages[n + 1] if profile.overlap and n + 1 < len(profile.stages) else block(forward=0, backward=0)
         fixed += max(0, stage.out - after.forward) + max(0, stage.back - after.backward)
     return {
         "backward": fixed + forward + max(backward + on_device, on_host),
@@ -126,7 +141,7 @@ def random_profile(rng, largest=6, in_chunks=False):
         trained = rng.random() < 0.8
         weights = rng.randint(1, 4)
         chunks.append(
-            ParameterChunk(
+            unit(
                 weights=weights,
                 padding=rng.randint(0, 1),
                 grads=rng.randint(1, 4) if trained else 0,
@@ -143,7 +158,7 @@ def random_profile(rng, largest=6, in_chunks=False):
             )
         )
     stages = [
-        BlockStage(
+        block(
             forward=rng.randint(1, 4),
             backward=rng.randint(1, 6),
             again=rng.randint(1, 4),
@@ -166,7 +181,7 @@ def random_profile(rng, largest=6, in_chunks=False):
             done -= 1
             before = base + rng.randint(0, 30)
             spans.append(BlockSpan(high=before + rng.randint(0, 6), before=before, inside=inside, done=done))
-    return Profile(
+    return made(
         chunks=tuple(chunks),
         stages=tuple(stages),
         spans=tuple(spans),
@@ -209,12 +224,24 @@ def test_more_memory_is_never_slower_in_the_model(seed):
 
 
 def test_a_limit_of_the_host_is_kept():
-    chunks = tuple(ParameterChunk(weights=4, grads=4, states=8, host=10, on_host=100, on_device=1) for _ in range(4))
-    profile = Profile(chunks=chunks, stages=(), spans=(BlockSpan(high=64, before=64, inside=0, done=4),), step=64)
+    chunks = tuple(unit(weights=4, grads=4, states=8, host=10, on_host=100, on_device=1) for _ in range(4))
+    profile = made(chunks=chunks, stages=(), spans=(BlockSpan(high=64, before=64, inside=0, done=4),), step=64)
     mapped = map_blocks(profile)
     assert search(mapped, 40)[0].setting.n_persist < 2
     assert search(mapped, 40, host=20) == []
     assert search(mapped, 60, host=20)[0].setting.n_persist >= 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "swaps"), [((5, 3, 2), 99, 2), ((5, 3, 3), 99, 3), ((5, 99, 99), 2, 2), ((5, 3, 0), 99, 1)]
+)
+def test_as_many_blocks_are_swapped_as_later_ones_hide(forward, backward, swaps):
+    """Copies of 2 ticks each way; the first block hides none of them."""
+    stages = tuple(block(forward=ticks, backward=backward, out=2, back=2, moved=1) for ticks in forward)
+    profile = made(chunks=(), stages=stages, spans=(), overlap=True)
+    assert profile.most_swaps == swaps
+    assert replace(profile, overlap=False).most_swaps == 3
+    assert replace(profile, stages=(stages[0], replace(stages[1], moved=0), stages[2])).most_swaps == 1
 
 
 def test_blocks_are_swapped_first_and_run_again_in_between():
@@ -252,6 +279,14 @@ def test_units_of_one_chunk_are_not_divided():
     assert boundaries([[3, 3, 1], [2], [4]], 4) == (0, 1, 2, 3)
     assert boundaries([[3, 3], [1], [4]], 4) == (0, 2, 3)  # the rest of the first unit's second chunk
     assert boundaries([[3], [1]], 0) == (0, 1, 2)
+
+
+def test_every_ops_time_is_under_one_unit_or_under_none():
+    problem = problem_on(traced())
+    profile = profile_of(problem)
+    end = next(op.id for op in problem.trace.ops if op.site.phase.value == "step")
+    total = sum(c.forward + c.backward for c in profile.chunks) + profile.rest
+    assert total == sum(round(op.seconds * 1e12) for op in problem.trace.ops[:end])
 
 
 def placed_rows(plan):
@@ -398,12 +433,12 @@ def test_a_hit_is_fetched_once_and_a_miss_twice():
 def test_three_units_by_hand():
     """Eqs. 2-11 with numbers: unit 0 persists, 1 misses and 2 hits the buffer; one block is run again, none is swapped."""
     chunks = tuple(
-        ParameterChunk(weights=10, grads=10, states=20, forward=3, backward=6, up=5, down=4, on_device=1, on_host=7, stage=n)
+        unit(weights=10, grads=10, states=20, forward=3, backward=6, up=5, down=4, on_device=1, on_host=7, stage=n)
         for n in range(3)
     )
-    stages = tuple(BlockStage(forward=3, backward=6, again=3, dropped=8, rise=9, chunk=n) for n in range(3))
+    stages = tuple(block(forward=3, backward=6, again=3, dropped=8, rise=9, chunk=n) for n in range(3))
     spans = (BlockSpan(high=120, before=100, inside=3, done=3), BlockSpan(high=118, before=110, inside=1, done=2, replays=True))
-    profile = Profile(chunks=chunks, stages=stages, spans=spans, step=130, rest=2, when="backward", overlap=True)
+    profile = made(chunks=chunks, stages=stages, spans=spans, step=130, rest=2, when="backward", overlap=True)
     mapped = next(m for m in map_blocks(profile) if m.found(0, 0).setting[2:] == (0, 1))
     # forward: 3 + max(3, 5) + max(3, 5); backward: 6, 6 + 3 again against 5 + 4, 6 against 4, and the device's update
     # on the host: 7 + 7, hidden; the rest: 2

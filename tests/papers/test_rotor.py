@@ -186,6 +186,30 @@ def test_a_sweep_needs_room_for_its_largest_forward_beside_the_gradient():
     assert table.seconds(0, 2, swept - 1) == NEVER
 
 
+def any_schedule(rng, first, last):
+    """Stages that are kept whole or dropped at random, at every depth."""
+    items = []
+    while first < last:
+        if rng.random() < 0.5:
+            items.append(first)
+            first += 1
+        else:
+            end = rng.randint(first, last - 1)
+            items.append(Dropped(first, end, any_schedule(rng, first, end)))
+            first = end + 1
+    return (*items, last)
+
+
+def test_what_any_schedule_needs_is_what_the_recurrence_says_of_this_table():
+    """Good ones and bad ones, up to any stage: workspaces decide here, which schedules of a table avoid."""
+    rng = random.Random(11)
+    for _ in range(400):
+        stages = [replace(s, of=rng.choice([0, rng.randint(0, 40)])) for s in random_chain(rng)]
+        last = rng.randrange(len(stages))
+        items = any_schedule(rng, 0, last)
+        assert needed(stages, items, last) == least(stages, items, last)[0]
+
+
 def test_more_memory_is_never_slower_and_chen_is_never_faster():
     """Claim: the table is monotone, and optimal among schedules of which Chen's equal segments are one kind."""
     rng = random.Random(1)

@@ -21,13 +21,14 @@ from holdall.actions.reschedule.dag import Dag, uniform
 from holdall.actions.reschedule.dag import replay as once
 from holdall.errors import Infeasible, InvalidInput
 from holdall.planners.checkmate import ilp
-from holdall.planners.str import Str
+from holdall.planners.str import Str, less
 from holdall.planners.str.graph import StepGraph, grouped
-from holdall.planners.str.program import LinkRates, SwapStage, optimum, replayed, staged
+from holdall.planners.str.program import LinkRates, SwapAnswer, SwapStage, optimum, replayed, staged
 from holdall.simulator.curve import memory_curve
 from holdall.testing.chaos import chaos
 from holdall.testing.contracts import problem_for
 from holdall.testing.placed import check_fit, check_under, plain_peak, trace_of
+from holdall.testing.stand_ins import swaps_by
 from holdall.testing.worlds import chain, family, machine
 from holdall.tracing.step import default_loss
 
@@ -191,6 +192,22 @@ def test_the_graph_needs_what_a_plain_forward_and_backward_need(name):
     assert seen.seconds == pytest.approx(sum(op.seconds for op in trace.ops[:end]))
 
 
+@pytest.mark.parametrize("name", ["tiny-resnet", "tiny-gpt2"])
+def test_every_tensor_that_is_held_belongs_to_the_part_that_makes_it(name):
+    graph = graph_of(name, most=400, parts=3)
+    trace = graph.trace
+    inner = [node for node in graph.nodes[: graph.turn] if node.ops[0] <= node.ops[1]]
+    assert all(node.ops[0] <= trace.tensors[x].born <= node.ops[1] for node in inner for x in node.tensors)
+    for block in graph.blocks:
+        parts = [node for node in inner if node.blocks == (block,)]
+        held = {trace.saves[n].tensor for n in block.saves} - set(block.outputs)
+        assert sorted(x for node in parts for x in node.tensors) == sorted(
+            x for x in held if trace.tensors[x].born >= block.first
+        )
+        assert 1 <= len(parts) <= 3
+    assert any(len([node for node in inner if node.blocks == (block,)]) == 3 for block in graph.blocks)
+
+
 def test_blocks_are_grouped_by_their_bytes():
     trace = trace_of("tiny-gpt2")
     blocks = [b for b in trace.blocks if b.saves]
@@ -240,6 +257,24 @@ def test_it_is_no_slower_than_planners_that_choose_by_rules(share):
         except Infeasible:
             continue
         assert ours <= theirs * (1 + Str.gap), other
+
+
+def test_an_answer_that_does_not_fit_is_solved_again_in_less_memory_and_half_the_time():
+    """The solver's answers are replaced by plain training, which lacks 40 of 320 bytes; then by nothing."""
+    trace = chain([30, 12, 45, 8, 70], state=1000)
+    plain = once((graph := StepGraph(problem_for(trace), most=60, parts=2)).dag(), graph.dag().once).peak
+    asked = []
+
+    def solved(dag, budget, link, **options):
+        asked.append((budget, options["time_limit"]))
+        return SwapAnswer(stages=(SwapStage(carried=frozenset(), runs=()),) if len(asked) != 7 else ())
+
+    with swaps_by(solved):
+        for _ in range(2):
+            with pytest.raises(Infeasible):
+                Str(time_limit=8.0)(replace(problem_for(trace), budget={"cpu": plain - 40}))
+    assert asked == [(plain - 40 - 41 * n, 4.0 if n else 8.0) for n in (*range(5), *range(2))]
+    assert (less(1000, 99), less(1000, 101), less(1009, 500)) == (900, 899, 908)
 
 
 def test_wrong_options_are_answered():

@@ -131,6 +131,14 @@ def test_a_segment_by_hand():
     assert backward_order(ops, 4, [segment], sizes, 59) == [0, 1, 2, 4, 0, 1, 2, 5, 0, 1, 6, 0, 7]
 
 
+@pytest.mark.parametrize(("size", "stays"), [(8, False), (9, True)])
+def test_a_statistic_stays_if_it_is_smaller_by_more_than_a_factor_of_eight(size, stays):
+    """Op 0 makes a result and one byte besides; backward reads the byte alone."""
+    ops = [Effect((0,), (1, 2)), Effect((1,), (3,)), Effect((2, 100), (101,))]
+    sizes = {0: 10, 1: size, 2: 1, 3: 10, 100: 10, 101: 10}
+    assert backward_order(ops, 2, segments(ops, 2, {0, 3}), sizes, 1000) == ([2] if stays else [0, 2])
+
+
 def test_checkpoints_are_products_convolutions_joins_and_outputs():
     trace = trace_of("tiny-resnet")
     block = trace.block("layers.1")

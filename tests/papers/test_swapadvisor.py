@@ -65,6 +65,24 @@ def test_memory_genomes_fit_and_give_every_class_in_use_a_slot(seed):
     assert slots.class_sizes(SlotMemory((0,) * len(counts), (1,) * len(counts)))[0] == max(counts)
 
 
+@pytest.mark.parametrize(
+    ("room", "slots"), [(59, (9, 5, 3)), (58, (9, 5, 2)), (48, (9, 5, 1)), (38, (9, 4, 1)), (30, (9, 2, 1)), (26, (8, 2, 1))]
+)
+def test_the_class_with_most_bytes_loses_slots_first(room, slots):
+    """9 slots of 1 byte, 5 of 4 and 3 of 10: 9, 20 and 30 bytes; of classes with as many bytes, that of larger slots. The last
+    slot of a class stays."""
+    assert SlotRoom({10: 3, 4: 5, 1: 9}, room).repaired(SlotMemory((0, 1, 2), (9, 5, 3))).slots == slots
+
+
+def test_a_class_without_slots_has_one_and_room_that_is_left_goes_to_the_first_classes():
+    assert SlotRoom({10: 3, 4: 5, 1: 9}, 30).repaired(SlotMemory((0, 1, 2), (0, 1, 1))).slots == (9, 2, 1)
+    assert SlotRoom({10: 3, 4: 5, 1: 9}, 44).repaired(SlotMemory((0, 2, 2), (99, 7, 2))).slots == (
+        9,
+        0,
+        3,
+    )  # none uses the second
+
+
 # swaps
 
 

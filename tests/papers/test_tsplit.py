@@ -170,9 +170,9 @@ def plan_for(name, share, *, overlap=True, rate=1e8, **options):
 
 def test_a_lane_by_hand():
     lane = Lane([1.0, 2.0, 3.0, 4.0])
-    assert lane.between(1, 2) == 5 and lane.between(2, 1) == 0
+    assert lane.between(0, 0) == 1 and lane.between(1, 2) == 5 and lane.between(2, 1) == 0
     assert lane.fill(range(1, 4), 3.5) == 2
-    assert lane.free == [1.0, 0.0, 1.5, 4.0]
+    assert lane.free == [1.0, 0.0, 1.5, 4.0] and lane.between(0, 2) == 2.5
     assert lane.fill(range(3, 1, -1), 4.5) == 2  # a fetch takes the last seconds before the need
     assert lane.free == [1.0, 0.0, 1.0, 0.0]
 

@@ -154,6 +154,13 @@ def test_copies_behind_the_host_do_not_slow_its_processors():
     assert (clock.tasks[host].end, clock.tasks[copied].lane) == (10.0, "copy cpu to nvme")
 
 
+def test_copies_slow_no_host_of_which_that_is_not_known():
+    clock = Clock(machine(updates=6.0, updates_beside=0.0))
+    host, _ = clock.beside("host", 10.0), clock.copy("gpu", "cpu", 16)
+    clock.run()
+    assert clock.tasks[host].end == 10.0
+
+
 def test_a_lone_copy_on_the_link_takes_what_copy_seconds_says():
     for hardware in (machine(), machine(links=BEHIND)):
         for tier in ("cpu", "nvme"):

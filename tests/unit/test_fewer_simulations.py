@@ -1,6 +1,7 @@
 """What makes a search short must not change what it finds."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import holdall
 from holdall.actions.offload import replayed
 from holdall.actions.place import Place
 from holdall.actions.recompute import WHOLE
-from holdall.planners.auto import Auto, _Search
+from holdall.cost.updates import host_seconds
+from holdall.planners.auto import Auto, PlacementSearch
+from holdall.planners.auto.bounds import Bounds, Extra
 from holdall.planners.auto.placements import Guesses
 from holdall.planners.auto.search import Search
 from holdall.problem import bare_problem, make_problem
@@ -61,7 +64,7 @@ def test_no_bound_is_above_what_the_simulator_says(problem):
     """Every candidate that a search tries, held against the bound that it would have been left out by."""
     checked = []
 
-    class Watched(_Search):
+    class Watched(PlacementSearch):
         def _is_in_vain(self, problem, around, extra):
             place = next((a for a in around if isinstance(a, Place)), None)
             checked.append(self.bounds.step(place, extra))
@@ -79,6 +82,30 @@ def test_no_bound_is_above_what_the_simulator_says(problem):
     Watched(less, via_device=None, ahead=True).run(less)
 
 
+def test_a_bound_is_the_longest_of_three_amounts_of_work(problem):
+    """All units on the device; all on the host, their weights there or streamed; all via the device."""
+    trace, hardware = problem.trace, problem.hardware
+    slow = replace(problem, hardware=replace(hardware, tiers=(hardware.home, replace(hardware.far, read=2e3, write=1e3))))
+    size = {
+        kind: sum(trace.tensors[x].nbytes for u in trace.units for x in getattr(u, kind))
+        for kind in ("grads", "states", "weights")
+    }
+    compute = sum(op.seconds for op in trace.ops if op.site.phase.value != "step")
+    host = sum(host_seconds(u, trace, slow.hardware) for u in trace.units)
+    grads, states = size["grads"], size["states"]
+    for weights, update, into, out in (
+        ("resident", "device", 0, 0),
+        ("resident", "host", grads, grads),
+        ("streamed", "host", 2 * size["weights"], grads),
+        ("streamed", "via_device", states + grads, grads + states),
+    ):
+        place = Place.of(trace, {u.name: (weights, update) for u in trace.units})
+        expected = max(compute + 1.0, (into + 500) / 2e3, (out + 700) / 1e3, host if update == "host" else 0.0)
+        assert Bounds(slow).step(place, Extra(1.0, 700, 500)) == pytest.approx(0.999 * expected, rel=1e-9)
+        still = replace(slow, hardware=replace(slow.hardware, overlap=False))
+        assert Bounds(still).step(place, Extra(1.0, 700, 500)) == pytest.approx(0.999 * (compute + 1.0), rel=1e-9)
+
+
 @pytest.mark.parametrize("share", [80, 60, 40])
 def test_leaving_candidates_out_changes_no_plan(problem, share, monkeypatch):
     less = bare_problem(problem.trace, problem.hardware, budget=simulate(problem, []).peak["cpu"] * share // 100)
@@ -91,7 +118,7 @@ def test_leaving_candidates_out_changes_no_plan(problem, share, monkeypatch):
 
 
 def test_schedules_that_are_known_are_those_that_would_be_made(problem):
-    search = _Search(problem, via_device=None, ahead=True)
+    search = PlacementSearch(problem, via_device=None, ahead=True)
     lowering = Lowering(problem)
     for spread in search.placements.passing(search._least_of_all()):
         for choice in (WHOLE, replayed(late=problem.hardware.overlap), WHOLE):

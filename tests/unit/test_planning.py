@@ -2,9 +2,11 @@
 
 import gc
 import itertools
+import math
 import random
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ import holdall
 from holdall.actions.offload import held
 from holdall.actions.recompute import WHOLE
 from holdall.errors import Infeasible
-from holdall.planners.auto import Auto
+from holdall.planners.auto import Auto, PlacementSearch
 from holdall.planners.auto.hidden_offload import hidden_offloads
+from holdall.planners.auto.placements import PlacementShape
 from holdall.planning.chain_dp import best_choices
 from holdall.planning.menus import make_menus, offered, try_offered
 from holdall.simulator import simulate
 from holdall.testing.contracts import UNLIMITED, traced
+from holdall.testing.stand_ins import updates_via_device_take
 from holdall.testing.worlds import chain, family, machine
 from holdall.types import KEEP, Problem
 
@@ -234,3 +238,24 @@ def test_the_host_updates_as_early_as_the_loop_permits(options, when):
     budget = sum(t.nbytes for t in trace.tensors.values() if t.born < 0)
     plan = holdall.plan(trace, budget=budget, hardware=machine(overlap=True), allow=["place"], **options)
     assert [a.when for a in plan.actions if a.name == "place"] == [when]
+
+
+@pytest.mark.parametrize(("via_device", "below"), [(None, 0.88 * 3.0), (False, None), (True, math.inf)])
+def test_updates_via_the_device_must_save_an_eighth_unless_asked_for(via_device, below):
+    """The shorter of two placements takes 3 s without them."""
+    hardware = replace(machine(), updates=6.0, updates_beside=3.0)
+    search = PlacementSearch(Problem(trace=chain([10, 10]), hardware=hardware, budget={}), via_device=via_device, ahead=False)
+    asked = []
+
+    def least(_, problem, spread, **__):
+        return {2: 4.0, 1: 3.0}[spread.device]
+
+    def passing(*_, below=math.inf):
+        asked.append(below)
+        return 0.0, None
+
+    shapes = [PlacementShape(n, 0, via_device=False) for n in (2, 1)]
+    with updates_via_device_take(least, passing):
+        how = search._how_to_pass(search.problem, shapes)
+    assert asked == ([] if below is None else [below])
+    assert how == (replace(shapes[0], via_device=True) if via_device else None)

@@ -62,7 +62,7 @@ class Auto:
 
     def _best(self, problem: Problem) -> Plan:
         began = time.perf_counter()
-        search = _Search(problem, via_device=self.via_device, ahead=self.ahead)
+        search = PlacementSearch(problem, via_device=self.via_device, ahead=self.ahead)
         plain = search.require("keep everything", ())
         less = usable(problem)
         if not over_budget(less, plain.outcome):
@@ -95,7 +95,7 @@ class Auto:
         return None if over_budget(problem, made.predicted) else made
 
 
-class _Search(Search):
+class PlacementSearch(Search):
     """Placements of model states, and the actions on activations for each."""
 
     def __init__(self, problem: Problem, *, via_device: bool | None, ahead: bool) -> None:

@@ -225,9 +225,9 @@ def with_long_copies(problem: Problem, menus: Sequence[Item], actions: Sequence[
     ]
 
 
-def _are_alike(trace: Trace, menus: Sequence[Item]) -> bool:
+def are_alike(sizes: Sequence[int]) -> bool:
     """Do blocks hold so many different numbers of bytes as half of the blocks, or fewer?"""
-    return 2 * len({_movable(trace, item.block, replayed=False) for item in menus}) <= len(menus)
+    return 2 * len({*sizes}) <= len(sizes)
 
 
 def _moved_bytes(trace: Trace, offload: Offload, actions: Sequence[Action]) -> int:
@@ -266,7 +266,7 @@ class Pofo:
         menus = make_menus(problem)
         costs = costs_of_trace(problem, menus)
         found = self._search(problem, menus, costs, offload=True)
-        if problem.hardware.overlap and _are_alike(problem.trace, menus):
+        if problem.hardware.overlap and are_alike([_movable(problem.trace, item.block, replayed=False) for item in menus]):
             found += self._search(problem, menus, costs, offload=True, long=True)
         if all(c.missing for c in found):
             found += self._search(problem, menus, costs, offload=False)

@@ -53,19 +53,19 @@ class ParameterChunk:
     """A unit. Bytes and ticks."""
 
     weights: int  # on the device, where it is not persistent
-    padding: int = 0  # of these, what a persistent one does not take
-    grads: int = 0
-    states: int = 0
-    host: int = 0  # in the host's memory, where it is not persistent
-    workspace: int = 0  # of its update on the device
-    streams: bool = True  # its weights may come and go
-    forward: Ticks = 0  # computation from its first use to the next unit's
-    backward: Ticks = 0  # computation until its gradients are complete, from where those of the unit before were
-    up: Ticks = 0  # its weights to the device
-    down: Ticks = 0  # its gradients gathered, and to the host
-    on_device: Ticks = 0  # its update
-    on_host: Ticks = 0
-    stage: int = -1  # the stage that uses it first; -1: none
+    padding: int  # of these, what a persistent one does not take
+    grads: int
+    states: int
+    host: int  # in the host's memory, where it is not persistent
+    workspace: int  # of its update on the device
+    streams: bool  # its weights may come and go
+    forward: Ticks  # computation from its first use to the next unit's
+    backward: Ticks  # computation until its gradients are complete, from where those of the unit before were
+    up: Ticks  # its weights to the device
+    down: Ticks  # its gradients gathered, and to the host
+    on_device: Ticks  # its update
+    on_host: Ticks
+    stage: int  # the stage that uses it first; -1: none
 
     @property
     def is_trained(self) -> bool:
@@ -78,13 +78,13 @@ class BlockStage:
 
     forward: Ticks
     backward: Ticks
-    again: Ticks = 0  # running it again
-    out: Ticks = 0  # what it holds, to the host
-    back: Ticks = 0
-    dropped: int = 0  # bytes it does not hold if it is run again; 0: it cannot be
-    moved: int = 0  # bytes it does not hold if they are swapped; 0: they cannot be
-    rise: int = 0  # highest bytes of its forward, above what was there before it
-    chunk: int = -1  # in whose backward it is run again; -1: no unit's
+    again: Ticks  # running it again
+    out: Ticks  # what it holds, to the host
+    back: Ticks
+    dropped: int  # bytes it does not hold if it is run again; 0: it cannot be
+    moved: int  # bytes it does not hold if they are swapped; 0: they cannot be
+    rise: int  # highest bytes of its forward, above what was there before it
+    chunk: int  # in whose backward it is run again; -1: no unit's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ class Profile:
     chunks: tuple[ParameterChunk, ...]
     stages: tuple[BlockStage, ...]
     spans: tuple[BlockSpan, ...]
-    step: int = 0  # highest bytes of the optimizer's step
-    rest: Ticks = 0  # computation that belongs to no unit
+    step: int  # highest bytes of the optimizer's step
+    rest: Ticks  # computation that belongs to no unit
     when: str = "overlap_forward"  # of updates on the host, as in `Place`
     overlap: bool = True  # copies run beside computation
     sums_workspace: bool = False  # all units are updated on the device at once, else one after the other

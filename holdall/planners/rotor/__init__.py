@@ -212,7 +212,7 @@ def enough(chain: Sequence[Stage]) -> int:
     return (
         sum(kept)
         + sum(stage.g for stage in chain)
-        + max(stage.a + out + max(stage.of, stage.ob, 0) for stage, out in zip(chain, after, strict=True))
+        + max(stage.a + out + max(stage.of, stage.ob) for stage, out in zip(chain, after, strict=True))
     )
 
 

@@ -189,7 +189,7 @@ def needed(chain: Sequence[Stage], items: Sequence[Item], last: int) -> int:
         if first == last:
             return own
     inside = (a[j] + a[j + 1] + chain[j].of for j in range(first + 1, last))
-    floor = a[last + 1] + max(a[first + 1] + chain[first].of, *inside, 0)
+    floor = a[last + 1] + max([a[first + 1] + chain[first].of, *inside])
     rest = needed(chain, items[1:], last)
     if not isinstance(item, Dropped):
         return max(floor, own, form.kept + rest)

@@ -22,7 +22,7 @@ from holdall.cost.link import link_rate
 from holdall.errors import InvalidInput
 from holdall.planners.str.graph import StepGraph
 from holdall.planners.str.program import LinkRates, SwapAnswer, optimum
-from holdall.planning.finish import NEVER, finish, outcome_or_never
+from holdall.planning.finish import finish, outcome_or_never
 from holdall.planning.state_planners import NOTHING, missing_bytes
 from holdall.types import Action, Plan, Problem
 from holdall.units import format_seconds
@@ -71,11 +71,15 @@ class Str:
             if not answer.stages:
                 break
             found.append(_try(problem, graph.actions(graph.decisions(answer.stages)), answer))
-            missing = found[-1].missing
-            if not missing:
+            if not found[-1].missing:
                 break
-            budget -= min(missing if missing < NEVER // 2 else budget // 20, budget // 10) + 1
+            budget = less(budget, found[-1].missing)
         return found
+
+
+def less(budget: int, missing: int) -> int:
+    """The bytes to try after an answer that lacks some: fewer by as many, at most by a tenth."""
+    return budget - min(missing, budget // 10) - 1
 
 
 class _Candidate(NamedTuple):

@@ -135,7 +135,7 @@ class CheckpointPool:
 
 def _counts(most: int) -> list[int]:
     """How many blocks' checkpoints leave: any number, or about `_GRID` of them."""
-    return sorted({round(n * most / _GRID) for n in range(_GRID + 1)}) if most > _GRID else list(range(most + 1))
+    return sorted({round(n * most / _GRID) for n in range(_GRID + 1)})
 
 
 def _why(trace: Trace, actions: Sequence[Action], l_peak: int) -> list[str]:

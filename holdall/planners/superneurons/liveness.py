@@ -29,10 +29,9 @@ def freed_after(ops: Sequence[Effect], stay: Collection[int] = ()) -> list[set[i
 
 def peak(ops: Sequence[Effect], sizes: Mapping[int, int], there: Collection[int] = (), stay: Collection[int] = ()) -> int:
     """The most bytes at once. `there`: tensors from before the step; those that no op uses stay as long as it takes."""
-    used = {x for op in ops for x in operands(op)}
     live = {*there}
     most = sum(sizes[x] for x in live)
-    for op, gone in zip(ops, freed_after(ops, {*stay, *(live - used)}), strict=True):
+    for op, gone in zip(ops, freed_after(ops, stay), strict=True):
         live |= operands(op)
         most = max(most, sum(sizes[x] for x in live))
         live -= gone

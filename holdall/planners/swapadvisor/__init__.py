@@ -24,6 +24,7 @@ from typing import ClassVar
 from holdall.actions.layer_swap import LayerSwap
 from holdall.actions.reschedule import Reschedule, obstacle, region
 from holdall.cost.link import link_rate
+from holdall.errors import InvalidInput
 from holdall.planners.swapadvisor.genetic import Genome, Order, SlotRoom, cross_orders, evolve, mutate_order
 from holdall.planners.swapadvisor.swaps import SwapIn, SwapNode, SwapPlan, makespan, next_uses, plan_swaps
 from holdall.planning.finish import finish, outcome_or_never, over_budget
@@ -50,6 +51,9 @@ class Swapadvisor:
 
     def __call__(self, problem: Problem) -> Plan:
         began = time.perf_counter()
+        if self.population < 1 or self.generations < 0:
+            what = f"`population` is {self.population} and `generations` is {self.generations}"
+            raise InvalidInput(what, hint="use population=12, generations=12")
         can_move = problem.permits(LayerSwap) and problem.hardware.far is not None
         if not can_move or not over_budget(problem, outcome_or_never(problem, [])):
             return finish(self, problem, [], began=began)

@@ -20,7 +20,10 @@ class Lane:
 
     def __init__(self, seconds: list[float]) -> None:
         self.free = seconds
-        self._sums = [0.0, *accumulate(seconds)]
+        self._count()
+
+    def _count(self) -> None:
+        self._sums = [0.0, *accumulate(self.free)]
 
     def between(self, first: int, last: int) -> float:
         """Free seconds beside the ops from `first` to `last`."""
@@ -35,7 +38,7 @@ class Lane:
             seconds -= taken
             if seconds <= 0:
                 break
-        self._sums = [0.0, *accumulate(self.free)]
+        self._count()
         return at
 
 
