@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from holdall.actions.in_backward import InBackward
 from holdall.actions.place import Place
 from holdall.errors import Infeasible, Unsupported
+from holdall.planners.auto.across_blocks import plans_across_blocks
 from holdall.planners.auto.placements import Guesses, Placements, PlacementShape
 from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
 from holdall.planning.finish import NEVER, finish, over_budget
@@ -58,7 +59,23 @@ class Auto:
         return {"via_device" if name == "through" else name: value for name, value in options.items()}
 
     def __call__(self, problem: Problem) -> Plan:
-        return or_last_resort(self, problem, self._best)
+        try:
+            return or_last_resort(self, problem, self._best)
+        except Infeasible:
+            made = self._across_blocks(problem)
+            if made is None:
+                raise
+            return made
+
+    def _across_blocks(self, problem: Problem) -> Plan | None:
+        """The fastest plan of a member that plans across blocks, where nothing else fits."""
+        began = time.perf_counter()
+        found = list(plans_across_blocks(usable(problem)))
+        if not found:
+            return None
+        best = min(found, key=lambda plan: plan.predicted.seconds)
+        why = [f"no choice for each block fits; the plan of {best.planner} does", *best.why]
+        return finish(self, problem, best.actions, why=why, began=began)
 
     def _best(self, problem: Problem) -> Plan:
         began = time.perf_counter()
@@ -146,6 +163,17 @@ class PlacementSearch(Search):
                 self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
         for around in self.best_placements(problem):
             self.hide(problem, around)
+        self._across_blocks(problem)
+
+    def _across_blocks(self, problem: Problem) -> None:
+        """Plans of members that plan across blocks, if faster by more than `CLOSE`. Where no choice for each block fits, last
+        resorts come first."""
+        best, plain = self.fastest(problem), self.outcome(())
+        if best is None or (plain is not None and best.outcome.seconds <= CLOSE * plain.seconds):
+            return
+        for made in plans_across_blocks(problem):
+            if CLOSE * made.predicted.seconds < best.outcome.seconds:
+                self.attempt(f"the plan of {made.planner}", made.actions)
 
     def _spreads(self, problem: Problem) -> list[PlacementShape]:
         """Placements worth a search. With the number of streamed weights that makes steps fastest when activations take the

@@ -347,10 +347,14 @@ def _outputs(out: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
 
 
-def _arrival(arrived: dict[int, torch.Tensor | None], number: int, ledger: Ledger | None) -> Callable[[torch.Tensor], None]:
+def _arrival(
+    arrived: dict[int, torch.Tensor | None], number: int, ledger: Ledger | None
+) -> Callable[[torch.Tensor | None], None]:
     """A hook that stores the gradient of an output; it must not refer to the model, which a loss may outlive."""
 
-    def arrive(grad: torch.Tensor) -> None:
+    def arrive(grad: torch.Tensor | None) -> None:
+        if grad is None:  # the loss does not use this output, but one that the same node made
+            return
         if grad.nbytes > _SMALL:
             arrived[number] = None
             return
