@@ -49,6 +49,11 @@ def from_local(local: torch.Tensor, spec: Any) -> torch.Tensor:
     return _class(_TENSORS, "DTensor")(local, spec, requires_grad=False)  # type: ignore[misc, no-any-return]
 
 
+def part_of_parameter(part: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter that an optimizer updates in parts, one on each rank; any other parameter itself."""
+    return getattr(part, "holdall_whole", part)  # type: ignore[no-any-return]
+
+
 def gather(module: torch.nn.Module) -> None:
     """Have a module under `fully_shard` gather its parameters, if it has not; its own hooks reshard them after backward."""
     kind = _class(_MODULES, "FSDPModule")

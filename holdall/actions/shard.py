@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Shard(Facts):
     mesh: tuple[tuple[str, int], ...]  # (name, size) of every dimension
-    way: str  # as in `parallel.build`
+    way: str  # as in `parallel.sharding.build`
     groups: tuple[str, ...]  # modules with collectives of their own
     replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
 
@@ -64,15 +64,16 @@ class Shard(Facts):
 
     def build(self, model: torch.nn.Module, device_mesh: Any) -> None:
         """Do it to the model, on torch's mesh."""
-        from holdall.parallel.build import shard_model
+        from holdall.parallel.sharding.build import shard_model
 
         shard_model(model, self.groups, device_mesh, self.way)
 
     def install(self, harness: Harness) -> None:
-        from holdall.parallel.build import follow_parameters
         from holdall.parallel.checking import compare_if_asked
         from holdall.parallel.counting import CollectiveBytes
         from holdall.parallel.groups import device_mesh
+        from holdall.parallel.sharding.build import divide_update, follow_parameters
+        from holdall.parallel.ways import is_divided
         from holdall.sharded import sharded_parameter
 
         mesh = Mesh.of(dict(self.mesh))
@@ -84,11 +85,17 @@ class Shard(Facts):
                 "the optimizer has states of the unsharded model",
                 hint="call `fit(..., mesh=...)` before the first step, and load states afterwards",
             )
+        if is_divided(self.way):  # torch's engine brings its shards there by itself
+            model.to(harness.device)
         before = dict(model.named_parameters())
-        self.build(model, device_mesh(mesh, harness.device.type))
+        on = device_mesh(mesh, harness.device.type)
+        self.build(model, on)
         compare_if_asked()
         if optimizer is not None:
             follow_parameters(optimizer, before, model)
+            divide_update(optimizer, model, on, self.way)
+        if mesh.ranks == 1:
+            return  # torch's engine calls no collectives
         counted = CollectiveBytes(mesh.dims[0].name, mesh.ranks)
         harness.around(counted)
         harness.stores.counters.append(counted.sent)

@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from holdall.errors import Unsupported
-from holdall.parallel.by_rule import WIDTHS
+from holdall.parallel.sharding.by_rule import WIDTHS
 from holdall.types import Block, Op, Phase, Save, TensorInfo, Trace
 
 LEAST = 4  # layers that a trace needs: a first, one to repeat, one after it, and a last

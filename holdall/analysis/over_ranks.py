@@ -1,7 +1,7 @@
 """Plans over many GPUs from one trace: which mesh, which way to shard, and what each rank then recomputes.
 
-Every candidate is the step of one rank (`parallel/by_rule.py`), simulated with its collectives over the networks of its mesh.
-All figures are simulated; networks by name have assumed latencies (`machine/networks.py`).
+Every candidate is the step of one rank (`parallel/sharding/by_rule.py`), simulated with its collectives over the networks of
+its mesh. All figures are simulated; networks by name have assumed latencies (`machine/networks.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdall.actions.recompute import Recompute
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.machine.networks import network
-from holdall.parallel.by_rule import sharded_by_rule
+from holdall.parallel.sharding.by_rule import sharded_by_rule
 from holdall.planners.auto import Auto
 from holdall.planners.chen import Chen
 from holdall.planners.nop import Nop

@@ -36,9 +36,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.checkpoints import folders, states
+from holdall.checkpoints.over_ranks import SHARDED, load_over_ranks, save_over_ranks
 from holdall.checkpoints.plain import pack, unpack
 from holdall.checkpoints.tensors import save_file
 from holdall.errors import InvalidInput
+from holdall.sharded import sharded_parameter
 from holdall.types import _json
 
 ABOUT = "training.json"
@@ -112,12 +114,16 @@ def load_checkpoint(
     for note in found.notes:
         log.warning("holdall: %s", note)
     about = found.about()
+    in_shards = (found.folder / SHARDED).is_dir()
+    if model is not None and sharded_parameter(model) and not in_shards:
+        hint = "load it into the model before `fit(..., mesh=...)` shards it"
+        raise InvalidInput(f"`{found.folder}` is of a model that is whole, and this one is in shards", hint=hint)
     with _unobserved():
-        weights = states.check_weights(found.folder, model) if model is not None else []
-        if optimizer is not None:
-            if model is None:
-                hint = "pass both: its state is stored by parameter name"
-                raise InvalidInput("an optimizer cannot be loaded without its model", hint=hint)
+        weights = states.check_weights(found.folder, model) if model is not None and not in_shards else []
+        if optimizer is not None and model is None:
+            hint = "pass both: its state is stored by parameter name"
+            raise InvalidInput("an optimizer cannot be loaded without its model", hint=hint)
+        if optimizer is not None and not in_shards:
             entries = states.check_optimizer(found.folder, about["optimizer"], model, optimizer)
         if scheduler is not None and about.get("scheduler") is None:
             raise InvalidInput(f"`{found.folder}` holds no scheduler", hint="it was saved without one: leave out `scheduler=`")
@@ -126,15 +132,17 @@ def load_checkpoint(
         position = unpack(about.get("data"), ABOUT)
         _check_position(found.folder, position, data)
         states.read_weights(weights)
+        if in_shards:
+            load_over_ranks(found.folder, about, model=model, optimizer=optimizer, rng=rng)
         if scheduler is not None:
             scheduler.load_state_dict(unpack(about["scheduler"], ABOUT))
-        if optimizer is not None:
+        if optimizer is not None and not in_shards:
             states.read_optimizer(about["optimizer"], entries, model, optimizer)
         if isinstance(data, torch.Generator):
             data.set_state(position)
         elif data is not None:
             data.load_state_dict(position)
-        if rng:
+        if rng and not in_shards:
             states.read_random(found.folder, about["random"])
     return Checkpoint(folder=found.folder, step=found.step, data=position, notes=found.notes)
 
@@ -171,6 +179,12 @@ def write_checkpoint(
     """As `save_checkpoint`. `about`: already packed. `rng="torch"`: torch's generators. `save`: writes all files but the
     weights.
     """
+    if sharded_parameter(model):
+        with _unobserved():
+            final = save_over_ranks(out, step, model=model, optimizer=optimizer, about=about, rng=bool(rng), file=ABOUT)
+        if _is_first():
+            _clear(out, keep, final)
+        return final
     with _unobserved(), folders.new_folder(out, step) as folder:
         states.write_weights(folder, model)
         if tokenizer is not None:
@@ -181,11 +195,21 @@ def write_checkpoint(
         }
         _json.write(folder / ABOUT, {"format": folders.FORMAT, "step": step, **about, **rest})
     final = folders.folder_of(out, step)
+    _clear(out, keep, final)
+    return final
+
+
+def _clear(out: Path, keep: int | None, newest: Path) -> None:
     if keep is None:
         folders.clear_left_over(out)
     else:
-        folders.keep_last(out, keep, final)
-    return final
+        folders.keep_last(out, keep, newest)
+
+
+def _is_first() -> bool:
+    """Is this the first rank of those that write together, or the only one?"""
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _check_position(folder: Path, position: Any, data: Any) -> None:

@@ -187,7 +187,7 @@ def check_optimizer(
         raise _damaged(folder, f"it is the state of {about['type']}, not of {type(optimizer).__name__}")
     optimizer.state_dict()  # finishes running updates
     names = _names(model)
-    _check_groups(folder, about["groups"], optimizer, names)
+    check_groups(folder, about["groups"], optimizer, names)
     entries = read_header(folder / OPTIMIZER)
     lost = next((entry for entry in about.get("entries", ()) if entry not in entries), None)
     if lost is not None:
@@ -229,13 +229,19 @@ def read_optimizer(
             before = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if counts_on_host else parameter.device)
         read_into(entry, before)
         state[key] = before
-    for group, saved in zip(optimizer.param_groups, about["groups"] if settings else (), strict=False):
+    if settings:
+        read_groups(optimizer, about["groups"])
+
+
+def read_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Restore the settings of the groups, except how updates are computed."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
         for key, value in saved.items():
             if key != "params" and key not in _HOW:
                 group[key] = _as_before(unpack(value, key), group.get(key))
 
 
-def _check_groups(
+def check_groups(
     folder: Path, saved: list[dict[str, Any]], optimizer: Optimizer, names: Mapping[torch.nn.Parameter, str]
 ) -> None:
     before = {name: n for n, group in enumerate(saved) for name in group["params"]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,28 +14,43 @@ from holdall.actions.shard import Shard
 from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.fitting.request import FitRequest
+from holdall.fitting.start import device_of_batch
+from holdall.fitting.trial_room import within
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
-from holdall.parallel.build import WAYS
 from holdall.parallel.checking import compared, refuse_other_batches
-from holdall.parallel.groups import device_mesh, ranks_here
+from holdall.parallel.groups import connect, device_mesh, ranks_here
+from holdall.parallel.sharding.build import RULED
 from holdall.parallel.ways import DIVIDED, is_divided, is_one_batch, way_for
 from holdall.planning.finish import finish
 from holdall.problem import hardware_for, make_problem
 from holdall.registry import build_member
 from holdall.runtime.harness import Harness
-from holdall.tracing import groups_of
+from holdall.tracing import groups_of, target_device
 from holdall.tracing.step import default_loss
 from holdall.types import Hardware, Mesh, Plan, Planner, Trace, _json
 from holdall.types.plan import silent
 
 
-def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Harness:
-    """Returns the harness, switched on. Adaptation is off: no rank changes its plan by what it alone has measured."""
+def start_on_ranks(
+    request: FitRequest,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    *,
+    adjust: Callable[[Plan, Trace], Plan] | None = None,
+) -> Harness:
+    """Returns the harness, switched on. Adaptation is off: no rank changes its plan by what it alone has measured.
+
+    `adjust`: makes a plan for a trainer's whole budget of one for what it leaves."""
     assert request.mesh is not None
     _check(request)
     mesh = Mesh.of({"dp": ranks_here()} if isinstance(request.mesh, str) else request.mesh)
     told = request.progress or silent
-    device_mesh(mesh, "cpu")  # refuses a run with other ranks before anything slow
+    on = request.device if request.device is not None else device_of_batch(batch)
+    request = replace(request, device=on)
+    kind = target_device(model, on).type
+    device_mesh(mesh, kind)  # refuses a run with other ranks before anything slow
+    connect(kind)
     if request.shard == "auto" and mesh.dims[0].name not in DIVIDED:
         way = from_first(lambda: _fastest_way(request, model, optimizer, batch, mesh))
     else:
@@ -60,8 +77,10 @@ def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch
             shard=way,
         )
 
-    traced = together(record)
+    with within(request.budget, target_device(model, on)):
+        traced = together(record)
     asked: dict[str, Any] = {"allow": request.allow, "reads_gradients": request.reads_gradients}
+    asked["accumulate"] = request.accumulate
     shared = [(a.name, _json.pack(a)) for a in Shard.samples(traced)]
     refuse_other("plan", (traced.about.signature, shared, [b.name for b in traced.blocks], planner), ALIKE)
 
@@ -76,7 +95,8 @@ def start_on_ranks(request: FitRequest, model: torch.nn.Module, optimizer: torch
         """The actions of rank 0, with what this rank expects of them."""
         built: Planner = build_member("planners", planner, given, f"planner {planner}")
         problem = make_problem(traced, budget=request.budget, hardware=machine, **asked)
-        return finish(built, problem, first.actions, why=first.why)
+        made = finish(built, problem, first.actions, why=first.why)
+        return made if adjust is None else adjust(made, traced)
 
     plan = together(mine)
     with _compared(request, model, batch, way):
@@ -87,6 +107,7 @@ def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, way: str)
     """Does a divided model compute the same?"""
     if not is_divided(way):
         return nullcontext()
+    model.to(target_device(model, request.device))
     run = request.loss or default_loss
     return compared(model, lambda: run(model, batch), outputs=way not in DIVIDED["cp"])
 
@@ -105,7 +126,7 @@ def _fastest_way(
         head=request.head if request.head != "auto" else "whole",
     )
     machine = hardware_for(plain, request.hardware, request.budget)
-    choices = [ShardWay(mesh=mesh, shard=name) for name in WAYS]
+    choices = [ShardWay(mesh=mesh, shard=name) for name in RULED]
     try:
         found = plan_over_ranks(
             plain, groups_of(model, plain), GpuCluster(gpus=mesh.ranks), machine, budget=request.budget, choices=choices
@@ -119,7 +140,6 @@ def _check(request: FitRequest) -> None:
     """Refuse what is not planned over ranks yet."""
     given = {
         "precision": request.precision is not None,
-        "accumulate": request.accumulate != 1,
         "layout": request.layout is not None,
         "lengths": request.lengths is not None,
         "compile": request.compile is not False,
@@ -128,7 +148,7 @@ def _check(request: FitRequest) -> None:
     for name, is_given in given.items():
         if is_given:
             raise Unsupported(
-                f"`{name}` does not work together with `mesh` yet: a sharded step is one backward, in one precision",
+                f"`{name}` does not work together with `mesh` yet: a sharded step is whole, in one precision",
                 hint=f"call fit(..., mesh=...) without `{name}`",
             )
     if isinstance(request.mesh, str) and request.mesh != "auto":

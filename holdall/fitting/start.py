@@ -60,7 +60,8 @@ def start(
     if request.mesh is not None:
         from holdall.fitting.on_ranks import start_on_ranks
 
-        return start_on_ranks(request, model, optimizer, batch)
+        with nullcontext() if room is None else room.explaining():
+            return start_on_ranks(request, model, optimizer, batch, adjust=None if room is None else room.as_measured)
     is_compiled = resolve_backend(request.compile) is not None  # refuse a bad name before anything slow
     told = request.progress or silent
     on = request.device if request.device is not None else device_of_batch(batch)

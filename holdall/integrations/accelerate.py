@@ -35,12 +35,13 @@ def fit(
 
     `batch`: plan for this one, now; otherwise for the first batch in training. `options`: other arguments of `holdall.fit`;
     accumulation is taken from the accelerator.
+
+    On several processes the model is sharded over them (`mesh="auto"` unless given), so it must not be prepared, and `batch` is
+    needed: `fit(accelerator, model, optimizer, batch)`, then `accelerator.prepare(optimizer, loader)`.
     """
     if accelerator.num_processes > 1:
-        raise Unsupported(
-            f"the accelerator uses {accelerator.num_processes} processes; a plan needs one",
-            hint="accelerate launch --num_processes 1",
-        )
+        _check_ranks(accelerator, model, batch)
+        options.setdefault("mesh", "auto")
     if "accumulate" in options:
         raise InvalidInput(
             "`accumulate` is taken from the accelerator", hint="use `Accelerator(gradient_accumulation_steps=...)`"
@@ -63,3 +64,17 @@ def fit(
             fitting.close()
             raise
     return fitting
+
+
+def _check_ranks(accelerator: Any, model: torch.nn.Module, batch: Any) -> None:
+    """On several processes, holdall is the one who divides the model."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel) or model in accelerator._models:
+        raise Unsupported(
+            f"the accelerator has prepared the model for {accelerator.num_processes} processes, and holdall shards it itself",
+            hint="call `fit(accelerator, model, optimizer, batch)` first, then `accelerator.prepare(optimizer, loader)`",
+        )
+    if batch is None:
+        raise InvalidInput(
+            f"a model is sharded over {accelerator.num_processes} processes before its first forward, so a batch is needed",
+            hint="pass one: `fit(accelerator, model, optimizer, batch, budget=...)`",
+        )

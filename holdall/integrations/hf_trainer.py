@@ -95,7 +95,7 @@ def _refuse(args: Any) -> None:
             "`torch_compile` is on", hint="set torch_compile=False; HoldallCallback(compile=True) compiles blocks under a plan"
         )
     if args.world_size > 1 or args.n_gpu > 1:
-        hint = "train on one device: CUDA_VISIBLE_DEVICES=0"
+        hint = "train on one device (CUDA_VISIBLE_DEVICES=0), or over ranks in a loop of your own or of accelerate"
         raise Unsupported(f"the trainer uses {max(args.world_size, args.n_gpu)} devices", hint=hint)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from holdall.parallel.groups import ranks_here
 from holdall.types import Plan, _json
 
 T = TypeVar("T")
+_PIECE = 1 << 24  # elements that are added up at a time
 ALIKE = "make the plan once and load its file on every rank, or pass the same arguments and batch shapes on all"
 
 
@@ -47,7 +50,8 @@ def from_first(make: Callable[[], T]) -> T:
             made[1] = error
         except Exception as error:  # the others must not wait for this rank
             made[1] = Unsupported(f"rank 0 failed, so no rank goes on: {error!r}", hint="see the error of that rank")
-    dist.broadcast_object_list(made, src=0)
+    with _saying_timeouts():
+        dist.broadcast_object_list(made, src=0)
     if made[1] is not None:
         raise made[1]
     return made[0]  # type: ignore[no-any-return]
@@ -64,6 +68,8 @@ def refuse_other(what: str, value: Any, hint: str) -> None:
 
 def agree(plan: Plan, model: torch.nn.Module) -> None:
     """Refuse, on all ranks, a plan in which they differ, and models with other weights."""
+    if ranks_here() == 1:
+        return
     refuse_other("plan", digest(plan), ALIKE)
     refuse_other(
         "weights",
@@ -87,8 +93,9 @@ def weights_digest(model: torch.nn.Module) -> str:
     sums = hashlib.sha256()
     for p in model.parameters():
         if not is_shard(p) and p.device.type != "meta":
-            flat = p.detach().double()
-            sums.update(repr((flat.sum().item(), flat.square().sum().item())).encode())
+            for piece in p.detach().flatten().split(_PIECE):
+                wide = piece.double()
+                sums.update(repr((wide.sum().item(), wide.square().sum().item())).encode())
     return sums.hexdigest()
 
 
@@ -97,5 +104,32 @@ def _exchange(value: Any) -> list[Any]:
     if ranks_here() == 1:
         return [value]
     found: list[Any] = [None] * ranks_here()
-    dist.all_gather_object(found, value)
+    with _saying_timeouts():
+        dist.all_gather_object(found, value)
     return found
+
+
+@contextmanager
+def _saying_timeouts() -> Iterator[None]:
+    """Say of an exchange that failed how long this rank waited for the others."""
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        waited, limit = time.monotonic() - began, _timeout()
+        lost = f"waited {waited:.0f} s for the others, as long as the group's timeout ({limit:.0f} s)"
+        if waited < 0.9 * limit:
+            lost = f"lost another rank after {waited:.0f} s ({str(error).splitlines()[0]})"
+        raise Unsupported(
+            f"rank {dist.get_rank()} {lost}, so it does not go on",
+            hint="see the output of the other ranks; init_process_group(timeout=...) says how long ranks wait",
+        ) from error
+
+
+def _timeout() -> float:
+    """Seconds that ranks of this run wait for each other."""
+    group = dist.distributed_c10d._get_default_group()
+    kind = next((d for d in ("cpu", "cuda") if torch.device(d) in getattr(group, "_device_types", [])), "cpu")
+    options = getattr(group._get_backend(torch.device(kind)), "options", None)
+    limit = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    return float(limit.total_seconds())

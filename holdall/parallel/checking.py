@@ -78,7 +78,7 @@ def refuse_other_batches(batch: Any) -> None:
     for t in tree_iter(batch):
         if isinstance(t, torch.Tensor) and t.device.type != "meta":
             sums.update(repr((tuple(t.shape), t.dtype)).encode())
-            sums.update(t.detach().double().contiguous().numpy().tobytes())
+            sums.update(t.detach().double().cpu().contiguous().numpy().tobytes())
     said = [sums.hexdigest()] * ranks_here()
     if len(said) > 1:
         dist.all_gather_object(said, said[0])

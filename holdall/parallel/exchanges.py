@@ -115,6 +115,10 @@ class Exchanged(torch.autograd.Function):
         return all_to_all(grad, ctx.join, ctx.cut, ctx.group), None, None, None
 
 
+def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    _gather(whole, own, group=group)
+
+
 def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     x = x.contiguous()

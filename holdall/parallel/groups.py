@@ -38,6 +38,15 @@ def device_mesh(mesh: Mesh, device: str) -> Any:
     return init_device_mesh(device, tuple(d.size for d in mesh.dims), mesh_dim_names=tuple(d.name for d in mesh.dims))
 
 
+def connect(device: str) -> None:
+    """Have the ranks of this run meet on GPUs: what NCCL takes there at its first collective is then there before a plan."""
+    import torch
+
+    if device == "cuda" and dist.get_backend() == "nccl":
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+        torch.cuda.synchronize()
+
+
 @contextmanager
 def fake_mesh(mesh: Mesh, device: str) -> Iterator[Any]:
     """torch's mesh over ranks of which this process is one and the others do not exist: collectives return at once.

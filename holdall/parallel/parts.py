@@ -44,6 +44,7 @@ class Fork:
 
     def __init__(self, division: Division) -> None:
         self._rank = division.rank
+        self._device = str(division.device_mesh.device_type)
         self._after: int | None = None  # seed with which all ranks go on
 
     def begin(self) -> None:
@@ -51,12 +52,18 @@ class Fork:
             return
         before = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         self._after = before + 1
-        torch.default_generator.manual_seed((before + 1) * 65_537 + self._rank)
+        self._seed((before + 1) * 65_537 + self._rank)
 
     def end(self) -> None:
         if self._after is not None:
-            torch.default_generator.manual_seed(self._after)
+            self._seed(self._after)
             self._after = None
+
+    def _seed(self, seed: int) -> None:
+        """The host's generator and that of the device in use; no other device is touched."""
+        torch.default_generator.manual_seed(seed)
+        if self._device == "cuda":
+            torch.cuda.manual_seed(seed)
 
 
 def part_of(p: torch.nn.Parameter, dim: int, parts: int, division: Division, made: Made) -> Any:

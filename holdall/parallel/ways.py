@@ -4,13 +4,13 @@
     cp   context: the sequence ("ulysses", "ring", "zigzag", "balanced", "queries"); see `context.py`
     ep   experts: of mixtures of experts ("experts"); see `experts.py`
 
-Any other name is a dimension of data: every rank has its own batch, and model states may be in shards; see `build.py`.
+Any other name is a dimension of data: every rank has its own batch, and model states may be in shards; see `sharding`.
 """
 
 from __future__ import annotations
 
 from holdall.errors import unknown_name
-from holdall.parallel.build import WAYS, check_way
+from holdall.parallel.sharding.build import WAYS, check_way
 from holdall.types.mesh import Mesh
 
 DIVIDED = {

@@ -102,8 +102,8 @@ def _on_shards(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     is_divided = shards is not None and shards.mesh.dims[0].name in DIVIDING  # then nothing else is planned yet
     wrong = next((a.name for a in others if is_divided or not a.on_shards), "")
     by_ops = next((block for a in others for block in a.by_ops), "")
-    if wrong or by_ops or problem.accumulate > 1 or problem.layout:
-        what = f"`{wrong}`" if wrong else f"`{by_ops}` op by op" if by_ops else "a layout" if problem.layout else "accumulation"
+    if wrong or by_ops or problem.layout:
+        what = f"`{wrong}`" if wrong else f"`{by_ops}` op by op" if by_ops else "a layout"
         raise Unsupported(f"{what} is not planned for a step that is sharded over ranks yet", hint='use planner="auto"')
     return others
 

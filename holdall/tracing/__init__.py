@@ -110,15 +110,14 @@ def trace_sharded(
     from holdall.tracing.shards import record_sharded_step
 
     plain = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, autocast=autocast)
-    if plain.about.device != "cpu":
-        raise Unsupported("models are sharded on CPUs only so far", hint='leave `mesh` out, or use device="cpu"')
     if plain.about.source != "fake":
         raise Unsupported(
             f"{type(model).__name__} cannot be traced on fake tensors, which sharding needs ({plain.about.notes[-1]})",
             hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
         )
-    how = How(autocast=resolve_autocast(autocast, "cpu"))
-    given = (model, batch, optimizer, loss or default_loss, how, mesh, way)
+    target = target_device(model, device)
+    how = How(autocast=resolve_autocast(autocast, target.type))
+    given = (model, batch, optimizer, loss or default_loss, how, target, mesh, way)
     drawn = random.getstate()
     try:
         with outside_autocast():

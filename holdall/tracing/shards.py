@@ -21,26 +21,28 @@ from torch.utils._pytree import tree_map_only
 
 from holdall.errors import Unsupported
 from holdall.ops import branches_of_a_real_run
-from holdall.parallel.build import shard_model
 from holdall.parallel.counting import collective_of
 from holdall.parallel.groups import fake_mesh
+from holdall.parallel.sharding.build import divide_update, shard_model
 from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_resizes
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
+from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, record_optimizer, state_tensors
 from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.values.known import KnownValues
 from holdall.types import Block, Kind, Mesh, Op
 from holdall.types.info import CollectiveOp, ShardedStep
+from holdall.types.layout import block_of
 from holdall.updates.parts import clone_optimizer
 
 
 class ShardRecorder(Recorder):
     """A recorder of one rank."""
 
-    def __init__(self, *, values: KnownValues, trials: Trials, dim: str) -> None:
-        super().__init__(values=values, real=False, trials=trials)
+    def __init__(self, *, values: KnownValues, trials: Trials, device: str, dim: str) -> None:
+        super().__init__(values=values, real=False, trials=trials, device=device)
         self.collectives: list[CollectiveOp] = []
         self._dim = dim
         self._gathered: set[int] = set()  # storages that the engine fills and frees
@@ -113,6 +115,7 @@ def record_sharded_step(
     optimizer: torch.optim.Optimizer | None,
     loss: Loss,
     how: How,
+    device: torch.device,
     mesh: Mesh,
     way: str,
     groups: tuple[str, ...],
@@ -122,32 +125,37 @@ def record_sharded_step(
 
     `build`: does that to the copy, on torch's mesh; None: torch's engine does.
 
-    A first step is run without recording: it makes the optimizer's states, and the engine prepares itself.
+    A first step is run without recording: it makes the optimizer's states, and the engine prepares itself. Where the device is
+    a GPU that is not here, fakes of a CPU stand in, and sizes are a GPU's.
     """
-    device = torch.device("cpu")
+    is_elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    here = torch.device("cpu") if is_elsewhere else device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = KnownValues(mode)
-    recorder = ShardRecorder(values=values, trials=Trials(device), dim=mesh.dims[0].name)
+    recorder = ShardRecorder(values=values, trials=Trials(here), device=here.type, dim=mesh.dims[0].name)
     with contextlib.ExitStack() as stack:
-        on = stack.enter_context(fake_mesh(mesh, device.type))
+        on = stack.enter_context(fake_mesh(mesh, here.type))
         stack.enter_context(branches_of_a_real_run())
         stack.enter_context(mode)
-        fake = _fake_copy(model)
+        fake = _fake_copy(model, here)
         originals = {name: id(p) for name, p in model.named_parameters()}
         if build is None:
             shard_model(fake, groups, on, way)
         else:
             build(fake, on)
         made: dict[int, torch.Tensor] = {}
-        fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, values, made), batch)
+        fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, here, values, made), batch)
         parameters = dict(fake.named_parameters())
         clone = None
         if optimizer is not None:
             swapped: dict[int, torch.Tensor] = {originals[name]: p for name, p in parameters.items()}
             clone = clone_optimizer(optimizer, swapped, foreach=False)
+            divide_update(clone, fake, on, way)
         stack.callback(watch_resizes(recorder.resized))
         stack.callback(unrecorded_propagation(recorder.quiet))
         stack.enter_context(recorder)
+        if is_elsewhere:
+            stack.enter_context(CudaOps())
         step = Step(fake, recorder, loss, how.autocast)
         with recorder.quiet():
             _prepare(fake, fake_batch, clone, loss, how, recorder)
@@ -168,7 +176,9 @@ def record_sharded_step(
         recorder.end_step()
         del held
         recorder.close()
-        ops, tensors, saves = recorder.finish()
+        ops, tensors, saves = recorder.finish(align=block_of(device.type))
+    timed = recorder.trials.is_timed
+    recorder.trials.close()
     recorded = Recorded(
         ops=ops,
         tensors=tensors,
@@ -181,6 +191,7 @@ def record_sharded_step(
         autocast=recorder.autocast,
         parts=any(call.path for call in recorder.calls),
         calls=sum(not call.path for call in recorder.calls),
+        timed=timed,
         looked_at=tuple(sorted(n for n in values.looked_at if n >= 0)),
     )
     collectives = tuple(recorder.collectives)
@@ -201,7 +212,7 @@ def without_gathering(block: Block, ops: Sequence[Op], fillings: Iterable[Iterab
 def _prepare(
     fake: torch.nn.Module, batch: Any, clone: torch.optim.Optimizer | None, loss: Loss, how: How, recorder: Recorder
 ) -> None:
-    casting = torch.autocast("cpu", dtype=how.autocast) if how.autocast is not None else contextlib.nullcontext()
+    casting = torch.autocast(recorder.device, dtype=how.autocast) if how.autocast is not None else contextlib.nullcontext()
     with casting:
         value = loss(fake, batch)
     value.backward()
@@ -214,13 +225,13 @@ def _prepare(
         p.grad = None
 
 
-def _fake_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with fake parameters and buffers; called in a fake mode."""
+def _fake_copy(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The model with fake parameters and buffers on the device; called in a fake mode."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        memo[id(p)] = torch.nn.Parameter(_like(p), requires_grad=p.requires_grad)
+        memo[id(p)] = torch.nn.Parameter(_like(p, device), requires_grad=p.requires_grad)
     for b in model.buffers():
-        memo[id(b)] = _like(b)
+        memo[id(b)] = _like(b, device)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # a module may hold anything
@@ -230,13 +241,13 @@ def _fake_copy(model: torch.nn.Module) -> torch.nn.Module:
         ) from error
 
 
-def _like(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+def _like(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
 
-def _input(t: torch.Tensor, values: KnownValues, made: dict[int, torch.Tensor]) -> torch.Tensor:
+def _input(t: torch.Tensor, device: torch.device, values: KnownValues, made: dict[int, torch.Tensor]) -> torch.Tensor:
     if id(t) not in made:
-        made[id(t)] = _like(t).requires_grad_(t.requires_grad)
+        made[id(t)] = _like(t, device).requires_grad_(t.requires_grad)
         if t.device.type != "meta":
             values.tell(made[id(t)], t, len(made) - 1)
     return made[id(t)]

@@ -57,7 +57,7 @@ class ShardedStep:
     """How the model was sharded over ranks when its step was traced, as one of them."""
 
     mesh: Mesh
-    way: str  # as in `parallel.build`
+    way: str  # as in `parallel.sharding.build`
     groups: tuple[str, ...]  # modules with collectives of their own
     collectives: tuple[CollectiveOp, ...] = ()
     regions: tuple[TensorRegion, ...] = ()  # of a model that is divided by tensors

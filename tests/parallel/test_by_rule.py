@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import holdall
 from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
 from holdall.machine.presets import gpu
-from holdall.parallel.by_rule import sharded_by_rule
+from holdall.parallel.sharding.by_rule import sharded_by_rule
 from holdall.testing.worlds import machine
 from holdall.tracing import groups_of
 from holdall.types import Mesh

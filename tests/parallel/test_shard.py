@@ -226,8 +226,8 @@ def test_what_cannot_be_traced_is_refused(given, fact):
 
 def test_what_does_not_work_on_shards_is_not_planned():
     trace = traced(2)
-    with pytest.raises(holdall.HoldallError, match="accumulation is not planned for a step that is sharded over ranks yet"):
-        holdall.plan(trace, planner="nop", budget="1GiB", hardware=machine(), accumulate=2)
+    with pytest.raises(holdall.HoldallError, match="a layout is not planned for a step that is sharded over ranks yet"):
+        holdall.plan(trace, planner="nop", budget="1GiB", hardware=machine(), layout="best_fit")
     with pytest.raises(holdall.HoldallError, match="needs"):
         holdall.plan(trace, planner="nop", budget=1000, hardware=machine())
 

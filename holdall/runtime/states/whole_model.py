@@ -12,9 +12,11 @@ from holdall.types import Plan
 def bring(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, device: torch.device
 ) -> Callable[[], None]:
-    """Move the whole model with its gradients and optimizer states. Returns the function that moves them back."""
+    """Move the whole model with its gradients and optimizer states. Returns the function that moves them back. A model that is
+    divided over ranks goes there part by part, and stays."""
     first = next(model.parameters(), None)
-    if first is None or first.device.type == device.type or any(action.places_states for action in plan.actions):
+    moves = any(action.places_states or action.over_ranks for action in plan.actions)
+    if first is None or first.device.type == device.type or moves:
         return lambda: None
     came_from = first.device
 

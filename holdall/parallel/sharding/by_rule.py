@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from holdall.errors import Unsupported
-from holdall.parallel.build import check_way
+from holdall.parallel.sharding.build import check_way
 from holdall.types import Block, Kind, Mesh, MeshDim, Op, Phase, Save, Site, TensorInfo, Trace
 from holdall.types.info import CollectiveOp, ShardedStep
 from holdall.types.layout import round_up

@@ -1,0 +1,1 @@
+"""Model states in shards over ranks of data: by torch's own engine, and by rule where there are no ranks."""
