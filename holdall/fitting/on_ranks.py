@@ -15,7 +15,6 @@ from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
-from holdall.fitting.trial_room import within
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
 from holdall.parallel.checking import compared, refuse_other_batches
 from holdall.parallel.groups import connect, device_mesh, ranks_here
@@ -77,8 +76,7 @@ def start_on_ranks(
             shard=way,
         )
 
-    with within(request.budget, target_device(model, on)):
-        traced = together(record)
+    traced = together(record)
     asked: dict[str, Any] = {"allow": request.allow, "reads_gradients": request.reads_gradients}
     asked["accumulate"] = request.accumulate
     shared = [(a.name, _json.pack(a)) for a in Shard.samples(traced)]

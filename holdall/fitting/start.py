@@ -16,8 +16,7 @@ from holdall.errors import HoldallError, InvalidInput
 from holdall.fitting.arguments import check_arguments
 from holdall.fitting.plan_book import PlanBook
 from holdall.fitting.request import FitRequest
-from holdall.fitting.trial_room import within
-from holdall.problem import make_problem, resolve_hardware, resolve_optimizer
+from holdall.problem import make_problem, resolve_optimizer
 from holdall.runtime.harness import Harness
 from holdall.runtime.programs.compiled import resolve_backend
 from holdall.runtime.switching.recast import Prepared, Recast
@@ -65,8 +64,7 @@ def start(
     is_compiled = resolve_backend(request.compile) is not None  # refuse a bad name before anything slow
     told = request.progress or silent
     on = request.device if request.device is not None else device_of_batch(batch)
-    home = target_device(model, on)
-    cast = resolve_autocast(request.autocast, home.type) or False
+    cast = resolve_autocast(request.autocast, target_device(model, on).type) or False
     planning = {**request.asked, "reads_gradients": request.reads_gradients}
 
     def adjust(plan: Plan, trace: Trace) -> Plan:
@@ -104,10 +102,7 @@ def start(
             sizes.expect_corrections(made, traced)
         return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
 
-    if given is None and home.type == "cuda" and request.hardware is None:
-        resolve_hardware(None, "cuda", request.budget)  # a machine is probed once, whatever the budget
-    with within(request.budget, home):
-        made = prepare()
+    made = prepare()
     harness = api.apply(
         made.plan,
         model,

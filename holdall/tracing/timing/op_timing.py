@@ -48,6 +48,7 @@ _PRODUCTS = ("mm.", "mm_", "matmul", "linear")  # includes addmm, bmm, baddbmm
 _BOUND = (*_PRODUCTS, "attention", "convolution")  # limited by arithmetic
 _SMALL = MiB  # an op on less than this takes the time of a launch, which hides behind earlier ops
 _LARGE = 8 * GiB  # most bytes of tensors made to measure an op
+_CACHED = 2 * GiB  # most bytes that the allocator may keep between two ops
 _FLOOR = 3e-6  # seconds of a kernel that does almost nothing
 _RUNS = 3
 _CYCLES = 500_000  # a quarter of a millisecond
@@ -94,6 +95,7 @@ class Trials:
         self._counts[key] += 1
         if key not in self._known:
             self._known[key] = self._remember(key, func, describe(args, kwargs))
+            _give_back(self._device)
         return self._known[key]
 
     def _remember(self, key: Any, func: Any, described: tuple[Any, Any]) -> Trial:
@@ -170,18 +172,17 @@ class Trials:
             return float(found[0])
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([self._device.index or 0]):
             try:
-                slower = step_mixture.slowdown(parts, _seconds, _room_for_mixture(self._device))
+                slower = step_mixture.slowdown(parts, _seconds)
             except torch.OutOfMemoryError:
                 return 1.0
         self._keep(question, [slower])
         return slower
 
 
-def _room_for_mixture(device: torch.device) -> int:
-    """Bytes for the inputs of a mixture: results take about as much again, and some kernels more."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - torch.cuda.memory_allocated(device)
-    return min(step_mixture.MOST_BYTES, max(0, allowed) // 3)
+def _give_back(device: torch.device) -> None:
+    """Free what the allocator keeps after a large op: ops of many sizes would fill the device with it, beyond any budget."""
+    if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > _CACHED:
+        torch.cuda.empty_cache()
 
 
 def _place(device: torch.device | None) -> str:

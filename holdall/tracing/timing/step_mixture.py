@@ -21,7 +21,7 @@ ROUND = 0.05  # seconds of one round through the mixture
 WARM = 0.6  # seconds until a device has settled on a clock rate
 LOOK = 0.3  # seconds measured after that
 _MOST = 24  # most kinds of ops in the mixture
-MOST_BYTES = 8 * GiB  # of their tensors
+_ROOM = 8 * GiB  # most bytes of their tensors
 _BRIEF = 3e-5  # seconds; shorter ops take as long to launch as to run
 _LEAST, _LARGEST = 0.9, 1.5  # plausible range of the factor
 _FEW = 0.1  # share of the step's time; with less arithmetic than this the clock rate does not matter
@@ -39,8 +39,9 @@ class MixturePart(NamedTuple):
     on_host: bool
 
 
-def choose(parts: Sequence[MixturePart], room: int = MOST_BYTES) -> list[MixturePart]:
-    """The parts that dominate the step's time, as many as fit in so many bytes."""
+def choose(parts: Sequence[MixturePart]) -> list[MixturePart]:
+    """The parts that dominate the step's time, as many as fit in memory."""
+    room = _ROOM
     chosen: list[MixturePart] = []
     for part in sorted(parts, key=lambda p: -p.seconds * p.times):
         if part.seconds >= _BRIEF and part.nbytes <= room and len(chosen) < _MOST:
@@ -55,9 +56,9 @@ def interleave(counts: Sequence[int]) -> list[int]:
     return [n for _, n in sorted(places)]
 
 
-def slowdown(parts: Sequence[MixturePart], time: Callable[[Callable[[], Any], int], float], room: int = MOST_BYTES) -> float:
+def slowdown(parts: Sequence[MixturePart], time: Callable[[Callable[[], Any], int], float]) -> float:
     """The factor for arithmetic-bound ops. `time(call, count)`: seconds per call, over `count` calls in a row."""
-    chosen = choose(parts, room)
+    chosen = choose(parts)
     total = sum(p.seconds * p.times for p in chosen)
     if sum(p.seconds * p.times for p in chosen if p.is_bound) < _FEW * max(total, 1e-9):
         return 1.0
