@@ -265,7 +265,7 @@ def _least_for(items: Sequence[Item], enough: Bytes, hardware: Hardware) -> Byte
     if best_choices(items, enough, hardware) is None:
         return None
     low, high = 0, enough
-    while high - low > _FINE * high:
+    while high - low > max(1, _FINE * high):
         middle = (low + high) // 2
         low, high = (low, middle) if best_choices(items, middle, hardware) is not None else (middle, high)
     return high
