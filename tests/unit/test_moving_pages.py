@@ -142,7 +142,7 @@ def test_plans_are_held_against_each_other_by_steps_of_both_kinds(llama):
     plan = holdall.plan(trace, budget="1.5GiB", hardware=hardware)
     clipped, other = plan.predicted.seconds, plan.about.seconds_if_not_clipped
     assert other < clipped
-    search = auto._Search(make_problem(trace, budget="1.5GiB", hardware=hardware), via_device=None, ahead=True)
+    search = auto.PlacementSearch(make_problem(trace, budget="1.5GiB", hardware=hardware), via_device=None, ahead=True)
     one = Candidate("the plan", plan.actions, plan.predicted)
     assert search._seconds_either_way(one, plan.predicted) == pytest.approx((clipped + other) / 2)
     waits = tuple(replace(a, ahead=False) if isinstance(a, Place) else a for a in plan.actions)
