@@ -347,7 +347,7 @@ class PlacementSearch(Search):
         return [(self.placements.at(spread),) for spread in spreads]
 
 
-def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int = 0) -> list[PlacementShape]:
+def _fewer(most: int, streamed: int, shares: Sequence[float] = _SHARES, *, fewest: int) -> list[PlacementShape]:
     """`most` units on the device, and fewer."""
     counts = dict.fromkeys(max(fewest, round(most * share)) for share in shares)
     return [PlacementShape(n, streamed, via_device=False) for n in counts]
