@@ -79,6 +79,7 @@ class Cell:
         self.shape: Shape = SHAPES[asked["shape"]]
         self.recipe, self.smoke, self.tell = asked["recipe"], bool(asked["smoke"]), tell
         self.untimed = bool(asked.get("untimed"))
+        self.rows, self.tokens = asked.get("rows"), asked.get("tokens")  # of the shape's batch; None: all
         self.device = "cpu" if self.smoke else "cuda"
 
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -86,6 +87,8 @@ class Cell:
         with torch.device(self.device):
             model = self.shape.build(self.smoke).train().to(self.device)  # `torch.Tensor(n)` in a model ignores the device
             batch = self.shape.batch(self.smoke, getattr(model, "config", None))
+        if self.rows or self.tokens:
+            batch = {name: t[: self.rows, : self.tokens].contiguous() for name, t in batch.items()}
         return model, batch
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:

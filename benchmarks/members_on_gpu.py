@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--recipe", default="bf16", choices=["bf16", "autocast"])
     parser.add_argument("--budget", type=float, default=24.0, help="GiB")
     parser.add_argument("--planners", default=PLANNERS)
+    parser.add_argument("--rows", type=int, help="so many sequences of the shape's batch")
+    parser.add_argument("--tokens", type=int, help="so many tokens of each")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--minutes", type=float, default=9.0, help="no row is begun after so many")
@@ -47,7 +49,7 @@ def main() -> None:
     warm_imports([options.shape])
     forks = can_fork(options.smoke)
     asked: dict[str, Any] = {"shape": options.shape, "recipe": options.recipe, "smoke": options.smoke, "untimed": False}
-    asked |= {"budget": int(options.budget * GIB), "steps": options.steps}
+    asked |= {"budget": int(options.budget * GIB), "steps": options.steps, "rows": options.rows, "tokens": options.tokens}
     for planner in ("reference", *options.planners.split(",")):
         left = options.minutes * 60 - (time.monotonic() - began)
         if left < 5:

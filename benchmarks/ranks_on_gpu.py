@@ -32,13 +32,12 @@ class NarrowCell(Cell):
 
     def __init__(self, asked: dict[str, Any]) -> None:
         super().__init__({**asked, "recipe": RECIPE}, lambda _: None)
-        self.rows, self.tokens = asked["rows"], asked["tokens"]
 
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
         model, batch = super().build()
         for parameter in model.parameters():  # buffers (rotary frequencies) keep their width
             parameter.data = parameter.data.to(torch.bfloat16)
-        return model, {name: t[: self.rows, : self.tokens].contiguous() for name, t in batch.items()}
+        return model, batch
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, foreach=False)

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from holdall.actions.head import sum_in_place
 from holdall.errors import Infeasible
 from holdall.fitting.applying import check_belongs, is_over_ranks, stores_for
 from holdall.fitting.head import choose_head
@@ -110,6 +111,8 @@ def trace_calls(
         traced = record(model, batch)
     finally:
         undo()
+    if traced.about.device == "cuda":
+        traced = sum_in_place(traced)
     return replace(traced, about=replace(traced.about, head=ChunkedHead(module=path, rows=rows))), given
 
 

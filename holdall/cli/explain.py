@@ -61,7 +61,7 @@ def explain(
       holdall explain gpt2 --batch 8 --seq 1024 --gpu rtx-4090 --budget 8GiB
     """
     from holdall.analysis import alternatives
-    from holdall.experiments.request import Request, prepare
+    from holdall.experiments.request import Request, planned, prepare
     from holdall.types import Plan
 
     problem = None
@@ -92,7 +92,7 @@ def explain(
         )
         with progress_bar() as progress:
             prepared = prepare(request, progress)
-            made = prepared.plan(progress)
+            prepared, made = planned(prepared, progress)
             problem = _problem(prepared.trace, prepared.machine, prepared.budget, prepared.allow, progress)
     others = alternatives(problem) if problem is not None else None
     if json:

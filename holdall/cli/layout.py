@@ -60,7 +60,7 @@ def layout(
     """
     from holdall.analysis import compare_layouts
     from holdall.cost.roofline import cost_trace
-    from holdall.experiments.request import Request, prepare
+    from holdall.experiments.request import Request, planned, prepare
     from holdall.types import Problem
 
     members = _members(layouts)
@@ -82,7 +82,7 @@ def layout(
     )
     with progress_bar() as progress:
         prepared = prepare(request, progress)
-        made = prepared.plan(progress)
+        prepared, made = planned(prepared, progress)
         machine = prepared.machine
         costed = cost_trace(prepared.trace, machine)
         problem = Problem(trace=costed, hardware=machine, budget=prepared.budget, progress=progress)

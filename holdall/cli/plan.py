@@ -117,7 +117,7 @@ def plan(
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --pareto --html gpt2.html
       holdall plan llama-3-8b --gpus 64 --gpu h100-sxm --dtype bf16-mixed
     """
-    from holdall.experiments.request import Request, prepare
+    from holdall.experiments.request import Request, planned, prepare
 
     request = Request(
         model=model,
@@ -154,7 +154,7 @@ def plan(
     with progress_bar() as progress:
         prepared = prepare(request, progress)
         try:
-            made = prepared.plan(progress)
+            prepared, made = planned(prepared, progress)
         except Infeasible as error:
             if not json:
                 raise

@@ -13,8 +13,10 @@ import torch
 from holdall.api import plan
 from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
-from holdall.errors import HoldallError, InvalidInput, MissingExtra, unknown_name
+from holdall.errors import HoldallError, Infeasible, InvalidInput, MissingExtra, unknown_name
 from holdall.experiments.workload import Workload, describe_workload
+from holdall.fitting.head import fewest_rows
+from holdall.fitting.start import least_of
 from holdall.machine.more_tiers import with_tiers
 from holdall.machine.presets import gpu, gpu_names
 from holdall.machine.probe import probed
@@ -60,6 +62,7 @@ class PreparedRun:
     budget: dict[str, int]
     allow: list[str] | None
     layout: str | None = None
+    workload: Workload | None = None  # None: the trace was read from a file
 
     def plan(self, progress: Progress) -> Plan:
         """Let the planner decide; raises `Infeasible` if nothing fits."""
@@ -73,6 +76,23 @@ class PreparedRun:
             progress=progress,
             **self.options,
         )
+
+
+def planned(prepared: PreparedRun, progress: Progress) -> tuple[PreparedRun, Plan]:
+    """The plan, and what it was made for: where nothing fits, the vocabulary head is computed in chunks, as by `fit`."""
+    try:
+        return prepared, prepared.plan(progress)
+    except Infeasible as error:
+        workload = prepared.workload
+        if workload is None:
+            raise
+        rows = fewest_rows(workload.build()[0], workload.sample(), "auto", prepared.allow)
+        if rows is None:
+            raise
+        progress("nothing fits: tracing with the vocabulary head in chunks", 0, 0, "")
+        smaller = dataclasses.replace(prepared, trace=workload.trace(prepared.machine.device, rows))
+        with least_of(error):
+            return smaller, smaller.plan(progress)
 
 
 def prepare(request: Request, progress: Progress) -> PreparedRun:
@@ -97,6 +117,7 @@ def prepare(request: Request, progress: Progress) -> PreparedRun:
         budget=budget,
         allow=split(request.allow),
         layout=request.layout,
+        workload=workload,
     )
 
 

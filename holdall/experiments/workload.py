@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -57,14 +58,18 @@ class Workload:
         made = sample_batch(self.source, batch=self.batch, seq=self.seq, device=device, seed=seed)
         return {k: v.to(DTYPES[self.dtype]) if v.is_floating_point() else v for k, v in made.items()}
 
-    def trace(self, device: str) -> Trace:
-        """A trace of one step on `device`; errors of the model about the batch become errors about command-line options."""
+    def trace(self, device: str, head: str | int = "auto") -> Trace:
+        """A trace of one step on `device`, with `head` as in `holdall.trace`.
+
+        Errors of the model about the batch become errors about command-line options.
+        """
         model, optimizer = self.build()
         batch = self.sample()
         try:
             with quiet():
                 cast = self.autocast or False
-                return trace(model, batch, optimizer=optimizer, device=device, precision=self.precision, autocast=cast)
+                given: dict[str, Any] = {"precision": self.precision, "autocast": cast, "head": head}
+                return trace(model, batch, optimizer=optimizer, device=device, **given)
         except InvalidInput as error:
             if error.__cause__ is None:  # an error about the call, not one of the model
                 raise

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from holdall.actions.head import Head
 from holdall.errors import Unsupported, unknown_name
-from holdall.runtime.head.lazy_logits import head_of, rows_for
+from holdall.runtime.head.lazy_logits import FEWEST, head_of, rows_for
 from holdall.units import GiB
 
 BIG_LOGITS = GiB  # bytes of float32 logits from which on the head is chunked
@@ -29,6 +30,19 @@ def choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[st
         return path, head
     tokens, vocabulary = _rows_of_logits(batch), int(module.get_parameter("weight").shape[0])
     return (path, rows_for(tokens, vocabulary)) if tokens * vocabulary * 4 >= BIG_LOGITS else None
+
+
+def fewest_rows(model: torch.nn.Module, batch: Any, head: str | int, allow: Collection[str] | None) -> int | None:
+    """Rows per chunk of the head for a step that does not fit otherwise; None: the caller settled it, or it would not help.
+
+    `head` and `allow`: as given to `fit`. Small logits stay whole as long as they fit, so that the loss keeps its bits.
+    """
+    if head != "auto" or (allow is not None and Head.name not in allow) or not isinstance(model, torch.nn.Module):
+        return None
+    found = choose_head(model, batch, "auto")
+    rows = _rows_of_logits(batch) if found is None else found[1]
+    is_less = rows > FEWEST if found is not None else rows >= 2 * FEWEST and head_of(model) is not None
+    return FEWEST if is_less else None
 
 
 def _rows_of_logits(batch: Any) -> int:

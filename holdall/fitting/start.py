@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall import api
-from holdall.errors import HoldallError, InvalidInput
+from holdall.errors import HoldallError, Infeasible, InvalidInput
 from holdall.fitting.arguments import check_arguments
 from holdall.fitting.plan_book import PlanBook
 from holdall.fitting.request import FitRequest
@@ -92,10 +93,20 @@ def start(
 
     def prepare() -> Prepared:
         with nullcontext() if room is None else room.explaining():
-            if request.lengths is not None:
-                made, buckets = sizes.buckets(request.lengths)
-                return Prepared(plan=made, buckets=buckets)
-            made, traced = sizes.sample(given)
+            try:
+                return found()
+            except Infeasible as error:
+                if request.plan is not None or not sizes.chunk_head():
+                    raise
+                told("nothing fits: planning with the vocabulary head in chunks", 0, 0, "")
+                with least_of(error):
+                    return found()
+
+    def found() -> Prepared:
+        if request.lengths is not None:
+            made, buckets = sizes.buckets(request.lengths)
+            return Prepared(plan=made, buckets=buckets)
+        made, traced = sizes.sample(given)
         fallbacks = () if is_compiled else tuple(sizes.know(f, traced) for f in _fallbacks(made, traced, request.asked))
         is_corrected = traced.about.device == "cuda" and made.planner == "auto" and not is_compiled
         if is_corrected:
@@ -120,6 +131,15 @@ def start(
     if request.layout and made.plan.about.layout is None:
         harness.note()(f"no plan fits with layout `{request.layout}`: torch's allocator decides where tensors lie")
     return harness
+
+
+@contextmanager
+def least_of(first: Infeasible) -> Iterator[None]:
+    """Of two refusals, raise the one that names the smaller budget."""
+    try:
+        yield
+    except Infeasible as second:
+        raise min(first, second, key=lambda e: math.inf if e.smallest is None else e.smallest) from None
 
 
 def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:

@@ -30,7 +30,7 @@ from holdall.runtime.head.row_layout import TAKES
 
 _CHUNK = 2**29  # bytes of float32 logits per chunk: large enough to keep a GPU busy, small against a model
 _STEP = 128  # rows; the tile size of matrix products
-_FEWEST = 256  # rows; below this, reading the weight takes longer than computing with it
+FEWEST = 256  # rows; below this, reading the weight takes longer than computing with it
 
 
 def head_of(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
@@ -44,9 +44,9 @@ def head_of(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
 
 def rows_for(tokens: int, vocab: int) -> int:
     """Rows per chunk: at most 512 MiB of float32 logits, in chunks of nearly equal size."""
-    most = max(_FEWEST, _CHUNK // (4 * vocab) // _STEP * _STEP)
+    most = max(FEWEST, _CHUNK // (4 * vocab) // _STEP * _STEP)
     chunks = max(1, -(-tokens // most))
-    return max(_FEWEST, -(-tokens // (chunks * _STEP)) * _STEP)
+    return max(FEWEST, -(-tokens // (chunks * _STEP)) * _STEP)
 
 
 def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
