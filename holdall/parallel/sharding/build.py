@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported, unknown_name
-from holdall.parallel.sharding.one_pool import share_pool
 
 WAYS = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 RULED = ("ddp", "fsdp", "zero2", "zero3")  # those that are known by rule, without a trace (`by_rule.py`)
@@ -33,11 +32,8 @@ def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any,
     """Shard a model in place: the modules of `groups` first, each with a collective of its own, then the rest."""
     check_way(way)
     modules = [model.get_submodule(path) for path in groups]
-    together = (*(m for m in modules if m is not model), model)
-    for module in together:
+    for module in (*(m for m in modules if m is not model), model):
         _shard(module, device_mesh, way)
-    if way not in ("ddp", "zero1"):
-        share_pool(together)
 
 
 def _shard(module: torch.nn.Module, device_mesh: Any, way: str) -> None:
