@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, Infeasible, InvalidInput, MissingExtra, unknown_name
 from holdall.experiments.workload import Workload, describe_workload
-from holdall.fitting.head import fewest_rows
+from holdall.fitting.head import fewest_rows, has_room_for_outputs
 from holdall.fitting.start import least_of
 from holdall.machine.more_tiers import with_tiers
 from holdall.machine.presets import gpu, gpu_names
@@ -79,20 +80,31 @@ class PreparedRun:
 
 
 def planned(prepared: PreparedRun, progress: Progress) -> tuple[PreparedRun, Plan]:
-    """The plan, and what it was made for: where nothing fits, the vocabulary head is computed in chunks, as by `fit`."""
+    """The plan, and what it was made for. As by `fit`, the vocabulary head is computed in chunks where nothing fits, or where
+    there is no room for outputs that a loop keeps."""
     try:
-        return prepared, prepared.plan(progress)
+        made = prepared.plan(progress)
     except Infeasible as error:
-        workload = prepared.workload
-        if workload is None:
+        smaller = _with_chunked_head(prepared, progress)
+        if smaller is None:
             raise
-        rows = fewest_rows(workload.build()[0], workload.sample(), "auto", prepared.allow)
-        if rows is None:
-            raise
-        progress("nothing fits: tracing with the vocabulary head in chunks", 0, 0, "")
-        smaller = dataclasses.replace(prepared, trace=workload.trace(prepared.machine.device, rows))
         with least_of(error):
             return smaller, smaller.plan(progress)
+    if not has_room_for_outputs(made, prepared.trace):
+        smaller = _with_chunked_head(prepared, progress)
+        with suppress(Infeasible):
+            return (prepared, made) if smaller is None else (smaller, smaller.plan(progress))
+    return prepared, made
+
+
+def _with_chunked_head(prepared: PreparedRun, progress: Progress) -> PreparedRun | None:
+    """The same with the vocabulary head in small chunks; None: that is not possible, or takes no less."""
+    workload = prepared.workload
+    rows = None if workload is None else fewest_rows(workload.build()[0], workload.sample(), "auto", prepared.allow)
+    if workload is None or rows is None:
+        return None
+    progress("little room: tracing with the vocabulary head in chunks", 0, 0, "")
+    return dataclasses.replace(prepared, trace=workload.trace(prepared.machine.device, rows))
 
 
 def prepare(request: Request, progress: Progress) -> PreparedRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from holdall.actions.head import Head
 from holdall.errors import Unsupported, unknown_name
 from holdall.runtime.head.lazy_logits import FEWEST, head_of, rows_for
+from holdall.types import Plan, Trace
 from holdall.units import GiB
 
 BIG_LOGITS = GiB  # bytes of float32 logits from which on the head is chunked
@@ -32,17 +33,25 @@ def choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[st
     return (path, rows_for(tokens, vocabulary)) if tokens * vocabulary * 4 >= BIG_LOGITS else None
 
 
-def fewest_rows(model: torch.nn.Module, batch: Any, head: str | int, allow: Collection[str] | None) -> int | None:
+def fewest_rows(model: torch.nn.Module, batch: Any, head: str | int, allow: Iterable[str] | None) -> int | None:
     """Rows per chunk of the head for a step that does not fit otherwise; None: the caller settled it, or it would not help.
 
     `head` and `allow`: as given to `fit`. Small logits stay whole as long as they fit, so that the loss keeps its bits.
     """
-    if head != "auto" or (allow is not None and Head.name not in allow) or not isinstance(model, torch.nn.Module):
+    if head != "auto" or (allow is not None and Head.name not in tuple(allow)) or not isinstance(model, torch.nn.Module):
         return None
     found = choose_head(model, batch, "auto")
     rows = _rows_of_logits(batch) if found is None else found[1]
     is_less = rows > FEWEST if found is not None else rows >= 2 * FEWEST and head_of(model) is not None
     return FEWEST if is_less else None
+
+
+def has_room_for_outputs(plan: Plan, trace: Trace) -> bool:
+    """Is there room for what the model returns, which loops often keep until backward is over (`out = model(**batch)`)?"""
+    outputs = trace.whole.outputs if trace.whole is not None else ()
+    kept = sum(info.nbytes for info in map(trace.tensors.__getitem__, dict.fromkeys(outputs)) if info.freed is not None)
+    home = next(iter(plan.budget))
+    return plan.predicted.peak[home] + kept <= plan.budget[home]
 
 
 def _rows_of_logits(batch: Any) -> int:

@@ -22,7 +22,6 @@ from holdall.caching import cache_folder, key_of
 from holdall.errors import HoldallError, Infeasible, InvalidInput, Unsupported
 from holdall.fitting.captured import correct_blocks
 from holdall.fitting.correction import Correction, Corrector
-from holdall.fitting.head import fewest_rows
 from holdall.fitting.remembering import SLOW, keep_trace, remember_trace
 from holdall.fitting.replan import leave_to_loop, plan_around, plan_within, settled_by
 from holdall.pace import Pace, pace_of
@@ -96,13 +95,9 @@ class PlanBook:
         made, trace = self._checked(traced, lambda trace: api.plan(trace, **self._planning))
         return self.know(made, trace), trace
 
-    def chunk_head(self) -> bool:
-        """Trace with the vocabulary head in small chunks from now on, where that takes less memory. False: it would not."""
-        rows = fewest_rows(self._model, self._batch, self._tracing.get("head", "auto"), self._planning.get("allow"))
-        if rows is not None:
-            self._tracing["head"] = rows
-            self._traces.clear()
-        return rows is not None
+    def set_head(self, head: str | int) -> None:
+        """How the vocabulary head is traced from now on, as in `holdall.trace`."""
+        self._tracing["head"] = head
 
     def _within_budget(self, ready: Plan, trace: Trace) -> Plan:
         """A plan made ahead, held to the budget of this call; refused if it needs more."""

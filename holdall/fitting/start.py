@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from holdall import api
 from holdall.errors import HoldallError, Infeasible, InvalidInput
 from holdall.fitting.arguments import check_arguments
+from holdall.fitting.head import fewest_rows, has_room_for_outputs
 from holdall.fitting.plan_book import PlanBook
 from holdall.fitting.request import FitRequest
 from holdall.problem import make_problem, resolve_optimizer
@@ -91,27 +92,40 @@ def start(
         raise InvalidInput("`plan` is for one size, and `lengths` asks for several", hint="leave one of them out")
     given = Plan.load(request.plan) if isinstance(request.plan, (str, Path)) else request.plan
 
+    rows = None if given is not None or request.lengths is not None else fewest_rows(model, batch, request.head, request.allow)
+
     def prepare() -> Prepared:
         with nullcontext() if room is None else room.explaining():
+            sizes.set_head(request.head)
             try:
-                return found()
+                made, has_room = found()
             except Infeasible as error:
-                if request.plan is not None or not sizes.chunk_head():
+                if rows is None:
                     raise
                 told("nothing fits: planning with the vocabulary head in chunks", 0, 0, "")
+                sizes.set_head(rows)
                 with least_of(error):
-                    return found()
+                    return found()[0]
+            if not has_room and rows is not None:
+                told("little room: planning with the vocabulary head in chunks", 0, 0, "")
+                sizes.set_head(rows)
+                with suppress(Infeasible):
+                    return found()[0]
+                sizes.set_head(request.head)
+            return made
 
-    def found() -> Prepared:
+    def found() -> tuple[Prepared, bool]:
+        """What is applied, and whether the loop can keep what the model returns."""
         if request.lengths is not None:
             made, buckets = sizes.buckets(request.lengths)
-            return Prepared(plan=made, buckets=buckets)
+            return Prepared(plan=made, buckets=buckets), True
         made, traced = sizes.sample(given)
         fallbacks = () if is_compiled else tuple(sizes.know(f, traced) for f in _fallbacks(made, traced, request.asked))
         is_corrected = traced.about.device == "cuda" and made.planner == "auto" and not is_compiled
         if is_corrected:
             sizes.expect_corrections(made, traced)
-        return Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
+        prepared = Prepared(plan=made, fallbacks=fallbacks, correct=sizes.correct if is_corrected else None)
+        return prepared, has_room_for_outputs(made, traced)
 
     made = prepare()
     harness = api.apply(

@@ -1,7 +1,5 @@
 """A weight that a chunked head shares with the embedding; and heads that are chunked because nothing else fits."""
 
-import copy
-
 import pytest
 import torch
 
@@ -75,26 +73,26 @@ def need(model, batch, **given):
 
 
 def test_a_head_is_chunked_where_nothing_else_fits():
-    """Small logits stay whole as long as they fit: the bits of the loss. Else they are chunked before the budget is refused."""
+    """Small logits stay whole as long as they fit, also if the loop keeps them until backward is over: the bits of the loss."""
     batch = text(2 * FEWEST)
     plain = tied()
     whole, least = need(tied(), batch, head="whole"), need(tied(), batch)
     assert least < 0.8 * whole
     assert need(tied(), batch, allow=["recompute", "offload", "place"]) == pytest.approx(whole, rel=0.05)  # it was not allowed
     expected = [step(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batch) for _ in range(3)]
-    for budget, is_chunked in ((int(1.02 * least), True), (int(1.02 * whole), False)):
+    for budget, is_chunked in ((int(1.02 * least), True), (int(1.02 * whole), True), (3 * whole, False)):
         model = tied()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with holdall.fit(model, optimizer, copy.copy(batch), budget=budget) as harness:
+        with holdall.fit(model, optimizer, batch, budget=budget) as harness:
             got = [step(model, optimizer, batch) for _ in range(3)]
             assert max(harness.step_peaks) <= budget
         assert ("head" in harness.plan.count()) is is_chunked
-        assert got == pytest.approx(expected, rel=1e-5)
+        assert got == pytest.approx(expected, rel=1e-5) if is_chunked else got == expected
 
 
 def step(model, optimizer, batch):
-    loss = model(**batch).loss
-    loss.backward()
+    out = model(**batch)
+    out.loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss.detach())
+    return out.loss.item()
