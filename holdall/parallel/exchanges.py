@@ -115,8 +115,9 @@ class Exchanged(torch.autograd.Function):
         return all_to_all(grad, ctx.join, ctx.cut, ctx.group), None, None, None
 
 
-def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-    _gather(whole, own, group=group)
+def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
+    """Returns torch's handle of the collective where that goes on by itself."""
+    return _gather(whole, own, group=group, async_op=async_op)
 
 
 def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:

@@ -155,3 +155,13 @@ def _find(named: _Named) -> Callable[..., Any]:
     for part in path.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
+
+
+def written_bytes() -> int:
+    """Bytes that this process has written to sockets and files so far, as the kernel counts them; Linux alone does.
+
+    What gloo sends is written, so the difference of two calls is what a rank sent in between, with some hundred bytes of
+    headers for every collective.
+    """
+    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar")]
+    return int(line.split()[1])
