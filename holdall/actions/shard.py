@@ -20,7 +20,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.registry import member_class
 from holdall.types import Collect, Facts, Mesh, Problem, Run, Schedule, Step, Trace, Wait
 from holdall.types.info import CollectiveOp
-from holdall.types.mesh import DIVIDING
+from holdall.types.mesh import DIVIDING, REPLICAS
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,7 @@ class Shard(Facts):
     way: str  # as in `parallel.sharding.build`
     groups: tuple[str, ...]  # modules with collectives of their own
     replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
+    backwards: int = 1  # of a step: gradients are summed over replicas in the last
 
     name: ClassVar[str] = "shard"
     exact: ClassVar[bool] = False
@@ -53,9 +54,13 @@ class Shard(Facts):
         mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
         return [Shard(mesh=mesh, way=shards.way, groups=shards.groups, replicate=shards.replicate)]
 
+    def over_backwards(self, count: int) -> Shard:
+        """The same for steps of so many backwards."""
+        return replace(self, backwards=count) if self.replicate else self
+
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         shards = problem.trace.about.shards
-        if [self] != Shard.samples(problem.trace) or shards is None:
+        if [replace(self, backwards=1)] != Shard.samples(problem.trace) or shards is None:
             raise Unsupported(
                 f"the plan shards the model ({self.way} over {dict(self.mesh)}), but the trace has it otherwise",
                 hint=f"trace with the model sharded alike: holdall.trace(..., mesh={dict(self.mesh)}, shard={self.way!r})",
@@ -71,13 +76,21 @@ class Shard(Facts):
     def install(self, harness: Harness) -> None:
         from holdall.parallel.checking import compare_if_asked
         from holdall.parallel.counting import CollectiveBytes
-        from holdall.parallel.groups import device_mesh
-        from holdall.parallel.sharding.build import divide_update, follow_parameters
+        from holdall.parallel.groups import device_mesh, group_dims
+        from holdall.parallel.sharding.build import check_way, divide_update, follow_parameters
+        from holdall.parallel.sharding.mics import TwoHops
         from holdall.parallel.ways import is_divided
         from holdall.sharded import sharded_parameter
 
         mesh = Mesh.of(dict(self.mesh))
         model, optimizer = harness.model, harness.optimizer
+        if not is_divided(self.way):
+            check_way(self.way, mesh)
+        if self.replicate != mesh.replicas:
+            raise Unsupported(
+                f"the plan repeats shards over {', '.join(self.replicate)}, whose name says otherwise in a run",
+                hint=f'use fit(..., mesh={{"{REPLICAS}": 2, "dp": 2}})',
+            )
         if sharded_parameter(model):
             raise Unsupported("the model is sharded already", hint="build the model again, and call `fit` once")
         if optimizer is not None and optimizer.state:
@@ -94,9 +107,12 @@ class Shard(Facts):
         if optimizer is not None:
             follow_parameters(optimizer, before, model)
             divide_update(optimizer, model, on, self.way)
+        if self.backwards > 1:
+            TwoHops(model, optimizer, self.backwards)
         if mesh.ranks == 1:
             return  # torch's engine calls no collectives
-        counted = CollectiveBytes(mesh.dims[0].name, mesh.ranks)
+        groups = group_dims(on, mesh) if len(mesh.dims) > 1 else None
+        counted = CollectiveBytes(mesh.dims[0].name, mesh.ranks, groups)
         harness.around(counted)
         harness.stores.counters.append(counted.sent)
 

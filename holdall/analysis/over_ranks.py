@@ -1,7 +1,8 @@
 """Plans over many GPUs from one trace: which mesh, which way to shard, and what each rank then recomputes.
 
 Every candidate is the step of one rank (`parallel/sharding/by_rule.py`), simulated with its collectives over the networks of
-its mesh. All figures are simulated; networks by name have assumed latencies (`machine/networks.py`).
+its mesh. All figures are simulated; networks by name have assumed latencies (`machine/networks.py`). Beside them stands what
+AMSP, PaRO and MiCS choose by a closed form (`shard_factors.py`); the group of MiCS is simulated like the other ways.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdall.actions.recompute import Recompute
+from holdall.analysis.shard_factors import ClosedForm, FactorChoice, mesh_of_groups
 from holdall.cost.roofline import cost_trace
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.machine.networks import network
@@ -20,6 +22,7 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import outcome_or_never, over_budget
 from holdall.problem import Budget, bare_problem
 from holdall.types import Action, Hardware, Mesh, Outcome, Plan, Problem, Progress, Trace
+from holdall.types.mesh import REPLICAS
 from holdall.types.plan import silent
 from holdall.units import format_bytes
 
@@ -64,7 +67,8 @@ class ShardWay:
 
     def __str__(self) -> str:
         cut = [f"{d.name} {d.size}" for d in self.mesh.dims if d.name not in self.replicate]
-        copies = [f"{d.name} {d.size}" for d in self.mesh.dims if d.name in self.replicate]
+        repeated = [d for d in self.mesh.dims if d.name in self.replicate]
+        copies = [f"{d.size} groups" if d.name == REPLICAS else f"{d.name} {d.size}" for d in repeated]
         if self.shard == "ddp":
             return f"ddp over {' x '.join(cut)}"
         return f"{self.shard} over {' x '.join(cut)}" + (f", replicated over {' x '.join(copies)}" if copies else "")
@@ -90,6 +94,7 @@ class OverRanks:
     plan: Plan
     trials: tuple[ShardTrial, ...]  # fastest first
     held: str | None = None  # dtype of the shards, where modules compute in another
+    factors: tuple[FactorChoice, ...] = ()  # what published searches choose, by a closed form
 
 
 def needed_by(outcome: Outcome) -> int:
@@ -127,8 +132,9 @@ def plan_over_ranks(
         return bare_problem(cost_trace(sharded, machine), machine, budget=budget)
 
     problems: dict[ShardWay, Problem] = {}
-    for n, way in enumerate(listed):
-        progress("ways to shard", n, len(listed), "")
+
+    def try_way(way: ShardWay) -> None:
+        progress("ways to shard", len(found), len(listed), "")
         problem = problems[way] = problem_of(way)
         outcome = outcome_or_never(problem, [])
         is_over = bool(over_budget(problem, outcome))
@@ -136,6 +142,18 @@ def plan_over_ranks(
             outcome = outcome_or_never(problem, _recomputed(problem, None))
         fits = not over_budget(problem, outcome)
         found.append(ShardTrial(way=way, outcome=outcome, recomputes=is_over, fits=fits))
+
+    for way in listed:
+        try_way(way)
+    factors: tuple[FactorChoice, ...] = ()
+    if choices is None:
+        form = ClosedForm.of(cost_trace(trace, machine), groups, cluster.mesh, held)
+        whole = next(t for t in found if t.way == ShardWay(mesh=cluster.mesh, shard="zero3"))
+        limit = problems[whole.way].limit(problems[whole.way].home)
+        factors = tuple(form.choices(limit - max(0, whole.peak - form.whole)))
+        groups_of_ranks = [mesh_of_groups(cluster.mesh, f.factors.params) for f in factors if f.system == "MiCS"]
+        for mesh, repeated in (g for g in groups_of_ranks if g is not None):
+            try_way(ShardWay(mesh=mesh, shard="zero3", replicate=repeated))
     found.sort(key=lambda t: (not t.fits, t.outcome.seconds if t.fits else t.peak))
     best = found[0]
     problem = problems[best.way]
@@ -147,7 +165,7 @@ def plan_over_ranks(
             smallest=best.peak,
         )
     if not best.recomputes:
-        return OverRanks(way=best.way, plan=Nop()(problem), trials=tuple(found), held=held)
+        return OverRanks(way=best.way, plan=Nop()(problem), trials=tuple(found), held=held, factors=factors)
     plan = _least_recomputed(problem, progress)
     if len(problem.trace.ops) <= _QUICK:
         try:
@@ -155,7 +173,7 @@ def plan_over_ranks(
         except (Infeasible, Unsupported):
             other = plan
         plan = min(plan, other, key=lambda p: p.predicted.seconds)
-    return OverRanks(way=best.way, plan=plan, trials=tuple(found), held=held)
+    return OverRanks(way=best.way, plan=plan, trials=tuple(found), held=held, factors=factors)
 
 
 def _chen(count: int | None) -> Chen:

@@ -137,6 +137,14 @@ def show_over_ranks(found: OverRanks, workload: Workload, machine: Hardware, clu
         row = (trial.way, format_bytes(trial.peak), format_seconds(trial.outcome.seconds), word if trial.fits else "too large")
         add_row(table, *(cell(text, style) for text in row))
     show(table)
+    if found.factors:
+        say()
+        say("Shards of parameters, gradients and states, by a closed form without the update:")
+        table = grid("search", "parts", "memory", "sent", "time/step")
+        for one in found.factors:
+            name = f"{one.system} {one.named}".strip()
+            add_row(table, name, one.factors, format_bytes(one.nbytes), format_bytes(one.sent), format_seconds(one.seconds))
+        show(table)
 
 
 def over_ranks_json(found: OverRanks, tokens: int) -> dict[str, Any]:
@@ -155,6 +163,17 @@ def over_ranks_json(found: OverRanks, tokens: int) -> dict[str, Any]:
         "tried": [
             {"way": str(t.way), "bytes": t.peak, "seconds": t.outcome.seconds, "recomputes": t.recomputes, "fits": t.fits}
             for t in found.trials
+        ],
+        "closed_form": [
+            {
+                "system": f.system,
+                "named": f.named,
+                "factors": list(f.factors),
+                "bytes": f.nbytes,
+                "sent": f.sent,
+                "seconds": f.seconds,
+            }
+            for f in found.factors
         ],
     }
 

@@ -124,7 +124,8 @@ def _fastest_way(
         head=request.head if request.head != "auto" else "whole",
     )
     machine = hardware_for(plain, request.hardware, request.budget)
-    choices = [ShardWay(mesh=mesh, shard=name) for name in RULED]
+    named = [name for name in RULED if name != "ddp" or len(mesh.dims) == 1]
+    choices = [ShardWay(mesh=mesh, shard=name, replicate=mesh.replicas) for name in named]
     try:
         found = plan_over_ranks(
             plain, groups_of(model, plain), GpuCluster(gpus=mesh.ranks), machine, budget=request.budget, choices=choices

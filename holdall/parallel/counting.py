@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,16 +34,25 @@ def collective_of(func: Any, args: Any) -> FoundCollective | None:
     return FoundCollective(kind, sum(t.numel() * t.element_size() for t in _tensors(args[place])))
 
 
+def group_of(args: Any) -> str:
+    """The name of the process group that a collective is over."""
+    from torch.distributed import ProcessGroup
+
+    boxed = next(a for a in args if isinstance(a, torch.ScriptObject))  # the kind of a sum, another, comes after it
+    return str(ProcessGroup.unbox(boxed).group_name)
+
+
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
     return (t for t in tree_iter(value) if isinstance(t, torch.Tensor))
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Counts the bytes that this rank sends in collectives over the ranks of one dimension."""
+    """Counts the bytes that this rank sends in collectives: over the ranks of one dimension, or over those of `groups`, as
+    `groups.group_dims` names them."""
 
-    def __init__(self, dim: str, ranks: int) -> None:
+    def __init__(self, dim: str, ranks: int, groups: Mapping[str, tuple[str, int]] | None = None) -> None:
         super().__init__()
-        self._dim, self._ranks = dim, ranks
+        self._all, self._groups = (dim, ranks), groups
         self.sent: dict[str, int] = {}  # as in an outcome's traffic -> bytes so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,6 +60,7 @@ class CollectiveBytes(TorchDispatchMode):
             return NotImplemented
         found = collective_of(func, args)
         if found is not None:
-            link = f"{self._dim} {found.kind}"
-            self.sent[link] = self.sent.get(link, 0) + sent_bytes(found.kind, found.nbytes, self._ranks)
+            dim, ranks = self._all if self._groups is None else self._groups.get(group_of(args), self._all)
+            link = f"{dim} {found.kind}"
+            self.sent[link] = self.sent.get(link, 0) + sent_bytes(found.kind, found.nbytes, ranks)
         return func(*args, **(kwargs or {}))

@@ -120,6 +120,10 @@ def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any, *, async_op:
     return _gather(whole, own, group=group, async_op=async_op)
 
 
+def reduce_into(own: torch.Tensor, whole: torch.Tensor, group: Any, op: Any) -> None:
+    _reduce(own, whole, op, group)
+
+
 def all_gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     x = x.contiguous()

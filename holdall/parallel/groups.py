@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.types.mesh import Mesh
+from holdall.types.mesh import DIVIDING, NODES, REPLICAS, Mesh
 
 _numbers = itertools.count()
 
@@ -33,15 +34,33 @@ def device_mesh(mesh: Mesh, device: str) -> Any:
     if ranks_here() != mesh.ranks:
         raise InvalidInput(
             f"the mesh has {mesh.ranks} ranks, but the process group {ranks_here()}",
-            hint=f'use mesh={{"{mesh.dims[0].name}": {ranks_here()}}}',
+            hint=f'use mesh={{"{mesh.dims[-1].name}": {ranks_here()}}}',
         )
-    return init_device_mesh(device, tuple(d.size for d in mesh.dims), mesh_dim_names=tuple(d.name for d in mesh.dims))
+    made = init_device_mesh(device, tuple(d.size for d in mesh.dims), mesh_dim_names=tuple(d.name for d in mesh.dims))
+    return _with_flat(made, mesh)
+
+
+def flat_mesh(on: Any) -> Any:
+    """One dimension with all ranks of a mesh that was made here."""
+    return getattr(on, "holdall_flat", on)
+
+
+def group_dims(on: Any, mesh: Mesh) -> dict[str, tuple[str, int]]:
+    """Name of a process group -> (the dimensions of the mesh that its ranks are of, joined by "+"; its ranks)."""
+    found = {str(on.get_group(n).group_name): (dim.name, dim.size) for n, dim in enumerate(mesh.dims)}
+    if flat_mesh(on) is not on:
+        found[str(flat_mesh(on).get_group().group_name)] = ("+".join(d.name for d in mesh.dims), mesh.ranks)
+    return found
+
+
+def _with_flat(on: Any, mesh: Mesh) -> Any:
+    if mesh.dims[0].name == NODES:
+        on.holdall_flat = on._flatten()
+    return on
 
 
 def connect(device: str) -> None:
     """Have the ranks of this run meet on GPUs: what NCCL takes there at its first collective is then there before a plan."""
-    import torch
-
     if device == "cuda" and dist.get_backend() == "nccl":
         dist.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
@@ -63,21 +82,47 @@ def fake_mesh(mesh: Mesh, device: str) -> Iterator[Any]:
         if ranks_here() != mesh.ranks:
             raise InvalidInput(
                 f"the mesh has {mesh.ranks} ranks, but the process group {ranks_here()}",
-                hint=f'use mesh={{"{mesh.dims[0].name}": {ranks_here()}}}, or trace without a process group',
+                hint=f'use mesh={{"{mesh.dims[-1].name}": {ranks_here()}}}, or trace without a process group',
             )
         group = dist.new_group(backend="fake")
+        groups = [group]
         try:
-            yield DeviceMesh.from_group(group, device, mesh_dim_names=names)
+            flat = DeviceMesh.from_group(group, device, mesh_dim_names=("_".join(names),))
+            if len(names) == 1:
+                yield flat
+                return
+            ranks = torch.arange(mesh.ranks).view([d.size for d in mesh.dims])
+            mine = [_fake_group(ranks, dim) for dim in range(len(names))]
+            groups += mine
+            on: Any = DeviceMesh.from_group(mine, device, ranks, mesh_dim_names=names)
+            if mesh.dims[0].name == NODES:
+                on.holdall_flat = flat
+            yield on
         finally:
-            dist.destroy_process_group(group)
+            for one in groups:
+                dist.destroy_process_group(one)
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.ranks)
     try:
-        yield init_device_mesh(device, tuple(d.size for d in mesh.dims), mesh_dim_names=names)
+        yield _with_flat(init_device_mesh(device, tuple(d.size for d in mesh.dims), mesh_dim_names=names), mesh)
     finally:
         dist.destroy_process_group()
 
 
+def _fake_group(ranks: torch.Tensor, dim: int) -> Any:
+    """The group along a dimension that this rank is of; all ranks make all groups, in one order."""
+    own = None
+    for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
+        made = dist.new_group(row, backend="fake")
+        if dist.get_rank() in row:
+            own = made
+    return own
+
+
 def _check(mesh: Mesh) -> None:
-    if len(mesh.dims) != 1:
-        raise Unsupported(f"meshes have one dimension so far, not {len(mesh.dims)}", hint='use mesh={"dp": 2}')
+    first, *others = [d.name for d in mesh.dims]
+    if others and (len(others) > 1 or first not in (NODES, REPLICAS) or others[0] in (*DIVIDING, NODES, REPLICAS)):
+        raise Unsupported(
+            f"a mesh has one dimension, or replicas or nodes and one of data, not {' x '.join([first, *others])}",
+            hint=f'use mesh={{"dp": 4}}, {{"{REPLICAS}": 2, "dp": 2}} or {{"{NODES}": 2, "dp": 2}}',
+        )

@@ -4,7 +4,11 @@
     cp   context: the sequence ("ulysses", "ring", "zigzag", "balanced", "queries"); see `context.py`
     ep   experts: of mixtures of experts ("experts"); see `experts.py`
 
-Any other name is a dimension of data: every rank has its own batch, and model states may be in shards; see `sharding`.
+Any other name is a dimension of data: every rank has its own batch, and model states may be in shards; see `sharding`. Before
+it there may be one of two:
+
+    replicate   ranks with the same shards
+    nodes       ranks with more shards, which are farther from each other
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ def way_for(mesh: Mesh, way: str) -> str:
     """The way that is meant by `shard=way` on this mesh."""
     ways = DIVIDED.get(mesh.dims[0].name)
     if ways is None:
-        check_way(way)
+        check_way(way, mesh)
         return way
     if way == "fsdp":  # the default of `fit`
         return ways[0]

@@ -87,7 +87,7 @@ def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions with those implied by the trace: how it is sharded, its chunked head, and working copies in its precision."""
     shard = Shard.samples(problem.trace)
     if shard:
-        return [*shard, *_on_shards(problem, actions)]
+        return [*(s.over_backwards(problem.accumulate) for s in shard), *_on_shards(problem, actions)]
     head = [] if any(isinstance(a, Head) for a in actions) else Head.samples(problem.trace)
     is_narrow = problem.trace.about.precision is not None
     is_placed = any(isinstance(a, Place) for a in actions)

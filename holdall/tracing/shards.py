@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from holdall.errors import Unsupported
 from holdall.ops import branches_of_a_real_run
-from holdall.parallel.counting import collective_of
-from holdall.parallel.groups import fake_mesh
+from holdall.parallel.counting import collective_of, group_of
+from holdall.parallel.groups import fake_mesh, group_dims
 from holdall.parallel.sharding.build import divide_update, shard_model
 from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_resizes
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
@@ -44,6 +44,7 @@ class ShardRecorder(Recorder):
     def __init__(self, *, values: KnownValues, trials: Trials, device: str, dim: str) -> None:
         super().__init__(values=values, real=False, trials=trials, device=device)
         self.collectives: list[CollectiveOp] = []
+        self.groups: dict[str, tuple[str, int]] = {}  # as `groups.group_dims` has them, of a mesh of several dimensions
         self._dim = dim
         self._gathered: set[int] = set()  # storages that the engine fills and frees
         self._filled: list[int] = []  # tensors that the next op makes, besides its own
@@ -72,7 +73,8 @@ class ShardRecorder(Recorder):
             )
         found = collective_of(func, args)
         if found is not None:
-            self.collectives.append(CollectiveOp(op=before, kind=found.kind, nbytes=found.nbytes, dim=self._dim))
+            dim = self.groups[group_of(args)][0] if self.groups else self._dim
+            self.collectives.append(CollectiveOp(op=before, kind=found.kind, nbytes=found.nbytes, dim=dim))
 
     def _see(self, tensor: torch.Tensor, name: str, kind: Kind, born: int) -> int:
         return super()._see(local_of(tensor), name, kind, born)
@@ -135,6 +137,8 @@ def record_sharded_step(
     recorder = ShardRecorder(values=values, trials=Trials(here), device=here.type, dim=mesh.dims[0].name)
     with contextlib.ExitStack() as stack:
         on = stack.enter_context(fake_mesh(mesh, here.type))
+        if len(mesh.dims) > 1:
+            recorder.groups = group_dims(on, mesh)
         stack.enter_context(branches_of_a_real_run())
         stack.enter_context(mode)
         fake = _fake_copy(model, here)
@@ -194,8 +198,15 @@ def record_sharded_step(
         timed=timed,
         looked_at=tuple(sorted(n for n in values.looked_at if n >= 0)),
     )
-    collectives = tuple(recorder.collectives)
-    return recorded, ShardedStep(mesh=mesh, way=way, groups=groups, collectives=collectives, fillings=recorder.fillings)
+    shards = ShardedStep(
+        mesh=mesh,
+        way=way,
+        groups=groups,
+        collectives=tuple(recorder.collectives),
+        replicate=mesh.replicas,
+        fillings=recorder.fillings,
+    )
+    return recorded, shards
 
 
 def without_gathering(block: Block, ops: Sequence[Op], fillings: Iterable[Iterable[int]]) -> Block:

@@ -14,6 +14,8 @@ DIVIDING = {
     "cp": "context",
     "ep": "experts",
 }  # name of a dimension -> action that divides a step over its ranks
+REPLICAS = "replicate"  # dimension of ranks that have the same shards
+NODES = "nodes"  # dimension whose ranks are shards of one whole with those of the next, but farther from each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,11 @@ class Mesh:
     @property
     def ranks(self) -> int:
         return prod(dim.size for dim in self.dims)
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Dimensions over which shards are repeated, by their name."""
+        return tuple(dim.name for dim in self.dims if dim.name == REPLICAS)
 
     def dim(self, name: str) -> MeshDim:
         for dim in self.dims:

@@ -79,6 +79,17 @@ def test_the_rule_is_what_the_engine_does(case):
         assert (ours.peak, ours.traffic) == (theirs.peak, theirs.traffic)
 
 
+def test_the_rule_is_what_the_engine_does_with_replicas():
+    sizes, way = {"replicate": 2, "dp": 3}, "fsdp"
+    model, batch = build("llama")
+    recorded = holdall.trace(model, batch, optimizer=optimizer_of("adamw", model), mesh=sizes, shard=way)
+    made = by_rule("llama", "adamw", way, sizes, replicate=("replicate",))
+    for planner, options in {"nop": {}, "chen": {"variant": "sqrt", "last": True}}.items():
+        ours, theirs = outcome(made, planner, **options), outcome(recorded, planner, **options)
+        assert (ours.peak, ours.traffic) == (theirs.peak, theirs.traffic)
+    assert made.about.shards.replicate == recorded.about.shards.replicate
+
+
 def states(trace):
     kinds = ("param", "grad", "state")
     there = [t for t in trace.tensors.values() if t.kind.value in kinds and t.name != "gathered parameter"]
@@ -133,5 +144,7 @@ def test_the_plan_over_many_gpus_is_the_fastest_that_fits():
 def test_what_the_rule_does_not_cover_is_refused():
     with pytest.raises(holdall.HoldallError, match="is of a sharded model already"):
         sharded_by_rule(by_rule("llama", "sgd", "zero3", {"dp": 2}), Mesh.of({"dp": 2}), "zero3", [])
+    with pytest.raises(holdall.HoldallError, match="zero1 is not known by rule"):
+        by_rule("llama", "sgd", "zero1", {"dp": 2})
     with pytest.raises(holdall.HoldallError, match="do not fill nodes of 8"):
         _ = GpuCluster(gpus=12).mesh

@@ -23,6 +23,18 @@ def test_a_plan_over_gpus_names_mesh_bytes_and_time(monkeypatch):
     for word in ("16 x h100-sxm", "nodes: infiniband-ndr", "float32 shards", "memory per rank", "tokens/s", "simulated"):
         assert word in said
     assert "zero3 over dp 8, replicated over nodes 2" in said
+    searches = said.split("by a closed form")[1]
+    assert all(name in searches for name in ("AMSP", "PaRO", "MiCS group of"))
+
+
+def test_the_smallest_group_that_fits_is_simulated_too():
+    """With little memory MiCS takes groups of two nodes, which are no dimension of the cluster."""
+    tried = json.loads(run(*BASE, "--gpus", 16, "--per-node", 4, "--json"))
+    whole = next(t["bytes"] for t in tried["tried"] if t["way"].startswith("zero3 over nodes"))
+    said = json.loads(run(*BASE, "--gpus", 16, "--per-node", 4, "--budget", int(1.1 * whole), "--json"))
+    mics = next(f for f in said["closed_form"] if f["system"] == "MiCS")
+    assert mics["factors"] == [8, 8, 8]
+    assert "zero3 over nodes 2 x dp 4, replicated over 2 groups" in [t["way"] for t in said["tried"]]
 
 
 def test_the_answer_as_json(tmp_path):

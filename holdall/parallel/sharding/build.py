@@ -1,4 +1,4 @@
-"""Shards a model by torch's own engine (`fully_shard`, and `replicate` on the same engine). One way: a model stays sharded.
+"""Shards a model by torch's own engine (`fully_shard`, and `replicate` on the same engine). A model stays sharded.
 
     ddp    every rank has all parameters; gradients are summed by all-reduces
     zero1  optimizer states are in shards: every rank updates its part of the parameters (stage 1 of ZeRO, `own_parts.py`)
@@ -6,6 +6,17 @@
            2 of ZeRO, arXiv 1910.02054)
     zero3  parameters too, gathered for the forward and again for the backward of each group (stage 3)
     fsdp   zero3, except that the root's own parameters stay from forward to backward, as `fully_shard` has it by default
+
+On a mesh of replicas and shards, zero2, zero3 and fsdp shard over the last dimension and repeat the shards (MiCS, `mics.py`):
+
+    iig    zero3 there, with optimizer states in shards over all ranks (PaRO and AMSP, `own_parts.py`)
+
+On a mesh of nodes they shard over all ranks by collectives in two stages (`hierarchical.py`), and there are (`zeropp.py`):
+
+    hpz    zero3, whose backward gathers from a second copy inside the node
+    qwz    zero3, which gathers weights in 8 bits
+    qgz    zero3, which reduces gradients in 4 bits
+    zero++ all three
 
 Gradients are means over the ranks, as in torch's DistributedDataParallel.
 """
@@ -18,14 +29,29 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported, unknown_name
+from holdall.parallel.groups import flat_mesh
+from holdall.types.mesh import NODES, REPLICAS, Mesh
 
-WAYS = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 RULED = ("ddp", "fsdp", "zero2", "zero3")  # those that are known by rule, without a trace (`by_rule.py`)
+OVER_REPLICAS, OVER_NODES = ("iig",), ("hpz", "qwz", "qgz", "zero++")
+WAYS = ("ddp", "fsdp", "zero1", "zero2", "zero3", *OVER_REPLICAS, *OVER_NODES)
 
 
-def check_way(way: str) -> None:
+def check_way(way: str, mesh: Mesh | None = None) -> None:
+    """Refuse a way that there is not, or not over this mesh."""
     if way not in WAYS:
         raise unknown_name("way to shard", way, WAYS)
+    if mesh is None:
+        return
+    first = mesh.dims[0].name
+    if len(mesh.dims) > 1 and way in ("ddp", "zero1"):
+        raise Unsupported(f"{way} is over one dimension of ranks", hint=f'use mesh={{"dp": {mesh.ranks}}}')
+    needs = REPLICAS if way in OVER_REPLICAS else NODES if way in OVER_NODES else first
+    hint = f'use mesh={{"{needs}": 2, "dp": {max(1, mesh.ranks // 2)}}}'
+    if needs != first:
+        raise Unsupported(f"{way} is for a mesh of `{needs}`, not of `{first}`", hint=hint)
+    if len(mesh.dims) == 1 and first in (REPLICAS, NODES):
+        raise Unsupported(f"a mesh of `{first}` has a dimension of data after it", hint=hint)
 
 
 def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any, way: str) -> None:
@@ -33,7 +59,11 @@ def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any,
     check_way(way)
     modules = [model.get_submodule(path) for path in groups]
     for module in (*(m for m in modules if m is not model), model):
-        _shard(module, device_mesh, way)
+        _shard(module, flat_mesh(device_mesh), way)
+    if flat_mesh(device_mesh) is not device_mesh:
+        from holdall.parallel.sharding.zeropp import use_nodes
+
+        use_nodes(model, device_mesh, way)
 
 
 def _shard(module: torch.nn.Module, device_mesh: Any, way: str) -> None:
@@ -46,12 +76,12 @@ def _shard(module: torch.nn.Module, device_mesh: Any, way: str) -> None:
         return
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(module, mesh=device_mesh, reshard_after_forward={"fsdp": None, "zero2": False, "zero3": True}[way])
+    fully_shard(module, mesh=device_mesh, reshard_after_forward={"fsdp": None, "zero2": False}.get(way, True))
 
 
 def divide_update(optimizer: torch.optim.Optimizer, model: torch.nn.Module, device_mesh: Any, way: str) -> None:
     """What a way asks of the optimizer, which holds the parameters of the sharded model."""
-    if way == "zero1":
+    if way in ("zero1", "iig"):
         from holdall.parallel.sharding.own_parts import OwnParts
 
         OwnParts(optimizer, model, device_mesh)

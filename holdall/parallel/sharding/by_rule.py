@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from holdall.errors import Unsupported
-from holdall.parallel.sharding.build import check_way
+from holdall.parallel.sharding.build import RULED
 from holdall.types import Block, Kind, Mesh, MeshDim, Op, Phase, Save, Site, TensorInfo, Trace
 from holdall.types.info import CollectiveOp, ShardedStep
 from holdall.types.layout import round_up
@@ -51,7 +51,8 @@ def sharded_by_rule(
     shards are repeated, not cut further. `held`: the dtype of shards, their gradients and states where the traced one is only
     what modules compute in, as under FSDP's `MixedPrecisionPolicy`; None: the traced one.
     """
-    check_way(way)
+    if way not in RULED:
+        raise Unsupported(f"{way} is not known by rule", hint=HINT)
     if trace.about.shards is not None:
         raise Unsupported("the trace is of a sharded model already", hint="shard the trace of the plain model")
     if trace.about.precision is not None:

@@ -4,6 +4,10 @@ stage 1).
 Parameters and gradients are whole on every rank; what the optimizer holds are parts, one per rank, of each flattened parameter,
 and so are its states: DTensors, which checkpoints save as one tensor. Gradients are summed by all-reduces, so that loops may
 clip and log them as they are; the paper scatters them, which is two thirds of these bytes.
+
+On a mesh of replicas and shards, parameters are in shards that the replicas have in common, and each of those updates some rows
+of its shard: optimizer states are over all ranks, parameters and gradients inside a group (PaRO's IIG, arXiv 2310.06003; AMSP's
+(k, k, d), arXiv 2311.00257).
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ class OwnParts:
                 f"{kind.__name__} may not update a parameter in parts, which every rank does in stage 1 of ZeRO",
                 hint='use an elementwise rule of torch.optim, such as AdamW, or shard="ddp"',
             )
-        self._mesh, self._group = device_mesh, device_mesh.get_group()
+        self._by_rows = device_mesh.ndim > 1  # of shards, not parts of whole flattened parameters
+        self._mesh, self._group = (_shards_first(device_mesh) if self._by_rows else device_mesh), device_mesh.get_group(0)
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         own = {id(p) for p in model.parameters()}
         self._pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []  # a parameter, and this rank's part of it
@@ -43,24 +48,38 @@ class OwnParts:
         optimizer.register_step_post_hook(self._after)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
 
-    def _own(self, flat: torch.Tensor) -> torch.Tensor:
-        parts = flat.chunk(self._ranks)
-        return parts[self._rank] if self._rank < len(parts) else flat[:0]
+    def _here(self, p: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a parameter or a gradient, in the shape in which it is cut into parts."""
+        here = local_of(p).detach()
+        return here if self._by_rows else here.view(-1)
 
-    def _spread(self, flat: torch.Tensor) -> torch.Tensor:
+    def _own(self, here: torch.Tensor) -> torch.Tensor:
+        parts = here.chunk(self._ranks)
+        return parts[self._rank] if self._rank < len(parts) else here[:0]
+
+    def _spread(self, p: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Shard
 
-        own = self._own(flat)
-        return DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=flat.shape, stride=(1,))
+        here = self._here(p)
+        shape, stride = (p.shape, p.stride()) if self._by_rows else (here.shape, (1,))
+        cut = [Shard(0)] * self._mesh.ndim
+        return DTensor.from_local(self._own(here), self._mesh, cut, run_check=False, shape=shape, stride=stride)
 
     def _part(self, p: torch.nn.Parameter) -> torch.nn.Parameter:
-        part = torch.nn.Parameter(self._spread(_flat(p)), requires_grad=p.requires_grad)
+        part = torch.nn.Parameter(self._spread(p), requires_grad=p.requires_grad)
         part.holdall_whole = p  # type: ignore[attr-defined]  # see `sharded.part_of_parameter`
         return part
 
     def _before(self, *_: Any) -> None:
         for p, part in self._pairs:
-            part.grad = None if p.grad is None else self._spread(_flat(p.grad))
+            self._follow(p, part)
+            part.grad = None if p.grad is None else self._spread(p.grad)
+
+    def _follow(self, p: torch.nn.Parameter, part: torch.nn.Parameter) -> None:
+        """torch's engine may have put a shard elsewhere, with padding, before the first forward."""
+        own = self._own(self._here(p))
+        if own.untyped_storage()._cdata != local_of(part).untyped_storage()._cdata:
+            part._local_tensor = own  # type: ignore[attr-defined]
 
     def _after(self, *_: Any) -> None:
         bucket: list[torch.Tensor] = []
@@ -74,23 +93,24 @@ class OwnParts:
             if bucket and bucket[0].dtype != p.dtype:
                 self._exchange(bucket)
                 bucket = []
-            bucket.append(_flat(p))
+            bucket.append(self._here(p))
         if bucket:
             self._exchange(bucket)
 
-    def _exchange(self, flats: list[torch.Tensor]) -> None:
+    def _exchange(self, tensors: list[torch.Tensor]) -> None:
         """Have the parts of all ranks in these parameters."""
-        sizes = [-(-t.numel() // self._ranks) for t in flats]
-        mine = flats[0].new_zeros(sum(sizes))
-        for t, place in zip(flats, mine.split(sizes), strict=True):
+        parts = [t.chunk(self._ranks) for t in tensors]
+        sizes = [some[0].numel() for some in parts]
+        mine = tensors[0].new_zeros(sum(sizes))
+        for t, place in zip(tensors, mine.split(sizes), strict=True):
             own = self._own(t)
-            place[: own.numel()].copy_(own)
+            place[: own.numel()].copy_(own.reshape(-1))
         whole = mine.new_empty(self._ranks * mine.numel())
         gather_into(whole, mine, self._group)
         for rank, row in enumerate(whole.view(self._ranks, -1)):
-            for t, place in zip(flats, row.split(sizes), strict=True):
-                there = t[rank * place.numel() : (rank + 1) * place.numel()]
-                there.copy_(place[: there.numel()])
+            for some, place in zip(parts, row.split(sizes), strict=True):
+                if rank < len(some):
+                    some[rank].copy_(place[: some[rank].numel()].view_as(some[rank]))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         for p, part in self._pairs:
@@ -101,5 +121,12 @@ class OwnParts:
                 p.grad = None
 
 
-def _flat(p: torch.Tensor) -> torch.Tensor:
-    return local_of(p).detach().view(-1)
+def _shards_first(device_mesh: Any) -> Any:
+    """The mesh of replicas and shards the other way round: the rows of a shard are cut further among replicas."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.device_mesh import DeviceMesh
+
+    groups = [device_mesh.get_group(1), device_mesh.get_group(0)]
+    names = tuple(reversed(device_mesh.mesh_dim_names))
+    with unset_fake_temporarily():  # it reads the numbers of ranks
+        return DeviceMesh.from_group(groups, device_mesh.device_type, device_mesh.mesh.t().contiguous(), mesh_dim_names=names)
