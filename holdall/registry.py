@@ -1,5 +1,5 @@
-"""The folders `actions`, `planners`, `tiers`, `optim`, `precision`, `layouts` and `pipelines/schedules` are the registries: a
-file or package there is a member of that name.
+"""The folders `actions`, `planners`, `tiers`, `optim`, `precision`, `layouts`, `pipelines/schedules` and `pipelines/searches`
+are the registries: a file or package there is a member of that name.
 
 Members are imported when asked for, so that a missing solver breaks only its own planner. Names that begin with an underscore
 are helpers. Members of your own are added in one of two ways, and are then as good as those here (menus of planners, the

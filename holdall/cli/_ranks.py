@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from holdall.analysis.longer import LEAST, stack_of, with_layers
 from holdall.analysis.over_ranks import GpuCluster, OverRanks, needed_by, plan_over_ranks
 from holdall.cli._console import add_row, cell, facts, grid, say, show, show_json
 from holdall.cli._inverse import family_by_size, why_not
+from holdall.cli._meshes import meshes_beside, meshes_json, show_meshes_beside
 from holdall.cli._progress import progress_bar
 from holdall.cli.plan import plan_json
 from holdall.errors import Infeasible, InvalidInput, Unsupported
@@ -26,24 +27,44 @@ from holdall.types import Hardware, Plan, Progress, Trace
 from holdall.units import format_bytes, format_seconds
 
 
-def answer(request: Request, cluster: GpuCluster, *, largest: bool, fewest: bool, json: bool) -> Plan:
+def answer(request: Request, cluster: GpuCluster, *, largest: bool, fewest: bool, search: str, json: bool) -> Plan:
     """Find and show what is asked for; returns the plan of it."""
     with progress_bar() as progress:
         if largest:
             most, names = largest_model(request, cluster, progress)
         elif fewest:
             found, workload, machine, cluster = fewest_gpus(request, cluster, progress)
+            meshes = None
         else:
-            found, workload, machine = ask_over_ranks(request, cluster, progress)
+            traced = trace_for_gpus(request, progress)
+            found = shards_of(traced, cluster, progress)
+            meshes = meshes_beside(traced, cluster, search, progress)
+            workload, machine = traced.workload, traced.machine
     if largest:
         show_largest_model(most, names, json=json)
         return most.plan
-    show_over_ranks(found, workload, machine, cluster, json=json)
+    if json:
+        tokens = cluster.gpus * workload.batch * (1 if workload.is_image else workload.seq)
+        show_json(over_ranks_json(found, tokens) | meshes_json(meshes, found.plan.predicted.seconds))
+        return found.plan
+    show_over_ranks(found, workload, machine, cluster)
+    show_meshes_beside(meshes, found.plan.predicted.seconds)
     return found.plan
 
 
-def ask_over_ranks(request: Request, cluster: GpuCluster, progress: Progress) -> tuple[OverRanks, Workload, Hardware]:
-    """The best plan over the GPUs of a cluster, each with the batch of the request."""
+@dataclass(frozen=True, kw_only=True)
+class TracedRequest:
+    """A model for the GPUs of a cluster, traced on the batch of one of them."""
+
+    workload: Workload
+    machine: Hardware
+    model: torch.nn.Module
+    trace: Trace
+    budget: dict[str, int]
+    held: str | None  # dtype of shards, where modules compute in another
+
+
+def trace_for_gpus(request: Request, progress: Progress) -> TracedRequest:
     if request.model is None:
         raise InvalidInput("`--gpus` needs a model, not a trace", hint="name a model, as in `holdall plan gpt2 --gpus 8`")
     if request.planner != "auto" or request.options or request.allow or request.autocast or request.precision:
@@ -64,9 +85,19 @@ def ask_over_ranks(request: Request, cluster: GpuCluster, progress: Progress) ->
     progress(f"tracing {workload.source.name}", 0, 0, "")
     model = workload.build()[0]
     traced = _trace(workload, model, machine.device)
-    groups = groups_of(model, traced)
     held = "float32" if mixed else None
-    return plan_over_ranks(traced, groups, cluster, machine, budget=budget, held=held, progress=progress), workload, machine
+    return TracedRequest(workload=workload, machine=machine, model=model, trace=traced, budget=budget, held=held)
+
+
+def shards_of(asked: TracedRequest, cluster: GpuCluster, progress: Progress) -> OverRanks:
+    """The best way to shard over the GPUs of a cluster, each with the batch of the request."""
+    groups = groups_of(asked.model, asked.trace)
+    return plan_over_ranks(asked.trace, groups, cluster, asked.machine, budget=asked.budget, held=asked.held, progress=progress)
+
+
+def ask_over_ranks(request: Request, cluster: GpuCluster, progress: Progress) -> tuple[OverRanks, Workload, Hardware]:
+    traced = trace_for_gpus(request, progress)
+    return shards_of(traced, cluster, progress), traced.workload, traced.machine
 
 
 def _trace(workload: Workload, model: torch.nn.Module, device: str) -> Trace:
@@ -99,14 +130,11 @@ def _alike(model: torch.nn.Module, parent: str, count: int) -> bool:
     return all(shape == shapes[0] for shape in shapes)
 
 
-def show_over_ranks(found: OverRanks, workload: Workload, machine: Hardware, cluster: GpuCluster, *, json: bool) -> None:
+def show_over_ranks(found: OverRanks, workload: Workload, machine: Hardware, cluster: GpuCluster) -> None:
     plan = found.plan
     said = plan.predicted
     held = found.held
     tokens = cluster.gpus * workload.batch * (1 if workload.is_image else workload.seq)
-    if json:
-        show_json(over_ranks_json(found, tokens))
-        return
     links = {d.name: d.network.name for d in found.way.mesh.dims}
     between = {link: size for link, size in said.traffic.items() if link.partition(" ")[0] in links}
     unit = "images" if workload.is_image else "tokens"

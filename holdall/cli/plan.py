@@ -98,6 +98,14 @@ def plan(
     across: Annotated[
         str, typer.Option("--across", metavar="NAME", help="With --gpus: network of the nodes, a port for each GPU.")
     ] = "infiniband-ndr",
+    search: Annotated[
+        str,
+        typer.Option(
+            "--search",
+            metavar="NAME",
+            help="With --gpus: over meshes with pipelines by auto, alpa, galvatron or flexflow; shard: none of them.",
+        ),
+    ] = "auto",
     fewest_gpus: Annotated[
         bool, typer.Option("--fewest-gpus", help="With --gpus: the fewest GPUs, up to those, that suffice.")
     ] = False,
@@ -116,6 +124,7 @@ def plan(
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --smallest-budget --keep-speed 0.9
       holdall plan gpt2 --seq 1024 --gpu rtx-4090 --pareto --html gpt2.html
       holdall plan llama-3-8b --gpus 64 --gpu h100-sxm --dtype bf16-mixed
+      holdall plan llama-3-8b --gpus 64 --gpu h100-sxm --search alpa
     """
     from holdall.experiments.request import Request, planned, prepare
 
@@ -139,7 +148,8 @@ def plan(
     asked = [name for name, is_on in (("largest", largest), ("smallest-budget", smallest_budget), ("pareto", pareto)) if is_on]
     _check_together(asked, {"step": step, "keep-speed": keep_speed, "html": html, "longest-seq": longest_seq, "out": out})
     if gpus is not None or fewest_gpus:
-        _over_ranks(request, gpus, (per_node, inside, across), asked, largest, fewest=fewest_gpus, out=out, json=json)
+        nodes = (per_node, inside, across)
+        _over_ranks(request, gpus, nodes, asked, largest, search=search, fewest=fewest_gpus, out=out, json=json)
         return
     if asked:
         question = asked[0]
@@ -179,11 +189,13 @@ def _over_ranks(
     asked: list[str],
     largest: str | None,
     *,
+    search: str,
     fewest: bool,
     out: Path | None,
     json: bool,
 ) -> None:
     from holdall.analysis.over_ranks import GpuCluster
+    from holdall.cli._meshes import ON_SHARDS, answer_by_search
     from holdall.cli._ranks import answer
 
     if gpus is None:
@@ -192,7 +204,14 @@ def _over_ranks(
         raise InvalidInput("with --gpus the only questions are `--largest model` and `--fewest-gpus`", hint="ask one of them")
     per_node, inside, across = nodes
     cluster = GpuCluster(gpus=gpus, per_node=per_node, inside=inside, across=across)
-    _write(answer(request, cluster, largest=largest is not None, fewest=fewest, json=json), out, json=json)
+    if search not in ON_SHARDS:
+        if asked or fewest or out is not None:
+            raise InvalidInput(
+                f"--search {search} answers no other question and writes no plan", hint="use --search shard, or leave it out"
+            )
+        answer_by_search(request, cluster, search, json=json)
+        return
+    _write(answer(request, cluster, largest=largest is not None, fewest=fewest, search=search, json=json), out, json=json)
 
 
 def _show(made: Plan, prepared: PreparedRun, found: Any, *, json: bool) -> None:

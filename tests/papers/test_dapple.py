@@ -8,7 +8,7 @@ import pytest
 
 from holdall.pipelines import PipeCosts, StageCosts, pipeline, simulate
 from holdall.pipelines.cuts import CutLayer, CutStage, dapple_cut
-from holdall.pipelines.cuts.dapple import step_seconds
+from holdall.pipelines.cuts.dapple import pivot_of, recursion_seconds, step_seconds
 
 
 def made(policy, ranks, n, **options):
@@ -37,20 +37,32 @@ def test_early_backward_saves_memory_at_the_time_of_gpipe():
     assert max(early.activations) == 4 and max(late.activations) == 16
 
 
-def test_the_formula_is_within_5_percent_of_the_simulator_in_the_mean():
-    """It is never above, and up to a fifth below: it leaves out the stages behind an early pivot."""
-    rng = random.Random(0)
-    below = []
-    for _ in range(200):
-        ranks, n = rng.randint(2, 6), rng.randint(12, 32)
-        layers = [CutLayer(forward=f, backward=2 * f) for f in (rng.uniform(1, 2) for _ in range(ranks))]
-        costs = PipeCosts(stages=tuple(StageCosts(forward=x.forward, input=x.forward, weight=x.forward) for x in layers))
-        stages = [CutStage(first=i, end=i + 1) for i in range(ranks)]
-        said = step_seconds(layers, stages, n, float("inf"))
-        simulated = simulate(made("a", ranks, n), costs).makespan
-        below.append(1 - said / simulated)
-    assert min(below) > -1e-9
-    assert mean(below) < 0.05 and max(below) < 0.2
+def random_steps(seed, cases):
+    """(stages, micro-batches, paces, seconds by the formula, by the simulator)"""
+    rng = random.Random(seed)
+    for _ in range(cases):
+        ranks, n, spread = rng.randint(2, 6), rng.choice((6, 12, 32, 100)), rng.choice((1.02, 1.2, 2))
+        paces = [(f, 2 * f, 0.0) for f in (rng.uniform(1, spread) for _ in range(ranks))]
+        layers = [CutLayer(forward=f, backward=b) for f, b, _ in paces]
+        costs = PipeCosts(stages=tuple(StageCosts(forward=f, input=f, weight=f) for f, _, _ in paces))
+        said = step_seconds(layers, [CutStage(first=i, end=i + 1) for i in range(ranks)], n, float("inf"))
+        yield ranks, n, paces, said, simulate(made("a", ranks, n), costs).makespan
+
+
+def test_the_formula_is_within_5_percent_of_the_simulator_where_the_last_stage_sets_the_pace():
+    """Or where there are 20 micro-batches for each hop. Elsewhere it leaves out stages behind the pivot: up to 30 % less."""
+    within, beyond = [], []
+    for ranks, n, paces, said, simulated in random_steps(0, 100):
+        holds = pivot_of(paces, n) == ranks - 1 or n >= 20 * (ranks - 1)
+        (within if holds else beyond).append(1 - said / simulated)
+    assert min(within + beyond) > -1e-9
+    assert max(within) < 0.05 and mean(within) < 0.01
+    assert 0.1 < max(beyond) < 0.35 and len(within) > 40
+
+
+def test_the_recursion_of_the_released_planner_is_the_simulator():
+    for _, n, paces, _, simulated in random_steps(1, 60):
+        assert recursion_seconds(paces, n) == pytest.approx(simulated, rel=1e-12)
 
 
 def brute_force(layers, machines, n, bandwidth):

@@ -45,10 +45,13 @@ def test_the_answer_as_json(tmp_path):
     assert said["bytes_per_rank"] == min(t["bytes"] for t in said["tried"] if t["way"].startswith(f"{said['shard']} "))
     assert said["tokens_per_second"] == pytest.approx(4 * 64 / said["seconds"])
     assert json.loads(out.read_text())["actions"][0]["action"] == "shard"
+    mesh = said["over_meshes"]
+    assert mesh["cut"][0] == 0 and sum(mesh["devices"]) == 4 and len(mesh["bytes_per_rank"]) == len(mesh["devices"])
+    assert said["fastest_seconds"] == min(said["seconds"], mesh["seconds"])
 
 
 def test_the_fewest_gpus():
-    tried = json.loads(run(*BASE, "--gpus", 8, "--json"))["tried"]
+    tried = json.loads(run(*BASE, "--gpus", 8, "--search", "shard", "--json"))["tried"]
     budget = min(t["bytes"] for t in tried)  # too little for one
     fewest = json.loads(run(*BASE, "--gpus", 16, "--fewest-gpus", "--budget", budget, "--json"))
     assert 1 < fewest["mesh"]["dp"] <= 8

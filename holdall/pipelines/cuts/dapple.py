@@ -80,6 +80,28 @@ def paces_of(layers: Sequence[CutLayer], stages: Sequence[CutStage], bandwidth: 
     return found
 
 
+def recursion_seconds(paces: Sequence[Pace], micro_batches: int) -> float:
+    """A step by the recursions of the released planner instead of the formula: when each forward and backward ends.
+
+    A forward waits for the one before it, for the same micro-batch on the stage before, and, once a stage has begun as many as
+    there are stages from it to the end, for the backward that makes room; backwards mirror that.
+    """
+    stages, last = len(paces), micro_batches - 1
+    forward = [[0.0] * stages for _ in range(micro_batches)]
+    backward = [[0.0] * stages for _ in range(micro_batches)]
+    for turn in range(micro_batches):
+        for s, (seconds, _, _) in enumerate(paces):
+            most = stages - s  # forwards before the first backward
+            for i in range(turn + most - 1 if turn else 0, min(last, turn + most - 1) + 1):
+                room = backward[i - most][s] if i >= most else 0.0
+                forward[i][s] = max(forward[i][s - 1] if s else 0.0, forward[i - 1][s] if i else 0.0, room) + seconds
+        for s in range(stages - 1, -1, -1):
+            own = forward[min(last, turn + stages - s - 1)][s]  # the task before this one on the same stage
+            after = backward[turn][s + 1] if s + 1 < stages else 0.0
+            backward[turn][s] = max(own, after, backward[turn - 1][s] if turn else 0.0) + paces[s][1]
+    return max(backward[last][s] + reduce for s, (_, _, reduce) in enumerate(paces))
+
+
 def pivot_of(paces: Sequence[Pace], micro_batches: int) -> int:
     """From the last stage to the first: one that is slower than the pivot by more than what lies between is the pivot."""
     pivot = len(paces) - 1
