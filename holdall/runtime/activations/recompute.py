@@ -1,9 +1,8 @@
 """Recomputes blocks in backward instead of keeping their saved tensors.
 
-torch's own checkpoint wraps one function call. A plan needs more: several consecutive module calls as one segment, ops inside
-whose results are kept, inputs that may be offloaded, and frees at points the simulator can predict. So each call is recorded
-(module, inputs, random state), autograd's saved tensors are replaced by `Promise`s, and the first promise that backward unpacks
-replays the segment.
+torch's own checkpoint wraps one call. A plan needs more: consecutive module calls as one segment, ops inside whose results are
+kept, inputs that may be offloaded, and frees at points the simulator can predict. So each call is recorded (module, inputs,
+random state), autograd's saved tensors are replaced by `Promise`s, and the first that backward unpacks replays the segment.
 
 Segments nest: a replay may record some of its calls again instead of saving their tensors (`Nest`). Their promises then belong
 to an inner segment, whose inputs the replay has made, and are fulfilled when backward unpacks one of them.
@@ -165,7 +164,8 @@ class Segment:
         """Run one call and record it instead of keeping its saved tensors. `only`: these indices; `hold` takes the others."""
         call = RecomputedCall(module, forward, state, keep)
         leaves, call.spec = tree_flatten((args, kwargs))
-        call.inputs = [self._reference(leaf) for leaf in leaves]
+        given = {id(leaf): self._reference(leaf) for leaf in leaves}  # a tensor given twice is one input: modules ask `k is v`
+        call.inputs = [given[id(leaf)] for leaf in leaves]
         call.random = _random_state(leaves)
         call.autocast = autocast_state(leaves)
         numbers = itertools.count()
@@ -220,10 +220,9 @@ class Segment:
                     _defer(call, *parts[number], made)
                 if number >= end:
                     continue
-                leaves = [
-                    item.take() if isinstance(item, (Input, CacheBefore)) else made[item] if isinstance(item, Made) else item
-                    for item in call.inputs
-                ]
+                taken = {id(item): item.take() for item in call.inputs if isinstance(item, (Input, CacheBefore))}
+                leaves = [made[item] if isinstance(item, Made) else taken.get(id(item), item) for item in call.inputs]
+                taken.clear()
                 for item in [m for m in made if last_taker[m] == number]:
                     del made[item]
                 results = tree_leaves(_run_again(call, leaves, deferred=number in parts, stop=number == final >= needed))
@@ -244,7 +243,8 @@ class Segment:
 def _defer(call: RecomputedCall, part: Segment, first: int, made: dict[Made, Any]) -> None:
     """Move the call into an inner segment, which recomputes it when backward needs it."""
     again = copy.copy(call)
-    again.inputs = [_seen_from(first, item, made) for item in call.inputs]
+    seen = {id(item): _seen_from(first, item, made) for item in call.inputs}
+    again.inputs = [seen[id(item)] for item in call.inputs]
     part.calls.append(again)
     for reference in call.promises.values():
         promise = reference()
