@@ -254,6 +254,7 @@ def _run_tests(tests: list[str], folder: Path, failure: Path) -> None:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
+        os.environ["HOLDALL_KEPT"] = "all"
         code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[Failures(failure)]))
     finally:
         os._exit(code)

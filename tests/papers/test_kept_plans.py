@@ -12,10 +12,12 @@ difference shows which plans are others now.
 import gzip
 import hashlib
 import json
+import os
 import re
 import sys
 import tempfile
 import time
+import zlib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -302,10 +304,14 @@ def kept() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("planner", member_names("planners"))
-def test_plans_are_those_that_were_kept(planner):
+def test_plans_are_those_that_were_kept(planner, request):
+    """One in three of them, always the same ones; `--all`: every one."""
     assert planner in kept(), f"no plan of `{planner}` is kept yet: python tests/papers/test_kept_plans.py {planner}"
     assert list(kept()[planner]) == list(dict.fromkeys(name for name, _, _ in cases_of(planner)))
+    every = 1 if request.config.getoption("--all") or os.environ.get("HOLDALL_KEPT") == "all" else 3
     for name, options, case in cases_of(planner):
+        if zlib.crc32(f"{planner}, {name}".encode()) % every:
+            continue
         lines = differences(kept()[planner][name], answer(planner, options, case))
         assert not lines, "\n  ".join(
             [f"{planner}, {name}:", *lines, f"if that is meant: python tests/papers/test_kept_plans.py {planner}"]
