@@ -1,6 +1,6 @@
 """One thread: tests compare bits, not seconds, and small kernels only lose time by sharing cores.
 
-By default long families of alike cases are sampled, one in three (of members held against their papers: one in five), always
+By default long families of alike cases are sampled, one in three (of members held against their papers: one in ten), always
 the same ones, and a few long tests are left out.
 Three parts run apart from the others: members held against their papers (`pytest tests/papers`), cases that enter through
 `fit`, which are never sampled (`pytest tests/conformance`), and several ranks, each a process (`pytest tests/parallel`).
@@ -196,6 +196,6 @@ def is_long(item):
         return True
     if not hasattr(item, "callspec"):
         return False
-    of_papers = 5 if "papers/" in item.nodeid else 3
+    of_papers = 10 if "papers/" in item.nodeid else 3
     every = 6 if any(name in item.nodeid for name in RARE) else of_papers if any(name in item.nodeid for name in SAMPLED) else 1
     return zlib.crc32(item.nodeid.encode()) % every != 0
