@@ -3,7 +3,8 @@
 python benchmarks/fp8_on_gpu.py [--rows plain,fp8,fp8@24,bf16@24] [--steps 50] [--row-seconds 240] [--out FILE] [--smoke]
 
 Llama of the 3B shape, 4 x 4096 tokens, AdamW, clipped to 1.0; all rows start from the same weights and see the same batches of
-random tokens, over and over. `plain`: bf16 weights with float32 masters on the GPU, no plan (`bf16_master` of `peers.py`).
+random tokens, over and over. `plain`: bf16 weights with float32 masters on the GPU, no plan (`bf16_master` of `peers.py`);
+`plain-autocast`: float32 weights under `torch.autocast`, no plan either.
 `torchao`: the same with torchao's FP8 layers; `torchao-compiled`: with its decoder layers compiled. Any other name is a recipe
 of `holdall.precision` through `holdall.fit` with its defaults, in all of the device or in the GiB after `@`; `fp8-unfused` is
 `fp8` by torch's ops instead of the fused casts. A row is a process of its own, ended after `--row-seconds`, and goes to the
@@ -40,7 +41,7 @@ from holdall.narrow import casts
 from holdall.precision import float8_training
 
 GIB = 2**30
-ROWS = "plain,fp8,fp8-unfused,fp8:scaling=delayed,fp8:scaling=row,torchao,torchao-compiled,bf16@24,fp8@24"
+ROWS = "plain,plain-autocast,fp8,fp8-unfused,fp8:scaling=delayed,fp8:scaling=row,torchao,torchao-compiled,bf16@24,fp8@24"
 AT = (1, 10, 25, 50)  # steps whose losses have a column
 FIELDS = (
     "row", "budget_gib", "result", "tokens_per_s", "step_s", "plan_step_s", "peak_gib", "driver_gib", "plan_gib",
@@ -61,7 +62,9 @@ def run(asked: str, options: argparse.Namespace) -> dict[str, Any]:
     driver = Watch() if device == "cuda" else None
     row: dict[str, Any] = {}
     harness = None
-    if is_plain:
+    if name == "plain-autocast":
+        step = autocast_step(model, device)
+    elif is_plain:
         step = masters_step(model, name, options)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
@@ -94,6 +97,22 @@ def run(asked: str, options: argparse.Namespace) -> dict[str, Any]:
             if budget and row["driver_gib"] > float(budget):
                 row["result"] = "over budget"
     return row
+
+
+def autocast_step(model: torch.nn.Module, device: str) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+    """float32 weights and AdamW on the device, computing in bf16 by autocast: the loop that most people write."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
 
 
 def masters_step(

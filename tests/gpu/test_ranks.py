@@ -123,3 +123,49 @@ def test_a_model_on_the_host_is_sharded_onto_the_gpu(plain):
         assert {p.device.type for p in model.parameters()} == {"cuda"}
         losses = train(model, batch, optimizer)
     assert losses == plain[0]
+
+
+def be_late(model):
+    """Let the engine's reductions start late, after the computing stream has gone on; what they have not written is nan."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            comm = group._reduce_scatter_comm
+            assert type(comm).__name__ == "OnePool"
+
+            def late(*args, comm=comm, allocate=comm.allocate, **kwargs):
+                is_output = comm.computing is not None
+                made = allocate(*args, **kwargs)
+                if is_output:
+                    torch.cuda._sleep(20_000_000)  # on the engine's stream
+                    made.fill_(float("nan"))
+                return made
+
+            comm.allocate = late
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "zero2"])
+def test_gradients_in_the_memory_of_activations_are_right_where_the_engine_is_late(shard):
+    def train_by_halves(model, batch, optimizer):
+        torch.manual_seed(7)
+        for _ in range(3):
+            for part in range(2):
+                (model(**{k: v[2 * part : 2 * part + 2] for k, v in batch.items()}).loss / 2).backward()
+                torch.empty(64 << 20, device="cuda").fill_(float("nan"))  # takes whatever memory is free
+            optimizer.step()
+            optimizer.zero_grad()
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    model, batch, optimizer = world()
+    train_by_halves(model, batch, optimizer)
+    expected = [p.detach().cpu() for p in model.parameters()]
+    model, batch, optimizer = world()
+    half = {k: v[:2] for k, v in batch.items()}
+    with holdall.fit(model, optimizer, half, budget="60GiB", mesh={"dp": 1}, shard=shard, accumulate=2, planner="nop"):
+        be_late(model)
+        train_by_halves(model, batch, optimizer)
+        got = [p.full_tensor().detach().cpu() for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -30,6 +30,7 @@ import torch
 
 from holdall.errors import Unsupported, unknown_name
 from holdall.parallel.groups import flat_mesh
+from holdall.parallel.sharding.one_pool import share_pool
 from holdall.types.mesh import NODES, REPLICAS, Mesh
 
 RULED = ("ddp", "fsdp", "zero2", "zero3")  # those that are known by rule, without a trace (`by_rule.py`)
@@ -58,12 +59,15 @@ def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any,
     """Shard a model in place: the modules of `groups` first, each with a collective of its own, then the rest."""
     check_way(way)
     modules = [model.get_submodule(path) for path in groups]
-    for module in (*(m for m in modules if m is not model), model):
+    together = (*(m for m in modules if m is not model), model)
+    for module in together:
         _shard(module, flat_mesh(device_mesh), way)
     if flat_mesh(device_mesh) is not device_mesh:
         from holdall.parallel.sharding.zeropp import use_nodes
 
         use_nodes(model, device_mesh, way)
+    elif device_mesh.ndim == 1 and way not in ("ddp", "zero1"):
+        share_pool(together)
 
 
 def _shard(module: torch.nn.Module, device_mesh: Any, way: str) -> None:
