@@ -132,7 +132,10 @@ def run(name: str, recipe: str, tokens: int, budget: float, steps: int, device: 
         print(f"step {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", flush=True)
         del loss
     row |= {"steps_s": json.dumps([round(s, 3) for s in seconds]), "losses": json.dumps([round(x, 4) for x in losses])}
-    row |= {"step_s": min(seconds[1:] or seconds), "result": "ran" if losses[-1] < losses[0] else "does not learn"}
+    row |= {
+        "step_s": min(seconds[1:] or seconds),
+        "result": "ran" if steps == 1 or losses[-1] < losses[0] else "does not learn",
+    }
     row["tokens_per_s"] = tokens / row["step_s"]
     home = next(iter(harness.plan.budget))
     row |= {"predicted_gib": harness.plan.predicted.peak[home] / GIB, "measured_gib": harness.measured().peak[home] / GIB}

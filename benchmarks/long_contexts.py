@@ -77,7 +77,10 @@ def run(name: str, kind: str, tokens: int, budget: float, steps: int, smoke: boo
         print(f"step {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.1f} s", flush=True)
         del loss
     row |= {"steps_s": json.dumps([round(s, 3) for s in seconds]), "losses": json.dumps([round(x, 4) for x in losses])}
-    row |= {"step_s": min(seconds[1:] or seconds), "result": "ran" if losses[-1] < losses[0] else "does not learn"}
+    row |= {
+        "step_s": min(seconds[1:] or seconds),
+        "result": "ran" if steps == 1 or losses[-1] < losses[0] else "does not learn",
+    }
     row["tokens_per_s"] = ids.numel() / row["step_s"]
     if driver is not None:
         row |= {"driver_gib": driver.stop() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}

@@ -263,3 +263,26 @@ def test_the_largest_length_trains_within_the_budget_and_a_longer_one_is_refused
     with holdall.apply(found.plan, model, optimizer) as harness:
         train(model, optimizer, batch_of(found.value), 2)
     assert harness.step_peaks[-1] == found.plan.predicted.peak["cpu"] <= budget
+
+
+def test_packed_weights_are_expanded_for_every_piece():
+    """A frozen weight in 4 bits has no rows: what it expands to is whole in every piece, and computed for each of them."""
+
+    def adapted():
+        model, _ = made(llama)
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.requires_grad_()
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    given = {"precision": "nf4", "budget": "1GiB", **GIVEN}
+    model, optimizer = adapted()
+    with holdall.fit(model, optimizer, batch_of(LONG), planner="nop", **given) as harness:
+        expected, whole = train(model, optimizer, batch_of(LONG), 3), harness.step_peaks[-1]
+    model, optimizer = adapted()
+    with holdall.fit(model, optimizer, batch_of(LONG), **(given | {"budget": int(0.45 * whole)})) as harness:
+        got = train(model, optimizer, batch_of(LONG), 3)
+        split = next(a for a in harness.plan.actions if isinstance(a, Pieces)).modules
+    assert any(path.endswith("mlp") for path in split)
+    assert harness.step_peaks[-1] == harness.plan.predicted.peak["cpu"] <= 0.45 * whole
+    assert got == pytest.approx(expected, rel=NEAR)

@@ -4,6 +4,9 @@ Judged by the trace: known ops, and results that have a row for every position (
 which moves positions by views alone would pass; the runtime compares pieces with the whole on a few rows before it relies on
 this.
 
+What a module computes from its weights alone (weights that are stored packed, expanded at every use) has no rows: every piece
+computes it anew.
+
 Rows are positions for MLPs and norms, samples for convolutions and poolings. A batch norm takes its statistics from the whole
 batch, so a module with one is never split by samples.
 """
@@ -78,6 +81,7 @@ class Region:
     sums: tuple[Op, ...]  # ops of its backward that add the gradient of another user of the input
     saves: tuple[Save, ...]  # that its nodes hold, the input's too
     footprint: int  # bytes that its ops make per row, upper bound
+    rowless: frozenset[TensorId] = frozenset()  # results of weights alone
 
 
 def regions(trace: Trace, by: str = POSITIONS) -> dict[str, Region]:
@@ -116,13 +120,14 @@ def region_of(trace: Trace, block: Block, module: str, by: str = POSITIONS) -> R
     if not ops or not back or not _is_contiguous(ops) or not _is_contiguous(back):
         return "its ops are not contiguous"
     own = {x for op in ops for x in op.writes}
+    rowless = _of_weights(trace, (*ops, *back))
     outside = dict.fromkeys(x for op in ops for x in op.reads if x not in own)
     inputs = [x for x in outside if not _is_weight(trace, x)]
     lasting = [x for op in ops for x in op.writes if _outlives(trace, x, ops[-1].id, back)]
     if len(inputs) != 1 or len(lasting) != 1 or trace.tensors[inputs[0]].born < 0:
         return "it has several inputs or outputs"
     tokens = _tokens(trace.tensors[inputs[0]], by)
-    strange = next((op.site.op for op in ops if not _is_row_wise(trace, op, tokens, own, by)), None)
+    strange = next((op.site.op for op in ops if not _is_row_wise(trace, op, tokens, own, rowless, by)), None)
     if strange is not None:
         return f"`{strange}` may mix {by}"
     held = _saves(trace, block, ops, back)
@@ -131,11 +136,11 @@ def region_of(trace: Trace, block: Block, module: str, by: str = POSITIONS) -> R
     x = trace.tensors[inputs[0]]
     if not any(s.tensor in own and s.tensor != lasting[0] and trace.tensors[s.tensor].nbytes * _SMALL > x.nbytes for s in held):
         return "it holds little for backward"
-    gradients = _gradients(trace, back, {*own, x.id}, tokens, by)
+    gradients = _gradients(trace, back, {*own, x.id}, rowless, tokens, by)
     if isinstance(gradients, str):
         return gradients
     incoming, outgoing, sums = gradients
-    made = [t for op in (*ops, *back) for t in op.writes if trace.tensors[t].kind is not Kind.GRAD]
+    made = [t for op in (*ops, *back) for t in op.writes if trace.tensors[t].kind is not Kind.GRAD and t not in rowless]
     return Region(
         module=module,
         tokens=tokens,
@@ -150,6 +155,7 @@ def region_of(trace: Trace, block: Block, module: str, by: str = POSITIONS) -> R
         sums=sums,
         saves=tuple(held),
         footprint=-(-sum(trace.tensors[t].nbytes for t in made) // tokens),
+        rowless=rowless,
     )
 
 
@@ -188,14 +194,32 @@ def _outlives(trace: Trace, tensor: TensorId, last: OpId, back: Sequence[Op]) ->
     return freed is None or freed > last or any(k > last and k not in mine for k in trace.uses(tensor))
 
 
-def _is_row_wise(trace: Trace, op: Op, tokens: int, own: Set[TensorId], by: str) -> bool:
+def _of_weights(trace: Trace, ops: Sequence[Op]) -> frozenset[TensorId]:
+    """Results of ops that read nothing but weights, or such results: the same for every piece."""
+    found: set[TensorId] = set()
+    for op in ops:
+        is_pure = bool(op.reads) and not op.random and found.issuperset(op.mutates)
+        if is_pure and all(_is_weight(trace, x) or x in found for x in op.reads):
+            found.update(x for x in op.writes if trace.tensors[x].kind is not Kind.GRAD)
+    return frozenset(found)
+
+
+def is_rowless(op: Op, rowless: Set[TensorId]) -> bool:
+    """Is all that the op makes or changes a result of weights alone?"""
+    made = (*op.writes, *op.mutates)
+    return bool(made) and rowless.issuperset(made)
+
+
+def _is_row_wise(trace: Trace, op: Op, tokens: int, own: Set[TensorId], rowless: Set[TensorId], by: str) -> bool:
     """`own`: results of the module, which its ops may change in place if it is split by samples."""
+    if is_rowless(op, rowless):
+        return True
     space, _, name = op.site.op.rpartition(".")[0].partition(".")
     if op.random or space != "aten" or name not in (_KNOWN if by == POSITIONS else _KNOWN_OF_SAMPLES):
         return False
     if op.mutates and (by == POSITIONS or not own >= set(op.mutates)):
         return False
-    rows = [x for x in (*op.reads, *op.mutates) if not _is_weight(trace, x)]
+    rows = [x for x in (*op.reads, *op.mutates) if not _is_weight(trace, x) and x not in rowless]
     if name in _PRODUCTS and len(rows) != 1:
         return False
     return all(has_rows(trace.tensors[x], tokens, by) for x in (*rows, *op.writes)) and bool(rows)
@@ -214,7 +238,7 @@ def _saves_of(trace: Trace, tensors: set[TensorId]) -> Iterator[Save]:
 
 
 def _gradients(
-    trace: Trace, back: Sequence[Op], values: set[TensorId], tokens: int, by: str
+    trace: Trace, back: Sequence[Op], values: set[TensorId], rowless: Set[TensorId], tokens: int, by: str
 ) -> tuple[TensorId, TensorId | None, tuple[Op, ...]] | str:
     """(the output's gradient, the input's, sums with gradients of its other users), or why they cannot be told apart.
 
@@ -225,6 +249,8 @@ def _gradients(
     incoming: TensorId | None = None
     sums: list[Op] = []
     for op in back:
+        if is_rowless(op, rowless):
+            continue
         if op.mutates or op.accumulates or op.random:
             return f"`{op.site.op}` changes a tensor in place in its backward"
         others = [x for x in op.reads if x not in own and x not in values and not _is_weight(trace, x)]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from holdall.actions.pieces.regions import Region
+from holdall.actions.pieces.regions import Region, is_rowless
 from holdall.types import Block, Kind, Op, Phase, Save, Site, TensorInfo, Trace
 from holdall.types.layout import allocated_bytes, element_bytes
 from holdall.types.trace import OpId, TensorId
@@ -208,6 +208,8 @@ class _Pieces:
             reads = tuple(now.get(self.same.get(x, x), x) for x in op.reads)
             for x in op.writes:
                 now[x] = x if x in kept else self._piece(x, part)
+            is_whole = is_rowless(op, self.region.rowless)  # every piece computes it anew
+            times = part.pieces if is_whole else part.share
             at[op.id] = self.owner.add(
                 replace(
                     op,
@@ -215,10 +217,10 @@ class _Pieces:
                     reads=reads,
                     writes=tuple(now[x] for x in op.writes),
                     mutates=tuple(now.get(x, x) for x in op.mutates),
-                    seconds=op.seconds * part.share,
-                    flops=int(op.flops * part.share),
-                    moved=int(op.moved * part.share),
-                    workspace=int(op.workspace * part.rows / self.region.tokens),
+                    seconds=op.seconds * times,
+                    flops=int(op.flops * times),
+                    moved=int(op.moved * times),
+                    workspace=op.workspace if is_whole else int(op.workspace * part.rows / self.region.tokens),
                 )
             )
         return at
@@ -227,6 +229,8 @@ class _Pieces:
         info = self.trace.tensors[x]
         if info.kind is Kind.GRAD:  # of a weight: as large as the whole
             return self.owner.new(info, kind=Kind.TEMP, name=f"{info.name} of a piece")
+        if x in self.region.rowless:
+            return self.owner.new(info)
         shape = _shortened(info.shape, self.region.tokens, part.rows)
         size = allocated_bytes(element_bytes(shape, info.dtype), self.trace.about.device)
         return self.owner.new(info, kind=Kind.TEMP, shape=shape, nbytes=size, saved=False, name=f"a piece of {info.name}")
