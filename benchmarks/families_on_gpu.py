@@ -80,6 +80,7 @@ class Cell:
         self.recipe, self.smoke, self.tell = asked["recipe"], bool(asked["smoke"]), tell
         self.untimed = bool(asked.get("untimed"))
         self.rows, self.tokens = asked.get("rows"), asked.get("tokens")  # of the shape's batch; None: all
+        self.norm = asked.get("norm") or self.shape.norm  # to which gradients are clipped
         self.device = "cpu" if self.smoke else "cuda"
 
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -144,7 +145,7 @@ def reference(cell: Cell, *, method: str, steps: int) -> dict[str, Any]:
             for master, parameter in zip(masters, parameters, strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(masters, cell.shape.norm)
+        norm = torch.nn.utils.clip_grad_norm_(masters, cell.norm)
         optimizer.step()
         optimizer.zero_grad()
         if masters is not parameters:
@@ -204,7 +205,7 @@ def ours(cell: Cell, budget: int, *, steps: int = STEPS, **kwargs: Any) -> dict[
         with cell.autocast():
             loss = loss_of(model(**batch))
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cell.shape.norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cell.norm)
         optimizer.step()
         optimizer.zero_grad()
         if "predicted_s" not in row:  # what is in force after the first step: autocast may have had it traced anew
@@ -273,7 +274,7 @@ def timed(cell: Cell, step: Callable[[], tuple[torch.Tensor, torch.Tensor]], ste
 def child(asked: dict[str, Any], tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """The rows of one process: both references, or one budget of ours."""
     cell = Cell(asked, tell)
-    head = {"shape": cell.shape.name, "recipe": cell.recipe, "max_norm": cell.shape.norm}
+    head = {"shape": cell.shape.name, "recipe": cell.recipe, "max_norm": cell.norm}
     if asked["what"] == "save_on_cpu":
         made = guarded(lambda: reference(cell, method="save_on_cpu", steps=asked.get("steps", STEPS)))
         return [{**head, "method": "save_on_cpu", **made}]

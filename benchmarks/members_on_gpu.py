@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--planners", default=PLANNERS)
     parser.add_argument("--rows", type=int, help="so many sequences of the shape's batch")
     parser.add_argument("--tokens", type=int, help="so many tokens of each")
+    parser.add_argument("--norm", type=float, help="clip to this norm; 1e-4: every step is clipped")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--minutes", type=float, default=9.0, help="no row is begun after so many")
@@ -50,6 +51,7 @@ def main() -> None:
     forks = can_fork(options.smoke)
     asked: dict[str, Any] = {"shape": options.shape, "recipe": options.recipe, "smoke": options.smoke, "untimed": False}
     asked |= {"budget": int(options.budget * GIB), "steps": options.steps, "rows": options.rows, "tokens": options.tokens}
+    asked["norm"] = options.norm
     for planner in ("reference", *options.planners.split(",")):
         left = options.minutes * 60 - (time.monotonic() - began)
         if left < 5:

@@ -69,7 +69,7 @@ def plain(cell: NarrowCell, steps: int) -> dict[str, Any]:
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         loss = loss_of(model(**batch))
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cell.shape.norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cell.norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach(), norm
