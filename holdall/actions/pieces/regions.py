@@ -207,7 +207,7 @@ def _of_weights(trace: Trace, ops: Sequence[Op]) -> frozenset[TensorId]:
 def is_rowless(op: Op, rowless: Set[TensorId]) -> bool:
     """Is all that the op makes or changes a result of weights alone?"""
     made = (*op.writes, *op.mutates)
-    return bool(made) and rowless.issuperset(made)
+    return bool(made) and all(x in rowless for x in made)
 
 
 def _is_row_wise(trace: Trace, op: Op, tokens: int, own: Set[TensorId], rowless: Set[TensorId], by: str) -> bool:
