@@ -77,7 +77,7 @@ class Systems(Directive):
             for s in systems()
             if bool(s.lives) == (which == "built") and (not families or set(families) & set(s.families))
         ]
-        return [_table(heads, rows)]
+        return [_table(heads, rows) if rows else nodes.paragraph("", "None.")]
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:

@@ -67,10 +67,10 @@ def trace(
     loss ("bf16", "fp16", a dtype, True for the device's default, False for none); None: that of the context in which this is
     called. `head`: the vocabulary head, "whole", so many rows at a time, or by its size ("auto"). `mesh`: ranks over which the
     model will be sharded, such as {"dp": 64}, by the way `shard` ("fsdp", "zero3", "zero2", "zero1" or "ddp"): the step of one
-    of them is traced, with its collectives. No other rank is needed. {"replicate": 8, "dp": 8} repeats shards ("iig": but not
-    the optimizer's states), {"nodes": 8, "dp": 8} gathers them in two stages ("hpz", "qwz", "qgz", "zero++"). {"tp": 8} divides
-    linear layers ("tensor"; "sequence": activations between them too), {"cp": 8} the sequence ("ulysses", "ring", "zigzag",
-    "balanced", "queries"), {"ep": 8} experts.
+    of them is traced, with its collectives. No other rank is needed. {"replicate": 8, "dp": 8} repeats shards (also "nig"
+    and other triples of PaRO), {"nodes": 8, "dp": 8} gathers them in two stages ("hpz", "qwz", "qgz", "zero++", "horing").
+    {"tp": 8} divides linear layers ("tensor"; "sequence": activations between them too), {"cp": 8} the sequence ("ulysses",
+    "ring", "zigzag", "balanced", "queries"), {"ep": 8} experts.
     """
     if mesh is not None:
         return trace_on_mesh(model, batch, Mesh.of(mesh), shard, optimizer, loss, device, precision, autocast, head)

@@ -77,8 +77,7 @@ class Shard(Facts):
         from holdall.parallel.checking import compare_if_asked
         from holdall.parallel.counting import CollectiveBytes
         from holdall.parallel.groups import device_mesh, group_dims
-        from holdall.parallel.sharding.build import check_way, divide_update, follow_parameters
-        from holdall.parallel.sharding.mics import TwoHops
+        from holdall.parallel.sharding.build import check_way, divide_update, follow_parameters, put_off_sums
         from holdall.parallel.ways import is_divided
         from holdall.sharded import sharded_parameter
 
@@ -108,7 +107,7 @@ class Shard(Facts):
             follow_parameters(optimizer, before, model)
             divide_update(optimizer, model, on, self.way)
         if self.backwards > 1:
-            TwoHops(model, optimizer, self.backwards)
+            put_off_sums(model, optimizer, self.backwards)
         if mesh.ranks == 1:
             return  # torch's engine calls no collectives
         groups = group_dims(on, mesh) if len(mesh.dims) > 1 else None

@@ -9,7 +9,8 @@
 
 On a mesh of replicas and shards, zero2, zero3 and fsdp shard over the last dimension and repeat the shards (MiCS, `mics.py`):
 
-    iig    zero3 there, with optimizer states in shards over all ranks (PaRO and AMSP, `own_parts.py`)
+    nni nng nii nig ngg iig igg   parameters, gradients and optimizer states in shards of different widths (PaRO, `triples.py`)
+    i-nni i-nng i-nii i-nig i-ngg the same, with frozen parameters in shards
 
 On a mesh of nodes they shard over all ranks by collectives in two stages (`hierarchical.py`), and there are (`zeropp.py`):
 
@@ -17,6 +18,7 @@ On a mesh of nodes they shard over all ranks by collectives in two stages (`hier
     qwz    zero3, which gathers weights in 8 bits
     qgz    zero3, which reduces gradients in 4 bits
     zero++ all three
+    horing zero3, whose collectives are rings inside nodes and across at once (`ho_ring.py`)
 
 Gradients are means over the ranks, as in torch's DistributedDataParallel.
 """
@@ -34,7 +36,9 @@ from holdall.parallel.sharding.one_pool import share_pool
 from holdall.types.mesh import NODES, REPLICAS, Mesh
 
 RULED = ("ddp", "fsdp", "zero2", "zero3")  # those that are known by rule, without a trace (`by_rule.py`)
-OVER_REPLICAS, OVER_NODES = ("iig",), ("hpz", "qwz", "qgz", "zero++")
+_WHOLE = ("nni", "nng", "nii", "nig", "ngg")  # triples with whole parameters
+OVER_REPLICAS = (*_WHOLE, "iig", "igg", *(f"i-{triple}" for triple in _WHOLE))
+OVER_NODES = ("hpz", "qwz", "qgz", "zero++", "horing")
 WAYS = ("ddp", "fsdp", "zero1", "zero2", "zero3", *OVER_REPLICAS, *OVER_NODES)
 
 
@@ -58,6 +62,11 @@ def check_way(way: str, mesh: Mesh | None = None) -> None:
 def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any, way: str) -> None:
     """Shard a model in place: the modules of `groups` first, each with a collective of its own, then the rest."""
     check_way(way)
+    if way in OVER_REPLICAS:
+        from holdall.parallel.sharding.triples import Triple
+
+        Triple(model, groups, device_mesh, way)
+        return
     modules = [model.get_submodule(path) for path in groups]
     together = (*(m for m in modules if m is not model), model)
     for module in together:
@@ -85,10 +94,28 @@ def _shard(module: torch.nn.Module, device_mesh: Any, way: str) -> None:
 
 def divide_update(optimizer: torch.optim.Optimizer, model: torch.nn.Module, device_mesh: Any, way: str) -> None:
     """What a way asks of the optimizer, which holds the parameters of the sharded model."""
-    if way in ("zero1", "iig"):
+    if way == "zero1":
         from holdall.parallel.sharding.own_parts import OwnParts
 
         OwnParts(optimizer, model, device_mesh)
+    if way in OVER_REPLICAS:
+        from holdall.parallel.sharding.triples import triple_of
+
+        triple = triple_of(model)
+        assert triple is not None
+        triple.divide(optimizer)
+
+
+def put_off_sums(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, backwards: int) -> None:
+    """On a mesh of replicas: sum gradients over those in the last of the `backwards` of a step alone."""
+    from holdall.parallel.sharding.mics import TwoHops
+    from holdall.parallel.sharding.triples import ALL, triple_of
+
+    triple = triple_of(model)
+    if triple is None:
+        TwoHops(optimizer, backwards, model, model.set_requires_all_reduce)  # type: ignore[arg-type]
+    elif triple.grads < ALL:
+        TwoHops(optimizer, backwards, model, triple.sum_now)
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:

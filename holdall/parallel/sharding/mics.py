@@ -9,6 +9,7 @@ gradients in two hops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,13 +38,20 @@ def mics_group(model: ModelStates, step: ShardStep, *, per_node: int, room: Byte
 
 
 class TwoHops:
-    """Puts the all-reduce over replicas off to the last of the `backwards` of a step; for good, as models are sharded for good.
+    """Puts the sum over replicas off to the last of the `backwards` of a step, by `sum_now`, which is told before each whether
+    to sum; for good, as models are sharded for good.
 
     A step in between would use gradients of this replica alone, so it is refused.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, backwards: int) -> None:
-        self._model, self._backwards = model, backwards
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        backwards: int,
+        model: torch.nn.Module,
+        sum_now: Callable[[bool], object],
+    ) -> None:
+        self._backwards, self._sum_now = backwards, sum_now
         self._begun = 0  # backwards since the last all-reduce
         self._current: int | None = None  # number of the backward that is running, by autograd
         model.register_forward_hook(self._called)
@@ -60,7 +68,7 @@ class TwoHops:
         if number != self._current:  # the first of the outputs
             self._current = number
             self._begun = self._begun % self._backwards + 1
-            self._model.set_requires_all_reduce(self._begun == self._backwards)  # type: ignore[operator]
+            self._sum_now(self._begun == self._backwards)
 
     def _check(self, *_: Any) -> None:
         if self._begun not in (0, self._backwards):

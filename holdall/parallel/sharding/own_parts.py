@@ -5,9 +5,7 @@ Parameters and gradients are whole on every rank; what the optimizer holds are p
 and so are its states: DTensors, which checkpoints save as one tensor. Gradients are summed by all-reduces, so that loops may
 clip and log them as they are; the paper scatters them, which is two thirds of these bytes.
 
-On a mesh of replicas and shards, parameters are in shards that the replicas have in common, and each of those updates some rows
-of its shard: optimizer states are over all ranks, parameters and gradients inside a group (PaRO's IIG, arXiv 2310.06003; AMSP's
-(k, k, d), arXiv 2311.00257).
+`triples.py` does so over the ranks of two dimensions.
 """
 
 from __future__ import annotations
@@ -29,14 +27,8 @@ class OwnParts:
     """Puts parts of the parameters into an optimizer, and hooks around its steps; for good, as models are divided for good."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, device_mesh: Any) -> None:
-        kind = type(optimizer)
-        if kind.__name__ not in ELEMENTWISE_NAMES or not kind.__module__.startswith("torch.optim"):
-            raise Unsupported(
-                f"{kind.__name__} may not update a parameter in parts, which every rank does in stage 1 of ZeRO",
-                hint='use an elementwise rule of torch.optim, such as AdamW, or shard="ddp"',
-            )
-        self._by_rows = device_mesh.ndim > 1  # of shards, not parts of whole flattened parameters
-        self._mesh, self._group = (_shards_first(device_mesh) if self._by_rows else device_mesh), device_mesh.get_group(0)
+        check_elementwise(optimizer)
+        self._mesh, self._group = device_mesh, device_mesh.get_group(0)
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         own = {id(p) for p in model.parameters()}
         self._pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []  # a parameter, and this rank's part of it
@@ -49,9 +41,8 @@ class OwnParts:
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
 
     def _here(self, p: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a parameter or a gradient, in the shape in which it is cut into parts."""
-        here = local_of(p).detach()
-        return here if self._by_rows else here.view(-1)
+        """A parameter or a gradient, in the shape in which it is cut into parts."""
+        return local_of(p).detach().view(-1)
 
     def _own(self, here: torch.Tensor) -> torch.Tensor:
         parts = here.chunk(self._ranks)
@@ -61,9 +52,8 @@ class OwnParts:
         from torch.distributed.tensor import DTensor, Shard
 
         here = self._here(p)
-        shape, stride = (p.shape, p.stride()) if self._by_rows else (here.shape, (1,))
-        cut = [Shard(0)] * self._mesh.ndim
-        return DTensor.from_local(self._own(here), self._mesh, cut, run_check=False, shape=shape, stride=stride)
+        own = self._own(here)
+        return DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=here.shape, stride=(1,))
 
     def _part(self, p: torch.nn.Parameter) -> torch.nn.Parameter:
         part = torch.nn.Parameter(self._spread(p), requires_grad=p.requires_grad)
@@ -121,12 +111,11 @@ class OwnParts:
                 p.grad = None
 
 
-def _shards_first(device_mesh: Any) -> Any:
-    """The mesh of replicas and shards the other way round: the rows of a shard are cut further among replicas."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.distributed.device_mesh import DeviceMesh
-
-    groups = [device_mesh.get_group(1), device_mesh.get_group(0)]
-    names = tuple(reversed(device_mesh.mesh_dim_names))
-    with unset_fake_temporarily():  # it reads the numbers of ranks
-        return DeviceMesh.from_group(groups, device_mesh.device_type, device_mesh.mesh.t().contiguous(), mesh_dim_names=names)
+def check_elementwise(optimizer: torch.optim.Optimizer, *, why: str = "in stage 1 of ZeRO", otherwise: str = "ddp") -> None:
+    """Refuse a rule that may not update a parameter in parts."""
+    kind = type(optimizer)
+    if kind.__name__ not in ELEMENTWISE_NAMES or not kind.__module__.startswith("torch.optim"):
+        raise Unsupported(
+            f"{kind.__name__} may not update a parameter in parts, which every rank does {why}",
+            hint=f'use an elementwise rule of torch.optim, such as AdamW, or shard="{otherwise}"',
+        )

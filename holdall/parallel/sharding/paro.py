@@ -2,7 +2,8 @@
 ranks (I), or sharded globally (G); the triple with the shortest step that fits.
 
 A triple is written in that order: IIG shards parameters and gradients inside the group, optimizer states over all ranks. Only
-triples that never shard less from one to the next are of use, ten of them. `ho_ring.py` has its collectives.
+triples that never shard less from one to the next are of use, ten of them. `triples.py` runs them, `ho_ring.py` has their
+collectives.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 def use_nodes(model: torch.nn.Module, device_mesh: Any, way: str) -> None:
     """Have a model that is sharded over all ranks of a mesh of nodes use collectives that spare what joins them."""
+    if way == "horing":
+        from holdall.parallel.sharding.ho_ring import HORingGather, HORingReduce
+
+        use_hierarchy(model, HORingGather(device_mesh), HORingReduce(device_mesh))
+        return
     gather = QuantizedGather(device_mesh) if way in ("qwz", "zero++") else HierarchicalGather(device_mesh)
     reduce = QuantizedReduce(device_mesh) if way in ("qgz", "zero++") else HierarchicalReduce(device_mesh)
     use_hierarchy(model, gather, reduce)
