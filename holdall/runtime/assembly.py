@@ -35,7 +35,7 @@ def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
     arena = harness.arena = meter.arena = StepArena(layout, harness.device, note=harness.note())
 
     def settle(*_: object) -> None:
-        """The first update makes states that stay: they are to fill pages, not to lie scattered over all of the first step's."""
+        """The first update makes states that stay: they are to fill pages, not to lie scattered over the step's."""
         if arena.steps == 0 and harness.device.type == "cuda":
             torch.cuda.empty_cache()
 
