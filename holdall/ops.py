@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,21 @@ PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.dev
 def odd_argument(args: Any) -> str:
     """The class of an argument that a captured block cannot have, such as a cache that it would fill; empty: there is none."""
     return next((type(leaf).__name__ for leaf in tree_iter(args) if not isinstance(leaf, PLAIN)), "")
+
+
+def called_with(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any = None) -> Any:
+    """Call a module with other parameters and buffers, by name; one that has several names is swapped under all of them.
+
+    torch's own function swaps the tensors of a module that has several paths once for each, and leaves the swapped ones there.
+    """
+    known = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    others = {id(known[name]): t for name, t in tensors.items()}
+    swap = {}
+    for path, inner in module.named_modules():  # each once
+        for key, t in [*inner._parameters.items(), *inner._buffers.items()]:
+            if t is not None and id(t) in others:
+                swap[f"{path}.{key}" if path else key] = others[id(t)]
+    return torch.func.functional_call(module, swap, args, kwargs, tie_weights=False)
 
 
 def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -66,6 +66,11 @@ def sharded_parameter(model: torch.nn.Module) -> str:
     return next((name for name, p in model.named_parameters() if is_shard(p)), "")
 
 
+def in_stages(model: Any) -> bool:
+    """Is it a rank's part of a pipeline (`holdall.pipelines.start`), whose other stages are on other ranks?"""
+    return bool(getattr(model, "holdall_stages", False))
+
+
 def refuse_sharded(model: torch.nn.Module) -> None:
     """Refuse to trace a model that is sharded: its parameters cannot be replaced by fake ones."""
     flat = _class(_MODULES, "FullyShardedDataParallel")

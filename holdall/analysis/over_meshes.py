@@ -26,6 +26,7 @@ from holdall.parallel.regions import find_regions, find_vocabulary, width
 from holdall.parallel.sharding.by_rule import WIDTHS
 from holdall.pipelines.hybrid.layers import HybridLayer, HybridModel, StateBytes, Work
 from holdall.pipelines.hybrid.plans import HybridPlan
+from holdall.pipelines.hybrid.starting import start_call
 from holdall.pipelines.meshes import Cluster
 from holdall.pipelines.searches import search
 from holdall.types import Hardware, Kind, Op, Phase, Trace
@@ -39,6 +40,8 @@ class OverMeshes:
     model: HybridModel
     cluster: Cluster
     search: str
+    call: str = ""  # of `holdall.pipelines.start`, which runs the plan; empty: there is none
+    not_run: str = ""  # why
 
 
 def plan_over_meshes(
@@ -63,7 +66,9 @@ def plan_over_meshes(
         inside=network(cluster.inside),
         between=network(cluster.across),
     )
-    return OverMeshes(plan=search(name, layers, machines), model=layers, cluster=machines, search=name)
+    plan = search(name, layers, machines)
+    call, why = start_call(plan, model)
+    return OverMeshes(plan=plan, model=layers, cluster=machines, search=name, call=call, not_run=why)
 
 
 def model_of(

@@ -40,7 +40,7 @@ from holdall.checkpoints.over_ranks import SHARDED, load_over_ranks, save_over_r
 from holdall.checkpoints.plain import pack, unpack
 from holdall.checkpoints.tensors import save_file
 from holdall.errors import InvalidInput
-from holdall.sharded import sharded_parameter
+from holdall.sharded import in_stages, sharded_parameter
 from holdall.types import _json
 
 ABOUT = "training.json"
@@ -115,8 +115,8 @@ def load_checkpoint(
         log.warning("holdall: %s", note)
     about = found.about()
     in_shards = (found.folder / SHARDED).is_dir()
-    if model is not None and sharded_parameter(model) and not in_shards:
-        hint = "load it into the model before `fit(..., mesh=...)` shards it"
+    if model is not None and (in_stages(model) or sharded_parameter(model)) and not in_shards:
+        hint = "load it into the model before `fit(..., mesh=...)` shards it, or `holdall.pipelines.start` cuts it"
         raise InvalidInput(f"`{found.folder}` is of a model that is whole, and this one is in shards", hint=hint)
     with _unobserved():
         weights = states.check_weights(found.folder, model) if model is not None and not in_shards else []
@@ -179,7 +179,7 @@ def write_checkpoint(
     """As `save_checkpoint`. `about`: already packed. `rng="torch"`: torch's generators. `save`: writes all files but the
     weights.
     """
-    if sharded_parameter(model):
+    if in_stages(model) or sharded_parameter(model):
         with _unobserved():
             final = save_over_ranks(out, step, model=model, optimizer=optimizer, about=about, rng=bool(rng), file=ABOUT)
         if _is_first():

@@ -26,7 +26,7 @@ from holdall.checkpoints import folders
 from holdall.checkpoints.plain import pack, unpack
 from holdall.checkpoints.states import check_groups, read_groups, unwrapped, weights_of
 from holdall.errors import InvalidInput
-from holdall.sharded import is_shard, part_of_parameter
+from holdall.sharded import in_stages, is_shard, part_of_parameter
 from holdall.types import _json
 
 SHARDED = "sharded"
@@ -57,6 +57,7 @@ def save_over_ranks(
     if optimizer is not None:
         more, said = _optimizer(model, optimizer)
         tensors |= more
+        said = _of_all_stages(said) if in_stages(model) else said
     if rng:
         tensors |= {f"random.{_rank()}.{name}": state for name, state in _generators().items()}
     final = folders.folder_of(out, step)
@@ -92,6 +93,7 @@ def load_over_ranks(folder: Path, about: Mapping[str, Any], *, model: Any, optim
             whose = "no optimizer" if said is None else f"the state of {said['type']}, not of {type(optimizer).__name__}"
             raise InvalidInput(f"`{folder}` holds {whose}", hint="build the optimizer as it was, or leave it out")
         names = _names(model, optimizer)
+        said = _of_own_stages(said, set(names.values())) if in_stages(model) else said
         check_groups(folder, said["groups"], optimizer, names)
         for parameter, key, entry in _entries(optimizer, names, said["entries"]):
             size, dtype = tuple(there[entry].size), there[entry].properties.dtype
@@ -139,6 +141,29 @@ def _optimizer(model: Any, optimizer: Optimizer) -> tuple[dict[str, torch.Tensor
         packed = pack(settings, f"group {number} of the optimizer", tuples=False)
         groups.append({**packed, "params": [names[p] for p in group["params"]]})
     return tensors, {"type": type(optimizer).__name__, "groups": groups, "state": rest, "entries": sorted(tensors)}
+
+
+def _of_all_stages(said: dict[str, Any]) -> dict[str, Any]:
+    """What ranks with other stages of a pipeline say of their optimizers, as of one."""
+    import torch.distributed as dist
+
+    each: list[dict[str, Any]] = [said] * _ranks()
+    if len(each) > 1:
+        dist.all_gather_object(each, said)
+    groups = []
+    for same in zip(*(one["groups"] for one in each), strict=True):
+        params = list(dict.fromkeys(name for group in same for name in group["params"]))
+        groups.append({**same[0], "params": params})
+    state = {name: values for one in each for name, values in one["state"].items()}
+    return {**said, "groups": groups, "state": state, "entries": sorted({e for one in each for e in one["entries"]})}
+
+
+def _of_own_stages(said: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """What was said of the parameters that this rank has."""
+    groups = [{**group, "params": [name for name in group["params"] if name in names]} for group in said["groups"]]
+    state = {name: values for name, values in said["state"].items() if name in names}
+    entries = [e for e in said["entries"] if e.removeprefix("optimizer.").rpartition(".")[0] in names]
+    return {**said, "groups": groups, "state": state, "entries": entries}
 
 
 def _names(model: Any, optimizer: Optimizer) -> dict[Any, str]:

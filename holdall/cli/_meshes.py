@@ -78,6 +78,8 @@ def mesh_facts(found: OverMeshes) -> dict[str, object]:
         "memory per rank": f"{format_bytes(plan.peak)} of {format_bytes(found.cluster.memory)}",
         "time/step": format_seconds(plan.seconds),
         "source": "simulated, layer by layer; datasheet rates, assumed latencies",
+        "run by": found.call and f"{found.call} (on CPUs; not on GPUs yet)",
+        "not run": found.not_run,
     }
 
 
@@ -94,6 +96,8 @@ def mesh_json(found: OverMeshes) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "bytes_per_rank": list(plan.peaks),
         "seconds": plan.seconds,
+        "call": found.call or None,
+        "not_run": found.not_run or None,
     }
 
 

@@ -31,7 +31,7 @@ def trace_on_mesh(
     if any(dim.name == "pp" for dim in mesh.dims):
         raise Unsupported(
             "a mesh with `pp` is a pipeline, whose step is a call of its own",
-            hint='use holdall.pipelines.start(model, schedule="1f1b", micro_batches=8, loss=...)',
+            hint=f"use holdall.pipelines.start(model, micro_batches=8, loss=..., mesh={ {d.name: d.size for d in mesh.dims} })",
         )
     way = way_for(mesh, way)
     if precision is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,19 +117,31 @@ def _saying_timeouts() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        waited, limit = time.monotonic() - began, _timeout()
-        lost = f"waited {waited:.0f} s for the others, as long as the group's timeout ({limit:.0f} s)"
-        if waited < 0.9 * limit:
-            lost = f"lost another rank after {waited:.0f} s ({str(error).splitlines()[0]})"
-        raise Unsupported(
-            f"rank {dist.get_rank()} {lost}, so it does not go on",
-            hint="see the output of the other ranks; init_process_group(timeout=...) says how long ranks wait",
-        ) from error
+        raise lost_ranks(error, time.monotonic() - began) from error
 
 
-def _timeout() -> float:
-    """Seconds that ranks of this run wait for each other."""
-    group = dist.distributed_c10d._get_default_group()
+def lost_ranks(error: BaseException, waited: float, group: Any = None, where: str = "") -> Unsupported:
+    """What a rank says that failed to talk to others. `where`: what it was doing."""
+    limit = timeout_of(group)
+    lost = f"waited {waited:.0f} s for the others{where}, as long as the group's timeout ({limit:.0f} s)"
+    if waited < 0.9 * limit:
+        lost = (
+            f"lost another rank{where} after {waited:.0f} s, before the group's timeout ({limit:.0f} s): {_first_line(error)}"
+        )
+    return Unsupported(
+        f"rank {dist.get_rank()} {lost}, so it does not go on",
+        hint="see the output of the other ranks; init_process_group(timeout=...) says how long ranks wait",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the place in gloo's source, and its advice."""
+    return re.sub(r"^\[\S+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
+
+
+def timeout_of(group: Any = None) -> float:
+    """Seconds that ranks of a group, by default all of this run, wait for each other."""
+    group = group or dist.distributed_c10d._get_default_group()
     kind = next((d for d in ("cpu", "cuda") if torch.device(d) in getattr(group, "_device_types", [])), "cpu")
     options = getattr(group._get_backend(torch.device(kind)), "options", None)
     limit = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout

@@ -74,12 +74,7 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
 
 def refuse_other_batches(batch: Any) -> None:
     """Ranks that divide a model compute one batch together."""
-    sums = hashlib.sha256()
-    for t in tree_iter(batch):
-        if isinstance(t, torch.Tensor) and t.device.type != "meta":
-            sums.update(repr((tuple(t.shape), t.dtype)).encode())
-            sums.update(t.detach().double().cpu().contiguous().numpy().tobytes())
-    said = [sums.hexdigest()] * ranks_here()
+    said = [batch_digest(batch)] * ranks_here()
     if len(said) > 1:
         dist.all_gather_object(said, said[0])
     other = [rank for rank, told in enumerate(said) if told != said[0]]
@@ -88,3 +83,13 @@ def refuse_other_batches(batch: Any) -> None:
             f"the batch of rank {', '.join(map(str, other))} differs from that of rank 0, but they divide one",
             hint="give all ranks the same batches, as by a loader with the same seed and no distributed sampler",
         )
+
+
+def batch_digest(batch: Any) -> str:
+    """Of the shapes, dtypes and values of a batch's tensors."""
+    sums = hashlib.sha256()
+    for t in tree_iter(batch):
+        if isinstance(t, torch.Tensor) and t.device.type != "meta":
+            sums.update(repr((tuple(t.shape), t.dtype)).encode())
+            sums.update(t.detach().double().cpu().contiguous().numpy().tobytes())
+    return sums.hexdigest()

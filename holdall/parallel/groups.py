@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.types.mesh import DIVIDING, NODES, REPLICAS, Mesh
 
 _numbers = itertools.count()
+_fake: ContextVar[Any] = ContextVar("_fake", default=None)  # the fake group that stands for all
 
 
 def ranks_here() -> int:
@@ -67,6 +69,19 @@ def connect(device: str) -> None:
 
 
 @contextmanager
+def among(rows: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Inside, a fake mesh is of the row of ranks that this one is in, a dimension of a larger mesh; all ranks must come here,
+    but need not all make meshes inside."""
+    own = _own_group(rows)
+    token = _fake.set(own)
+    try:
+        yield
+    finally:
+        _fake.reset(token)
+        dist.destroy_process_group(own)
+
+
+@contextmanager
 def fake_mesh(mesh: Mesh, device: str) -> Iterator[Any]:
     """torch's mesh over ranks of which this process is one and the others do not exist: collectives return at once.
 
@@ -79,6 +94,9 @@ def fake_mesh(mesh: Mesh, device: str) -> Iterator[Any]:
     number = next(_numbers)  # meshes of equal names are equal to torch, and share what it remembers of ops on DTensors
     names = tuple(f"{d.name}_fake_{number}" for d in mesh.dims)
     if dist.is_initialized():
+        if _fake.get() is not None and len(mesh.dims) == 1:
+            yield DeviceMesh.from_group(_fake.get(), device, mesh_dim_names=names)
+            return
         if ranks_here() != mesh.ranks:
             raise InvalidInput(
                 f"the mesh has {mesh.ranks} ranks, but the process group {ranks_here()}",
@@ -110,10 +128,15 @@ def fake_mesh(mesh: Mesh, device: str) -> Iterator[Any]:
 
 
 def _fake_group(ranks: torch.Tensor, dim: int) -> Any:
-    """The group along a dimension that this rank is of; all ranks make all groups, in one order."""
+    """The group along a dimension that this rank is of."""
+    return _own_group(ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist())
+
+
+def _own_group(rows: Sequence[Sequence[int]]) -> Any:
+    """The fake group of the row that this rank is in; all ranks make all groups, in one order."""
     own = None
-    for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
-        made = dist.new_group(row, backend="fake")
+    for row in rows:
+        made = dist.new_group(list(row), backend="fake")
         if dist.get_rank() in row:
             own = made
     return own

@@ -137,6 +137,7 @@ def divide(
         is_apart = sequence and not any(above is model.get_submodule(path) for path in stack)
         if is_apart:
             _gather_before(above, running)
+        _leave_with_replays(above, running)
         for path in region.columns:
             _divide_column(model.get_submodule(path), division, running, region.parts, made, sequence and not is_apart)
         _divide_row(model.get_submodule(region.row), division, running, made, sequence)
@@ -153,6 +154,20 @@ def divide(
     if stack:
         _divide_stack([model.get_submodule(path) for path in stack], division)
     return division
+
+
+def _leave_with_replays(above: torch.nn.Module, running: RunningRegion) -> None:
+    """A replay may end inside the region, before its row: what is computed next is outside."""
+
+    def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except Exception as error:
+            if getattr(error, "ends_replay", False) and running.division.region is running:
+                running.leave()
+            raise
+
+    wrap(above, forward)
 
 
 def _drops(module: torch.nn.Module) -> bool:

@@ -10,7 +10,7 @@ Simulating needs no torch. `holdall.pipelines.running` runs a model; docs/pipeli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdall.pipelines.costs import PipeCosts, StageCosts
@@ -22,6 +22,7 @@ from holdall.pipelines.tasks import PipeTask, read_task
 
 if TYPE_CHECKING:
     from holdall.pipelines.running.pipe import PipeRun
+    from holdall.types.mesh import Mesh
 
 __all__ = [
     "PipeCosts",
@@ -49,6 +50,12 @@ def start(
     cut: Sequence[int] | None = None,
     optimizer: Callable[[Any], Any] | None = None,
     group: Any = None,
+    mesh: Mapping[str, int] | Mesh | None = None,
+    shard: str = "ddp",
+    sample: Any = None,
+    recompute: bool | Sequence[int] | None = None,
+    offload: bool | Sequence[int] | None = None,
+    budget: str | int | None = None,
     **options: Any,
 ) -> PipeRun:
     """Cut a model over the ranks of a run (CPUs, gloo) and return this rank's part; every rank calls it with the same model.
@@ -58,8 +65,15 @@ def start(
     the rows. `cut`: numbers of the pieces at which stages begin, without 0; by default stages have about equal parameter bytes.
     `optimizer`: a function `parameters -> optimizer`, for schedules that update inside a step (pipedream, 2bw, xpipe).
     `group`: the process group, by default all ranks.
+
+    `mesh`: sizes of `pp` and, beside it, of `dp` (pipelines with batches of their own) and `tp` (ranks that divide the layers
+    of a stage). `shard`: how data ranks share a stage: "ddp", "zero2", or "zero3" (also "fsdp"). `sample`: a batch
+    `(inputs, targets)`, as `step` takes it: needed for `tp` and `budget`, and for a prediction.
+    `recompute`, `offload`: True, or numbers of pieces. `budget`: bytes that autograd may hold on each rank; as few layers as
+    will do are recomputed, or also offloaded if `offload` says so. `pipe.saving` has what was chosen, predicted and held.
     """
     from holdall.pipelines.running.pipe import start as start_here
 
-    given: dict[str, Any] = {"loss": loss, "cut": cut, "optimizer": optimizer, "group": group}
-    return start_here(model, schedule=schedule, micro_batches=micro_batches, **given, **options)
+    given: dict[str, Any] = {"loss": loss, "cut": cut, "optimizer": optimizer, "group": group, "mesh": mesh, "shard": shard}
+    saving = {"sample": sample, "recompute": recompute, "offload": offload, "budget": budget}
+    return start_here(model, schedule=schedule, micro_batches=micro_batches, **given, **saving, **options)

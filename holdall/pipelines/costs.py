@@ -19,6 +19,10 @@ class StageCosts:
     update: float = 0.0
     activations: int = 0  # bytes held from forward to the end of backward
     for_weight: int | None = None  # those of them that are held from `I` to `W`; None: all
+    in_forward: int | None = None  # bytes held at most while the forward runs; None: `activations`
+    in_backward: int | None = None  # while a whole backward does, as where layers are computed again; None: `activations`
+    in_input: int | None = None  # while `I` does; None: `activations`
+    in_weight: int | None = None  # while `W` does; None: `for_weight`
     sent: int = 0  # bytes of the output; its gradient has as many
     weights: int = 0  # bytes of one version of the weights
 

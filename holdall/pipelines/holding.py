@@ -33,23 +33,28 @@ def _of_rank(pipeline: Pipeline, rank: int, tasks: Sequence[PipeTask], costs: Pi
     activations, batches = 0, 0
     most, most_versions, peak = 0, 1, sum(costs.of(pipeline, s).weights for s in stages)
 
-    def look() -> None:
+    def look(more: int = 0) -> None:
         nonlocal most, most_versions, peak
         weights = sum(versions[s].count * costs.of(pipeline, s).weights for s in stages)
-        most, peak = max(most, batches), max(peak, activations + weights)
+        most, peak = max(most, batches), max(peak, activations + more + weights)
         most_versions = max(most_versions, *(versions[s].count for s in stages))
 
     for work in (work for task in tasks if not task.is_message for work in task.works):
         own = costs.of(pipeline, work.stage)
-        kept = own.activations if own.for_weight is None else own.for_weight
+        all_of_it = own.activations
+        kept = all_of_it if own.for_weight is None else own.for_weight
         if work.kind == FORWARD:
-            activations, batches = activations + own.activations, batches + 1
+            activations, batches = activations + all_of_it, batches + 1
             versions[work.stage].forward(work.batch)
-            look()
+            look(max(0, (own.in_forward or 0) - all_of_it))
         elif work.kind == INPUT:
-            activations -= own.activations - kept
+            look(max(0, (own.in_input or 0) - all_of_it))
+            activations -= all_of_it - kept
+            look()
         elif work.kind in LAST:
-            activations -= own.activations if work.kind != LAST[1] else kept
+            is_whole = work.kind != LAST[1]
+            look(max(0, (own.in_backward or 0) - all_of_it) if is_whole else max(0, (own.in_weight or 0) - kept))
+            activations -= all_of_it if is_whole else kept
             batches -= 1
             versions[work.stage].backward(work.batch)
         elif work.kind == UPDATE:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from holdall.ops import called_with
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -60,7 +61,7 @@ def record_real_step(
             if how.precision is None:
                 held = step(batch)
             else:
-                held = torch.func.functional_call(step, {f"model.{name}": p for name, p in by_name.items()}, (batch,))
+                held = called_with(step, {f"model.{name}": p for name, p in by_name.items()}, (batch,))
         recorder.mark(((f"{n}.grad", p.grad) for n, p in working.items() if p.grad is not None), Kind.GRAD)
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
         updating = None

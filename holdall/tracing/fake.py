@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from holdall.ops import branches_of_a_real_run
+from holdall.ops import branches_of_a_real_run, called_with
 from holdall.sharded import bucket_bytes
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
@@ -52,7 +52,8 @@ def record_fake_step(
         unique = {name: parameters[name] for name, _ in model.named_parameters()}
         masters = _masters(model, unique, on) if optimizer is not None else {}
         swapped |= {id(p): masters[name] for name, p in model.named_parameters() if name in masters}
-        buffers = {name: _fake_like(b, on) for name, b in model.named_buffers(remove_duplicate=False)}
+        by_id = {id(b): _fake_like(b, on) for b in model.buffers()}  # a buffer of several names is one tensor
+        buffers = {name: by_id[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
         made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor, and must stay one
         bases: dict[int, torch.Tensor] = {}
         fake_batch = tree_map_only(torch.Tensor, lambda t: _fake_input(t, on, values, made, _base_of(t, device, bases)), batch)
@@ -77,7 +78,7 @@ def record_fake_step(
         if recurrent is not None:
             stack.enter_context(recurrent)
         with how.casting(model) as casts, watch_modules(model, recorder):
-            held = torch.func.functional_call(step, swap, (fake_batch,))
+            held = called_with(step, swap, (fake_batch,))
         _refuse_other_readers(model)
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
         recorder.mark(((f"{n}.grad", p.grad) for n, p in unique.items() if p.grad is not None), Kind.GRAD)

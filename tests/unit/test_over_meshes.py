@@ -70,6 +70,7 @@ def test_a_search_names_mesh_cut_bytes_and_time(monkeypatch):
     assert max(map(len, said.splitlines())) <= 80
     for word in ("galvatron", "mesh", "stages begin at layer", "memory per rank", "time/step", "simulated"):
         assert word in said
+    assert "run by" in said or "not run" in said
 
 
 def test_what_a_search_does_not_answer_is_refused():

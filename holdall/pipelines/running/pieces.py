@@ -12,12 +12,14 @@ from holdall.errors import Unsupported
 
 
 def pieces_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Children of an `nn.Sequential`, a list as it is, or the layers of a Hugging Face decoder with Llama's layout."""
-    if isinstance(model, torch.nn.Sequential):
-        return list(model.children())
-    if isinstance(model, torch.nn.Module):
+    """Modules of an `nn.Sequential`, a list as it is, or the layers of a Hugging Face decoder with Llama's layout. A module
+    that is there twice is two pieces."""
+    if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.Sequential):
         return _decoder(model)
-    return list(model)
+    found: list[torch.nn.Module] = []
+    for piece in model:
+        found.append(PieceAgain(piece) if any(piece is before for before in found) else piece)
+    return found
 
 
 def check_shared(pieces: Sequence[torch.nn.Module], bounds: Sequence[int]) -> None:
@@ -47,6 +49,17 @@ def _decoder(model: torch.nn.Module) -> list[torch.nn.Module]:
         *(DecoderPiece(layer, body.rotary_emb) for layer in body.layers),
         HeadPiece(body.norm, head),
     ]
+
+
+class PieceAgain(torch.nn.Module):
+    """A module that is among the pieces already."""
+
+    def __init__(self, piece: torch.nn.Module) -> None:
+        super().__init__()
+        self.piece = piece
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.piece(*args, **kwargs)
 
 
 class DecoderPiece(torch.nn.Module):

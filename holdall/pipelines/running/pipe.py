@@ -3,67 +3,106 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holdall.errors import InvalidInput
+from holdall.errors import InvalidInput, Unsupported
 from holdall.parallel.agree import together
 from holdall.pipelines.cuts import check_bounds, even_cut
 from holdall.pipelines.lowering import lower
 from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
+from holdall.pipelines.running.choosing import Some, Wishes
+from holdall.pipelines.running.divided import Divider, Sample, evaluated, sample_of
+from holdall.pipelines.running.faults import ends_with_the_others
+from holdall.pipelines.running.mesh import PipeMesh
 from holdall.pipelines.running.pieces import check_shared, pieces_of
-from holdall.pipelines.running.torch_names import ChainedStage, ListRuntime
+from holdall.pipelines.running.saving import StageSaving
+from holdall.pipelines.running.torch_names import ChainedStage, ListRuntime, ShardedStage
 from holdall.pipelines.running.versions import VersionedStage, check_predictable
 from holdall.pipelines.schedules import pipeline
+from holdall.types.mesh import Mesh
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipePlan:
+    """What a run is to be; making it takes no other rank."""
+
+    made: Pipeline
+    mesh: PipeMesh
+    pieces: list[torch.nn.Module]
+    bounds: tuple[int, ...]
+    wishes: Wishes
+    sample: Sample | None  # a micro-batch
+
+    def cut(self, stage: int) -> tuple[int, int]:
+        """The first layer of a stage, and the one after its last."""
+        place = stage % self.made.chain
+        return self.bounds[place], self.bounds[place + 1]
+
+
 class PipeRun:
     """This rank's part of a pipeline. `step` computes gradients, and updates in pipelines that never flush."""
+
+    holdall_stages = True  # for checkpoints, which take it for a model
 
     def __init__(
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module],
-        made: Pipeline,
+        plan: PipePlan,
         loss: Loss,
-        cut: Sequence[int] | None,
         optimizer: MakeOptimizer | None,
-        group: Any,
         device: torch.device,
     ) -> None:
-        self.pipeline = made
-        self.rank = dist.get_rank(group)
-        self._group = group
-        pieces = pieces_of(model)
-        sizes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in pieces]
-        self.bounds = check_bounds(cut, len(pieces), made.chain) if cut is not None else even_cut(sizes, made.chain)
-        check_shared(pieces, self.bounds)
+        self.pipeline, self.mesh, self.bounds = plan.made, plan.mesh, plan.bounds
+        made, mesh = plan.made, plan.mesh
+        self._group = group = mesh.pipe_group
+        self.rank = dist.get_rank(group)  # in its pipeline
+        self.replica, self.replicas = mesh.place("dp"), mesh.replicas
+        pieces = plan.pieces
+        before = evaluated(pieces, plan.sample[0]) if plan.sample is not None else None  # what pieces get
+        divider = Divider(pieces, plan.sample, before, loss, mesh) if mesh.parts > 1 and plan.sample and before else None
         root = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleList(pieces)
-        names = {id(p): name for name, p in root.named_parameters()}
+        names = {id(t): name for name, t in [*root.named_parameters(), *root.named_buffers()]}
         self.modules: dict[int, torch.nn.Module] = {}  # stage of this rank -> its layers
-        self._names: dict[int, str] = {}  # parameter -> its name in the model
+        self._names: dict[int, dict[str, str]] = {}  # stage -> name of a parameter or buffer in it -> in the model
         for stage in made.stages_of(self.rank):
-            place = stage % made.chain
-            module = torch.nn.Sequential(*pieces[self.bounds[place] : self.bounds[place + 1]])
+            module = torch.nn.Sequential(*pieces[slice(*plan.cut(stage))])
             own = module if stage < made.chain else copy.deepcopy(module)
-            self._names |= {id(q): names[id(p)] for p, q in zip(module.parameters(), own.parameters(), strict=True)}
+            there = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            self._names[stage] = {path: names[id(t)] for path, t in there}
             self.modules[stage] = own
         self._forget_others(root)
+        for stage, whole in self.modules.items() if divider is not None else ():
+            divider.divide(whole, *plan.cut(stage))  # type: ignore[union-attr]
+        self._fused = divider.fused if divider is not None else ""
+        self.saving = StageSaving(plan, self.modules, self.rank, before, loss) if plan.wishes.are_any else None
+        for whole in self.modules.values():
+            mesh.share(whole)
         self.optimizers = {s: optimizer(m.parameters()) for s, m in self.modules.items()} if optimizer is not None else {}
         for rule in self.optimizers.values() if made.weights == PREDICTED else ():
             check_predictable(rule)
-        self._loss, self._device, self._lists = loss, device, lower(made)
+        self._loss = loss if self.saving is None else self.saving.counted(loss)
+        self._device, self._lists = device, lower(made)
         self._runtimes: dict[Any, ListRuntime] = {}  # shapes of a batch -> torch's runtime, which knows one size of messages
         self.stages: dict[int, Any] = {}  # of the last step
 
     def _runtime(self, shapes: Any) -> ListRuntime:
         if shapes not in self._runtimes:
-            if self.pipeline.weights == ONE:
+            if self.mesh.shard != "ddp":
+                again = self.mesh.shard == "zero3"
+                made: dict[int, ChainedStage] = {
+                    s: ShardedStage(m, s, self.pipeline, self._device, self._group, again=again)
+                    for s, m in self.modules.items()
+                }
+                update = None
+            elif self.pipeline.weights == ONE:
                 made = {s: ChainedStage(m, s, self.pipeline, self._device, self._group) for s, m in self.modules.items()}
                 update = None
             else:
@@ -95,12 +134,29 @@ class PipeRun:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Of this rank's stages, by their names in the model; two chains have two parameters of a name."""
-        return ((self._names[id(p)], p) for p in self.parameters())
+        for stage, module in self.modules.items():
+            yield from ((self._names[stage][path], p) for path, p in module.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank's stages by their names in the model, for `holdall.save_checkpoint`."""
+        if self.pipeline.copies > 1:
+            raise Unsupported(
+                f"`{self.pipeline.name}` has two copies of every stage, which checkpoints do not hold",
+                hint="save `pipe.named_parameters()` of each rank yourself, or use a schedule with one copy",
+            )
+        if self._fused:
+            raise Unsupported(
+                f"`{self._fused}` is several matrices side by side, whose parts on tensor ranks checkpoints do not hold",
+                hint="save `p.full_tensor()` of `pipe.named_parameters()` yourself, or leave `tp` out of the mesh",
+            )
+        states = ((self._names[stage][path], t) for stage, m in self.modules.items() for path, t in m.state_dict().items())
+        return dict(states)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """All micro-batches of a batch, forward and backward; returns the mean loss, on every rank.
 
-        All ranks call this with the same batch. Gradients are means over the micro-batches, added to those that are there.
+        All ranks of a pipeline call this with the same batch, and replicas each with their own: the first batch is compared.
+        Gradients are means over the micro-batches and the replicas, added to those that are there.
         """
         count = self.pipeline.micro_batches
         if len(inputs) % count or len(targets) % count:
@@ -108,25 +164,37 @@ class PipeRun:
                 f"a batch of {len(inputs)} rows does not split into {count} equal micro-batches",
                 hint=f"use a multiple of {count} rows, or other `micro_batches`",
             )
+        if not self._runtimes:
+            with ends_with_the_others(self._group):
+                self.mesh.refuse_other_batches((inputs, targets))
         before = [p.grad for p in self.parameters()]
         for p in self.parameters():
             p.grad = None
         runtime = self._runtime((inputs.shape, inputs.dtype, targets.shape, targets.dtype))
         runtime.losses.clear()
+        if self.saving is not None:
+            self.saving.held.restart()
         firsts = any(stage.is_first for stage in self.stages.values())
         lasts = any(stage.is_last for stage in self.stages.values())
         for stage in self.stages.values():
             if isinstance(stage, VersionedStage):
                 stage.begin()
-        runtime.step(*([inputs] if firsts else []), target=targets if lasts else None, return_outputs=False)
-        if self.pipeline.weights == ONE:
-            self._finish(before)
-        return self._mean_loss(runtime.losses)
+        with ends_with_the_others(self._group):
+            runtime.step(*([inputs] if firsts else []), target=targets if lasts else None, return_outputs=False)
+            if self.pipeline.weights == ONE:
+                self._finish(before)
+            return self._mean_loss(runtime.losses)
 
     def _finish(self, before: list[torch.Tensor | None]) -> None:
         """Add the copies' gradients, divide by the micro-batches, and add what was there before."""
         if self.pipeline.copies > 1:
             self._add_twins()
+        for stage in self.stages.values():
+            if isinstance(stage, ShardedStage):
+                stage.reduce()
+        self.mesh.average(list(self.parameters()))
+        for module in self.modules.values():
+            self.mesh.same_buffers(module)
         for p, old in zip(self.parameters(), before, strict=True):
             if p.grad is not None:
                 p.grad.div_(self.pipeline.micro_batches)
@@ -165,7 +233,7 @@ class PipeRun:
         for batch, value in losses.items():
             each[batch] = value.double().item()
         dist.all_reduce(each, group=self._group)
-        return each.mean().float()
+        return self.mesh.mean(each.mean()).float()
 
 
 def _flat(parameters: Iterator[torch.nn.Parameter]) -> torch.Tensor:
@@ -181,6 +249,12 @@ def start(
     cut: Sequence[int] | None = None,
     optimizer: MakeOptimizer | None = None,
     group: Any = None,
+    mesh: Mapping[str, int] | Mesh | None = None,
+    shard: str = "ddp",
+    sample: Any = None,
+    recompute: Some = None,
+    offload: Some = None,
+    budget: str | int | None = None,
     **options: Any,
 ) -> PipeRun:
     """See `holdall.pipelines.start`."""
@@ -190,8 +264,10 @@ def start(
             hint='start with `torchrun --nproc-per-node 4` and `torch.distributed.init_process_group("gloo")`',
         )
 
-    def make() -> PipeRun:
-        made = pipeline(schedule, ranks=dist.get_world_size(group), micro_batches=micro_batches, **options)
+    def make() -> PipePlan:
+        on = PipeMesh(mesh, shard, group)
+        made = pipeline(schedule, ranks=on.sizes["pp"], micro_batches=micro_batches, **options)
+        on.check(made)
         if made.weights != ONE and optimizer is None:
             raise InvalidInput(
                 f"`{made.name}` updates weights inside a step, so it makes the optimizer itself",
@@ -202,6 +278,23 @@ def start(
                 f"`{made.name}` ends a step with gradients: make the optimizer yourself",
                 hint="use torch.optim.AdamW(pipe.parameters())",
             )
-        return PipeRun(model, made, loss, cut, optimizer, group, torch.device("cpu"))
+        pieces = pieces_of(model)
+        sizes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in pieces]
+        bounds = check_bounds(cut, len(pieces), made.chain) if cut is not None else even_cut(sizes, made.chain)
+        check_shared(pieces, bounds)
+        wishes = Wishes.of(recompute, offload, budget, len(pieces))
+        if made.weights != ONE and wishes.are_any:
+            raise Unsupported(
+                f"`{made.name}` computes with several versions of weights, and a recomputed layer would take the newest",
+                hint="leave `recompute`, `offload` and `budget` out, or use a schedule that flushes, such as 1f1b",
+            )
+        asks = on.parts > 1 or wishes.budget is not None
+        part = sample_of(sample, micro_batches) if asks or sample is not None else None
+        return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), wishes=wishes, sample=part)
 
-    return together(make)
+    plan = together(make)
+    plan.mesh.connect()
+    run = together(lambda: PipeRun(model, plan, loss, optimizer, torch.device("cpu")))
+    if run.saving is not None:
+        run.saving.agree()
+    return run

@@ -12,15 +12,23 @@ from holdall.pipelines.pipeline import Pipeline
 from holdall.pipelines.tasks import OVERLAP, UPDATE, PipeTask
 
 try:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import schedules as _schedules
+    from torch.distributed.pipelining._backward import stage_backward_input
 
     _Runtime = _schedules._PipelineScheduleRuntime
     _Action = _schedules._Action
     _Kind = _schedules._ComputationType
     _MISSING = [
         n
-        for n in ("_prepare_schedule_with_comms", "register_custom_function", "_step_microbatches")
+        for n in (
+            "_prepare_schedule_with_comms",
+            "register_custom_function",
+            "_step_microbatches",
+            "_assert_unsharded",
+            "_initialize_stages",
+        )
         if not hasattr(_Runtime, n)
     ]
 except (ImportError, AttributeError) as error:  # another version of torch
@@ -52,6 +60,20 @@ class ListRuntime(_Runtime):
             self.register_custom_function(_Kind.REDUCE_GRAD, lambda a, _: update(a.stage_index, a.microbatch_index))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its loss, of this rank's last stages
         self._graphs: dict[int, torch.Tensor] = {}
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """`fully_shard`'s own hooks gather parameters where they are needed."""
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> Any:
+        """torch finds shapes by a forward of uninitialised tensors, at the first step: random state and buffers stay as they
+        were."""
+        buffers = [(b, b.detach().clone()) for stage in self._stages for b in stage.submod.buffers()]
+        with torch.random.fork_rng(devices=[]):
+            found = super()._initialize_stages(*args, **kwargs)
+        with torch.no_grad():
+            for b, before in buffers:
+                b.copy_(before)
+        return found
 
     def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None) -> None:
         if stage.is_last:
@@ -99,6 +121,37 @@ class ChainedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         finally:
             self.stage_index = index
+
+
+class ShardedStage(ChainedStage):
+    """A stage under `fully_shard`; gradients are whole until `reduce`. `again`: gather parameters for every micro-batch."""
+
+    def __init__(
+        self, module: torch.nn.Module, index: int, pipeline: Pipeline, device: torch.device, group: Any, *, again: bool
+    ) -> None:
+        super().__init__(module, index, pipeline, device, group)
+        self._again = again
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().backward_maybe_with_nosync(*args, **kwargs)
+        if self._again:
+            self._reshard()
+        return found
+
+    def reduce(self) -> None:
+        """Scatter the sums of gradients over the replicas, as means, and let gathered parameters go."""
+        self.perform_reduce_grad(1)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def backward_of_inputs(outputs: list[torch.Tensor], inputs: list[Any], module: torch.nn.Module) -> Any:
+    """The first part of a backward in two, from gradients of ones; returns what the second part needs of the graph."""
+    return stage_backward_input(outputs, None, inputs, module.parameters())[1]
 
 
 def _action(task: PipeTask) -> Any:

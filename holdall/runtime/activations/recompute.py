@@ -40,7 +40,7 @@ _IGNORED = frozenset({torch.ops.aten.detach.default})  # made by hooks, not by t
 
 
 class _Enough(Exception):
-    """Ends a replay: everything that backward needs has been recomputed."""
+    ends_replay = True  # everything that backward needs has been recomputed
 
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # pack and unpack what is saved

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 from holdall.errors import Unsupported
-from holdall.ops import branches_of_a_real_run, is_random, mutated_arguments
+from holdall.ops import branches_of_a_real_run, called_with, is_random, mutated_arguments
 from holdall.runtime.programs.answers import Answers
 
 Slot = int  # a storage
@@ -149,7 +149,7 @@ def capture(
             flat[i] = t
         swapped = {f"module.{name}": t for (name, _), t in zip(named, tensors[len(places) :], strict=True)}
         a, k = tree_unflatten(flat, spec)
-        return torch.func.functional_call(shim, swapped, a, k)
+        return called_with(shim, swapped, a, k)
 
     def joint(tensors: list[torch.Tensor]) -> Any:
         with branches_of_a_real_run(), Answers():

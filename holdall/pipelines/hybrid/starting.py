@@ -1,0 +1,69 @@
+"""A plan over a mesh as the call of `holdall.pipelines.start` that runs it, where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdall.errors import HoldallError, Unsupported
+from holdall.pipelines.hybrid.plans import HybridPlan
+from holdall.pipelines.hybrid.strategies import DDP, ZERO3
+from holdall.pipelines.pipeline import Pipeline
+from holdall.pipelines.schedules import pipeline
+from holdall.pipelines.tasks import WEIGHT
+
+_HINT = "ask another search, or run the nearest mesh that can be run"
+
+
+def start_arguments(plan: HybridPlan, model: Any) -> dict[str, Any]:
+    """What `start` is to be called with, besides model, loss and a sample; `Unsupported` says why it cannot be."""
+    from holdall.pipelines.running.pieces import check_shared, pieces_of
+
+    mesh = plan.mesh
+    if mesh is None:
+        raise Unsupported("stages have different numbers of GPUs, or layers are divided differently", hint=_HINT)
+    if plan.pipes == 1:
+        raise Unsupported("there is one stage, so it is no pipeline", hint=_HINT)
+    ways = {s.way for s in plan.strategies}
+    if mesh["dp"] > 1 and len(ways) > 1:
+        raise Unsupported(f"layers are sharded differently ({', '.join(sorted(ways))})", hint=_HINT)
+    way = ways.pop() if mesh["dp"] > 1 else DDP
+    made = pipeline(plan.schedule, ranks=plan.pipes, micro_batches=plan.micro_batches)
+    if way == ZERO3 and is_split(made):
+        raise Unsupported(f"`{made.name}` does not run with zero3", hint=_HINT)
+    pieces = pieces_of(model)
+    if len(pieces) != len(plan.strategies):
+        raise Unsupported(f"the model is cut into {len(pieces)} pieces, not {len(plan.strategies)} layers", hint=_HINT)
+    check_shared(pieces, plan.cut)
+    again = [n for n, s in enumerate(plan.strategies) if s.recompute]
+    found: dict[str, Any] = {
+        "schedule": plan.schedule,
+        "micro_batches": plan.micro_batches,
+        "cut": list(plan.cut[1:-1]),
+        "mesh": {name: size for name, size in mesh.items() if name == "pp" or size > 1},
+    }
+    if way != DDP:
+        found["shard"] = way
+    if again:
+        found["recompute"] = True if len(again) == len(pieces) else again
+    return found
+
+
+def start_call(plan: HybridPlan, model: Any) -> tuple[str, str]:
+    """(the call, or nothing; why there is none)."""
+    try:
+        given = start_arguments(plan, model)
+    except HoldallError as error:
+        return "", error.fact
+    sample = ", sample=batch" if "tp" in given["mesh"] else ""
+    words = ", ".join(f"{name}={_written(value)}" for name, value in given.items())
+    return f"holdall.pipelines.start(model, loss=loss, {words}{sample})", ""
+
+
+def is_split(made: Pipeline) -> bool:
+    """Are gradients of weights computed later than those of inputs?"""
+    return any(work.kind == WEIGHT for tasks in made.lists for task in tasks for work in task.works)
+
+
+def _written(value: Any) -> str:
+    """As Python, with double quotes."""
+    return repr(value).replace("'", '"')

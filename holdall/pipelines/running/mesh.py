@@ -1,0 +1,165 @@
+"""The ranks of pipelines as a mesh: `pp` of a pipeline, `dp` pipelines beside one another, `tp` that divide a stage's layers.
+
+Ranks are laid out in that order, so that those of `tp` are neighbours: of {"pp": 2, "dp": 2, "tp": 2}, ranks 0 and 1 divide the
+first stage of the first replica, 2 and 3 that of the second, 4 to 7 have the last stage. Ranks of one replica have the same
+batch, replicas have their own. How replicas share a stage:
+
+    ddp     each has all of it; gradients are averaged once, after the last micro-batch
+    zero2   parameters and gradients are in shards between steps: gathered once in a step, scattered after its last micro-batch
+    zero3   parameters are gathered again for every forward and backward of a micro-batch, layer by layer; gradients are whole
+            until the last micro-batch, as torch's pipelines have them; "fsdp" is the same
+
+The last two are torch's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_name
+from holdall.parallel.agree import timeout_of
+from holdall.parallel.checking import batch_digest
+from holdall.parallel.sharding.build import shard_model
+from holdall.pipelines.hybrid.starting import is_split
+from holdall.pipelines.pipeline import ONE, Pipeline
+from holdall.sharded import local_of
+from holdall.types.mesh import Mesh
+
+DIMS = ("pp", "dp", "tp")  # the slowest network first
+WAYS = ("ddp", "zero2", "zero3", "fsdp")
+
+
+class PipeMesh:
+    """This rank's place, and the groups that it is of."""
+
+    def __init__(self, sizes: Mapping[str, int] | Mesh | None, shard: str, group: Any) -> None:
+        if shard not in WAYS:
+            raise unknown_name("way to share a stage", shard, WAYS)
+        self.shard = "zero3" if shard == "fsdp" else shard
+        self.pipe_group, self.sizes = group, {"pp": dist.get_world_size(group), "dp": 1, "tp": 1}
+        self.on: Any = None  # torch's mesh; None: a pipeline and nothing beside it
+        if sizes is not None:
+            self.sizes = _checked(Mesh.of(sizes), group)
+        self.replicas, self.parts = self.sizes["dp"], self.sizes["tp"]
+        if self.shard != "ddp" and self.replicas == 1:
+            raise InvalidInput(
+                f'shard="{shard}" is for stages that several ranks share', hint='use mesh={"pp": 2, "dp": 2}, or leave it out'
+            )
+
+    @property
+    def is_alone(self) -> bool:
+        """Is there a pipeline and nothing beside it?"""
+        return self.replicas == self.parts == 1
+
+    def connect(self) -> None:
+        """Make the groups; all ranks must come here."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not self.is_alone:
+            there = [name for name in DIMS if name == "pp" or self.sizes[name] > 1]
+            self.on = init_device_mesh("cpu", tuple(self.sizes[name] for name in there), mesh_dim_names=tuple(there))
+            self.pipe_group = self.on.get_group("pp")
+            for name in there:  # torch gives groups of a mesh its own default
+                limit = timedelta(seconds=timeout_of())
+                dist.distributed_c10d._set_pg_timeout(limit, self.on.get_group(name))
+
+    def place(self, dim: str) -> int:
+        """This rank's number along a dimension."""
+        return int(self.on.get_local_rank(dim)) if self.on is not None and self.sizes[dim] > 1 else 0
+
+    def check(self, made: Pipeline) -> None:
+        """Refuse what a schedule does not do on such a mesh."""
+        if self.is_alone:
+            return
+        if made.weights != ONE:
+            raise Unsupported(
+                f"`{made.name}` updates inside a step, which replicas and tensor ranks do not do together",
+                hint="use a schedule that flushes, such as 1f1b",
+            )
+        if made.copies > 1 and (self.parts > 1 or self.shard != "ddp"):
+            raise Unsupported(
+                f"`{made.name}` has two copies of every stage, which are neither divided nor sharded",
+                hint='use shard="ddp" and no `tp`, or a schedule with one copy, such as 1f1b',
+            )
+        if self.shard == "zero3" and is_split(made):
+            raise Unsupported(
+                f"`{made.name}` computes gradients of weights later than those of inputs, when zero3 has let the weights go",
+                hint='use shard="zero2"',
+            )
+
+    def refuse_other_batches(self, batch: Sequence[torch.Tensor]) -> None:
+        """Refuse, on all ranks, a batch in which the ranks of a replica differ."""
+        own = (self.place("dp"), batch_digest(batch))
+        group = self.pipe_group if self.on is None else None
+        said: list[tuple[int, str]] = [own] * dist.get_world_size(group)
+        dist.all_gather_object(said, own, group=group)
+        first = {replica: (rank, told) for rank, (replica, told) in reversed(list(enumerate(said)))}
+        for rank, (replica, told) in enumerate(said):
+            if told != first[replica][1]:
+                raise TraceMismatch(
+                    f"the batch of rank {rank} differs from that of rank {first[replica][0]}, but they are of one pipeline",
+                    hint="give all ranks of a pipeline the same batch: `pipe.replica` is its number, of `pipe.replicas`",
+                )
+
+    def share(self, module: torch.nn.Module) -> None:
+        """Shard a stage's module over its replicas, where they share it; in place."""
+        if self.shard != "ddp":
+            shard_model(module, [name for name, _ in module.named_children()], self.on["dp"], self.shard)
+
+    def average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Average gradients over the replicas, in one all-reduce for each dtype; shards are averaged already."""
+        if self.replicas == 1 or self.shard != "ddp":
+            return
+        found = [p for p in parameters if p.requires_grad]
+        used = torch.tensor([p.grad is not None for p in found], dtype=torch.int32)
+        dist.all_reduce(used, group=self.on.get_group("dp"))  # a parameter that no replica used has no gradient
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for p, count in zip(found, used.tolist(), strict=True):
+            if count:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                by_dtype.setdefault(p.grad.dtype, []).append(local_of(p.grad))
+        for grads in by_dtype.values():
+            flat = torch.cat([g.flatten() for g in grads])
+            dist.all_reduce(flat, group=self.on.get_group("dp"))
+            flat /= self.replicas
+            for g, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(mean.view_as(g))
+
+    def same_buffers(self, module: torch.nn.Module) -> None:
+        """Give all replicas the first one's buffers, such as averages of batch norms, as DistributedDataParallel does."""
+        if self.replicas == 1:
+            return
+        for inner in module.modules():
+            for name, buffer in inner.named_buffers(recurse=False):
+                if name not in inner._non_persistent_buffers_set:
+                    dist.broadcast(buffer, group=self.on.get_group("dp"), group_src=0)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the replicas of a value of a pipeline."""
+        if self.replicas > 1:
+            dist.all_reduce(value, group=self.on.get_group("dp"))
+            value /= self.replicas
+        return value
+
+
+def _checked(asked: Mesh, group: Any) -> dict[str, int]:
+    """The sizes of all dimensions."""
+    named = {dim.name: dim.size for dim in asked.dims}
+    if "pp" not in named or set(named) - set(DIMS):
+        raise Unsupported(
+            f"a mesh of pipelines has `pp`, and `dp` and `tp` where they are wanted, not {' x '.join(named)}",
+            hint='use mesh={"pp": 2, "dp": 2}, or `holdall.fit` for a mesh without pipelines',
+        )
+    if group is not None:
+        raise InvalidInput("`mesh` lays out all ranks, so there is no `group` of some", hint="leave one of them out")
+    if asked.ranks != dist.get_world_size():
+        raise InvalidInput(
+            f"the mesh has {asked.ranks} ranks, but the process group {dist.get_world_size()}",
+            hint=f"start with `torchrun --nproc-per-node {asked.ranks}`, or use another mesh",
+        )
+    return {name: named.get(name, 1) for name in DIMS}
