@@ -70,7 +70,8 @@ def trace(
     of them is traced, with its collectives. No other rank is needed. {"replicate": 8, "dp": 8} repeats shards (also "nig"
     and other triples of PaRO), {"nodes": 8, "dp": 8} gathers them in two stages ("hpz", "qwz", "qgz", "zero++", "horing").
     {"tp": 8} divides linear layers ("tensor"; "sequence": activations between them too), {"cp": 8} the sequence ("ulysses",
-    "ring", "zigzag", "balanced", "queries"), {"ep": 8} experts.
+    "ring", "zigzag", "balanced", "queries"), {"ep": 8} experts. {"dp": 8, "tp": 8} does both, also with "cp" or "ep": `shard`
+    then names one way or two, "zero2+sequence".
     """
     if mesh is not None:
         return trace_on_mesh(model, batch, Mesh.of(mesh), shard, optimizer, loss, device, precision, autocast, head)
@@ -305,8 +306,8 @@ def fit(
     `compile`: see `apply`; plans are then not corrected by the times that are measured, which are not of the planned kernels.
     `mesh`: shard the model over the ranks of this run, such as {"dp": 2} or "auto" (all of them), by the way `shard` (see
     `trace`; "auto": the fastest that fits); every rank calls this with the same model and its own batch, or the same batch over
-    {"tp": 2} and {"cp": 2}. Activations are recomputed and offloaded over {"dp": ...} as the budget asks. The model stays
-    sharded when the harness is closed.
+    {"tp": 2} and {"cp": 2}; over {"dp": 2, "tp": 2} neighbours have the same. Activations are recomputed and offloaded as the
+    budget asks. The model stays sharded when the harness is closed.
     `progress`: hears what is being done; None: a line on the terminal, if there is one. What is measured, traced and planned is
     kept on disk for the next time (`holdall cache`).
     """

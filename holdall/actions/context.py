@@ -28,11 +28,13 @@ class Context(Shard):
     def samples(trace: Trace) -> list[Shard]:
         """The division of the trace, if it has one."""
         shards = trace.about.shards
-        if shards is None or DIVIDING.get(shards.mesh.dims[0].name) != Context.name:
+        over = shards.mesh.dividing if shards is not None else None
+        if shards is None or over is None or DIVIDING[over.name] != Context.name:
             return []
-        return [Context(mesh=tuple((d.name, d.size) for d in shards.mesh.dims), way=shards.way, groups=shards.groups)]
+        mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
+        return [Context(mesh=mesh, way=shards.way, groups=shards.groups, data_groups=shards.data_groups)]
 
-    def build(self, model: torch.nn.Module, device_mesh: Any) -> None:
+    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> None:
         from holdall.parallel.context import divide_context
 
-        divide_context(model, self.groups, device_mesh, self.way)
+        divide_context(model, self.groups, device_mesh, way)

@@ -11,7 +11,7 @@ two single processes; of more, sums are taken in another order (3.7e-9 on four r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +35,9 @@ class Shard(Facts):
     groups: tuple[str, ...]  # modules with collectives of their own
     replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
     backwards: int = 1  # of a step: gradients are summed over replicas in the last
+    data_groups: tuple[str, ...] = ()  # modules with collectives of their own over data, where `groups` are of another division
+    precision: str = ""  # dtype in which parameters are gathered and modules compute; empty: their own
+    casts: tuple[str, ...] = ()  # modules that cast their inputs to it
 
     name: ClassVar[str] = "shard"
     exact: ClassVar[bool] = False
@@ -49,10 +52,19 @@ class Shard(Facts):
         shards = trace.about.shards
         if shards is None:
             return []
-        if action := DIVIDING.get(shards.mesh.dims[0].name):
-            return list(member_class("actions", action).samples(trace))
+        if shards.mesh.dividing is not None:
+            return list(member_class("actions", DIVIDING[shards.mesh.dividing.name]).samples(trace))
         mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
-        return [Shard(mesh=mesh, way=shards.way, groups=shards.groups, replicate=shards.replicate)]
+        return [
+            Shard(
+                mesh=mesh,
+                way=shards.way,
+                groups=shards.groups,
+                replicate=shards.replicate,
+                precision=shards.precision,
+                casts=shards.casts,
+            )
+        ]
 
     def over_backwards(self, count: int) -> Shard:
         """The same for steps of so many backwards."""
@@ -69,12 +81,29 @@ class Shard(Facts):
 
     def build(self, model: torch.nn.Module, device_mesh: Any) -> None:
         """Do it to the model, on torch's mesh."""
-        from holdall.parallel.sharding.build import shard_model
+        import torch
 
-        shard_model(model, self.groups, device_mesh, self.way)
+        from holdall.casts import cast_inputs
+        from holdall.parallel.checking import compare_if_asked
+        from holdall.parallel.groups import split_mesh
+        from holdall.parallel.sharding.build import shard_model
+        from holdall.parallel.ways import split_way
+
+        over_data, dividing = split_mesh(device_mesh, Mesh.of(dict(self.mesh)))
+        data, division = split_way(self.way)
+        if division:
+            self.divide(model, dividing, division)
+            compare_if_asked()
+        if data:
+            shard_model(model, self.data_groups if division else self.groups, over_data, data, self.precision)
+        if self.precision:
+            cast_inputs(model, getattr(torch, self.precision), self.casts)
+
+    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> None:
+        """Divide the model itself, over the ranks of a mesh with one dimension."""
+        raise NotImplementedError
 
     def install(self, harness: Harness) -> None:
-        from holdall.parallel.checking import compare_if_asked
         from holdall.parallel.counting import CollectiveBytes
         from holdall.parallel.groups import device_mesh, group_dims
         from holdall.parallel.sharding.build import check_way, divide_update, follow_parameters, put_off_sums
@@ -102,7 +131,6 @@ class Shard(Facts):
         before = dict(model.named_parameters())
         on = device_mesh(mesh, harness.device.type)
         self.build(model, on)
-        compare_if_asked()
         if optimizer is not None:
             follow_parameters(optimizer, before, model)
             divide_update(optimizer, model, on, self.way)
@@ -128,15 +156,16 @@ class _Collectives:
 
     def put(self, collectives: Sequence[CollectiveOp]) -> Schedule:
         schedule = self.schedule
-        placed = {found.op: self._place(found.op) for found in collectives}
-        runs = {op: self._run(place) for op, place in placed.items()}
-        tensors = {x for run in runs.values() for x in (*run.reads, *run.mutates, *run.writes)}
-        uses = self._uses(tensors)
         chains: dict[int, list[CollectiveOp]] = {}
         for found in collectives:
             chains.setdefault(found.op, []).append(found)
+        placed = self._places(chains)
+        runs = {place: self._run(place) for places in placed.values() for place in places}
+        tensors = {x for run in runs.values() for x in (*run.reads, *run.mutates, *run.writes)}
+        uses = self._uses(tensors)
         for op, chain in chains.items():
-            self._put(chain, placed[op], runs[op], uses)
+            for place in placed[op]:
+                self._put(chain, place, runs[place], uses)
         for op in {op for op, _ in self._inserted}:
             steps = schedule.after.get(op, [])
             together = [[*self._inserted.get((op, n), ()), *steps[n : n + 1]] for n in range(len(steps) + 1)]
@@ -177,12 +206,14 @@ class _Collectives:
         last = max(ends, default=place[0])
         return (last + 1, -1) if place[0] < last < len(self.schedule.trace.ops) else None
 
-    def _place(self, op: int) -> _Place:
-        moved = self.schedule.moved.get(op)
-        if moved is None:
-            return op, -1
-        steps = self.schedule.after[moved]
-        return moved, next(n for n, step in enumerate(steps) if isinstance(step, Run) and step.op == op)
+    def _places(self, ops: Collection[int]) -> dict[int, list[_Place]]:
+        """Where each of the ops runs: in its own place, unless it was moved to another; and again in replays."""
+        found: dict[int, list[_Place]] = {op: [] if op in self.schedule.moved else [(op, -1)] for op in ops}
+        for after, steps in self.schedule.after.items():
+            for number, step in enumerate(steps):
+                if isinstance(step, Run) and step.op in found:
+                    found[step.op].append((after, number))
+        return found
 
     def _run(self, place: _Place) -> Run:
         op, number = place

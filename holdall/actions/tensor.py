@@ -41,10 +41,11 @@ class Tensor(Shard):
                 groups=shards.groups,
                 regions=shards.regions,
                 vocabulary=shards.vocabulary,
+                data_groups=shards.data_groups,
             )
         ]
 
-    def build(self, model: torch.nn.Module, device_mesh: Any) -> None:
+    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> None:  # noqa: ARG002
         from holdall.parallel.tensor import divide
 
         divide(model, self.regions, self.vocabulary, device_mesh, stack=self.groups)

@@ -50,6 +50,7 @@ def save_over_ranks(
 
     from holdall.parallel.agree import together
     from holdall.parallel.groups import ranks_here
+    from holdall.parallel.parts import joined
 
     first = ranks_here() == 1 or dist.get_rank() == 0
     tensors = {f"model.{name}": t for name, t in weights_of(model).items()}
@@ -68,7 +69,8 @@ def save_over_ranks(
             return str(stack.enter_context(folders.new_folder(out, step))) if first else ""
 
         folder = Path(_from_first(together(begin)))
-        together(lambda: save(tensors, checkpoint_id=str(folder / SHARDED)))
+        whole = {entry: joined(t) for entry, t in tensors.items()}
+        together(lambda: save(whole, checkpoint_id=str(folder / SHARDED)))
         if first:
             _json.write(folder / file, {"format": folders.FORMAT, "step": step, **about, **rest})
         together(stack.pop_all().close)
@@ -79,6 +81,8 @@ def load_over_ranks(folder: Path, about: Mapping[str, Any], *, model: Any, optim
     """Read a checkpoint into the model, sharded or not; every rank calls it. Everything is compared before anything is read."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
+
+    from holdall.parallel.parts import joined, side_by_side, take_parts
 
     at = str(folder / SHARDED)
     there: Mapping[str, Any] = FileSystemReader(at).read_metadata().state_dict_metadata
@@ -110,7 +114,11 @@ def load_over_ranks(folder: Path, about: Mapping[str, Any], *, model: Any, optim
         log.warning("holdall: random numbers were saved on %d ranks and are not restored on others", about["random"]["ranks"])
     numbers = {f"random.{_rank()}.{name}": state for name, state in _generators().items()} if is_same else {}
     wanted |= {entry: state for entry, state in numbers.items() if entry in there}
+    divided = {entry: t for entry, t in wanted.items() if side_by_side(t) is not None}
+    wanted |= {entry: joined(t) for entry, t in divided.items()}
     load(wanted, checkpoint_id=at)
+    for entry, t in divided.items():
+        take_parts(t, wanted[entry])
     for parameter, key, entry in otherwise:  # parts of flat parameters where they were whole, or the reverse: one at a time
         assert optimizer is not None
         whole = {entry: torch.empty(there[entry].size, dtype=there[entry].properties.dtype)}

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported
+from holdall.parallel.sharding.build import RULED
 from holdall.parallel.ways import way_for
-from holdall.problem import resolve_optimizer
+from holdall.precision import Recipe
+from holdall.problem import resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.tracing import trace_sharded
 from holdall.types import Mesh, Trace
 
@@ -34,9 +36,31 @@ def trace_on_mesh(
             hint=f"use holdall.pipelines.start(model, micro_batches=8, loss=..., mesh={ {d.name: d.size for d in mesh.dims} })",
         )
     way = way_for(mesh, way)
-    if precision is not None:
-        raise Unsupported("`precision` does not work together with `mesh` yet", hint="leave one of them out")
+    dtype = _dtype_over(mesh, way, precision)
     if head not in ("auto", "whole"):
         raise Unsupported("a chunked head does not work on a sharded model", hint='use head="whole"')
     rule = resolve_optimizer(optimizer, model)
-    return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, device=device, autocast=autocast)
+    return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, device=device, precision=dtype, autocast=autocast)
+
+
+def _dtype_over(mesh: Mesh, way: str, precision: Any) -> torch.dtype | None:
+    """The dtype in which torch's engine gathers parameters; None: their own."""
+    recipe, dtype = resolve_recipe(precision), resolve_precision(precision)
+    if recipe is not None and not _is_dtype_alone(recipe):
+        raise Unsupported(
+            f"precision {recipe or precision} does not work together with `mesh`: shards are gathered in one dtype",
+            hint='use precision="bf16"',
+        )
+    if dtype is None:
+        return None
+    if len(mesh.dims) > 1 or mesh.dividing is not None or way not in RULED:
+        raise Unsupported(
+            f"`precision` is over one dimension of data alone, by {', '.join(RULED)}; not by {way}",
+            hint=f'use mesh={{"dp": {mesh.ranks}}} and shard="fsdp", or leave `precision` out',
+        )
+    return dtype
+
+
+def _is_dtype_alone(recipe: Recipe) -> bool:
+    """Does it say in which dtype float32 parameters compute, and nothing else?"""
+    return type(recipe).put_on is Recipe.put_on and recipe.compute is None and recipe.held == torch.float32

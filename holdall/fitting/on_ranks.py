@@ -19,7 +19,7 @@ from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
 from holdall.parallel.checking import compared, refuse_other_batches
 from holdall.parallel.groups import connect, device_mesh, ranks_here
 from holdall.parallel.sharding.build import RULED
-from holdall.parallel.ways import DIVIDED, is_divided, is_one_batch, way_for
+from holdall.parallel.ways import DIVIDED, is_divided, is_one_batch, split_way, way_for
 from holdall.planning.finish import finish
 from holdall.problem import hardware_for, make_problem
 from holdall.registry import build_member
@@ -50,18 +50,13 @@ def start_on_ranks(
     kind = target_device(model, on).type
     device_mesh(mesh, kind)  # refuses a run with other ranks before anything slow
     connect(kind)
-    if request.shard == "auto" and mesh.dims[0].name not in DIVIDED:
+    if request.shard == "auto" and mesh.dividing is None:
         way = from_first(lambda: _fastest_way(request, model, optimizer, batch, mesh))
     else:
         way = way_for(mesh, request.shard)
     if is_one_batch(way):
-        refuse_other_batches(batch)
-    if is_divided(way) and request.planner not in ("auto", "nop"):
-        raise Unsupported(
-            f"`{request.planner}` does not plan models divided over `{mesh.dims[0].name}`: nothing is planned there yet",
-            hint="leave `planner` out",
-        )
-    planner, given = ("nop", {}) if is_divided(way) else (request.planner, dict(request.options))
+        refuse_other_batches(batch, mesh)
+    planner, given = request.planner, dict(request.options)
 
     def record() -> Trace:
         return api.trace(
@@ -70,6 +65,7 @@ def start_on_ranks(
             optimizer=optimizer,
             loss=request.loss,
             device=request.device,
+            precision=request.precision,
             autocast=request.autocast,
             head=request.head,
             mesh=mesh,
@@ -107,7 +103,7 @@ def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, way: str)
         return nullcontext()
     model.to(target_device(model, request.device))
     run = request.loss or default_loss
-    return compared(model, lambda: run(model, batch), outputs=way not in DIVIDED["cp"])
+    return compared(model, lambda: run(model, batch), outputs=split_way(way)[1] not in DIVIDED["cp"])
 
 
 def _fastest_way(
@@ -138,7 +134,6 @@ def _fastest_way(
 def _check(request: FitRequest) -> None:
     """Refuse what is not planned over ranks yet."""
     given = {
-        "precision": request.precision is not None,
         "layout": request.layout is not None,
         "lengths": request.lengths is not None,
         "compile": request.compile is not False,
@@ -147,9 +142,11 @@ def _check(request: FitRequest) -> None:
     for name, is_given in given.items():
         if is_given:
             raise Unsupported(
-                f"`{name}` does not work together with `mesh` yet: a sharded step is whole, in one precision",
+                f"`{name}` does not work together with `mesh` yet: a sharded step is whole",
                 hint=f"call fit(..., mesh=...) without `{name}`",
             )
+    if request.precision is not None and request.shard == "auto":
+        raise Unsupported('shard="auto" compares ways in one precision', hint='name one with `precision`: shard="fsdp"')
     if isinstance(request.mesh, str) and request.mesh != "auto":
         raise InvalidInput(f"`mesh` is {request.mesh!r}", hint='use mesh={"dp": 2}, or mesh="auto" for all ranks of the run')
     if request.plan is not None:

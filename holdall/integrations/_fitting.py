@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -90,14 +90,14 @@ class Fitting:
         if not (torch.is_grad_enabled() and model.training):
             return None  # an evaluation before the first step
         self._hook.remove()
+        before = set(model._forward_pre_hooks)
         if self._batch is not None:
             self.start(self._batch)
         elif args and kwargs:
             self.start((args, kwargs), loss=_loss_of_a_call)
         else:
             self.start(dict(kwargs) if kwargs else tuple(args))
-        assert self.harness is not None
-        return self.harness.begin_step(model, args, kwargs)  # its own hook was registered too late for this forward
+        return _run_hooks_since(model, before, args, kwargs)
 
     def start(self, batch: Any, *, loss: Loss = loss_of_any_output) -> None:
         """Trace, plan and apply now."""
@@ -145,6 +145,20 @@ class Fitting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _run_hooks_since(model: torch.nn.Module, before: Collection[int], args: Any, kwargs: Any) -> Any:
+    """Run the hooks that were registered inside of one, too late for this forward: the harness's own, and those of torch's
+    engine of shards."""
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if number in before:
+            continue
+        if number not in model._forward_pre_hooks_with_kwargs:
+            changed = hook(model, args)
+            args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+        elif (both := hook(model, args, kwargs)) is not None:
+            args, kwargs = both
+    return args, kwargs
 
 
 def fit(request: FitRequest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> Harness:

@@ -1,11 +1,16 @@
 """`transformers.Trainer`, and its subclasses, by one callback.
 
 trainer = Trainer(..., callbacks=[holdall.integrations.HoldallCallback(budget="24GiB")])
+
+On several processes the model is sharded over them, in the place of the DistributedDataParallel that the trainer would wrap it
+in: accelerate prepares it as for an evaluation when the trainer is built, and leaves it as it is afterwards.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +21,7 @@ from holdall.problem import Budget
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss
+from holdall.types.mesh import DIVIDING
 
 _transformers = need("transformers", what="HoldallCallback", package="transformers", extra="hf")
 
@@ -24,8 +30,9 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
     """Trains inside a budget: plans at the first step, removes the plan at the end, adds figures to the trainer's log.
 
     `batch`: plan for this one instead of the first in training; pass the largest if lengths differ. `loss`: see `holdall.fit`.
-    `options`: other arguments of `holdall.fit`; accumulation is read from the trainer. The trainer has no event for a training
-    that raises: call `close()` then, or use a `with` block.
+    `options`: other arguments of `holdall.fit`; accumulation is read from the trainer. On several processes the model is
+    sharded over them by `shard`, with `mesh="auto"` unless given. The trainer has no event for a training that raises: call
+    `close()` then, or use a `with` block.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
         self._asked = {"budget": budget, "planner": planner, "loss": loss, **options}
         self._batch = batch
         self._fitting: Fitting | None = None
+        self._leaves_alone: Any = None  # the model that accelerate does not wrap
 
     @property
     def harness(self) -> Harness | None:
@@ -63,9 +71,23 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
 
     # events
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if args.world_size > 1:
+            _refuse(args)
+            _refuse_over_ranks(args, self._asked.get("mesh"))
+            accelerator = import_module("accelerate").Accelerator()  # all of a process share their state
+            accelerator.prepare_model(kwargs["model"], device_placement=False, evaluation_mode=True)  # not to wrap it later
+            self._leaves_alone = kwargs["model"]
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self.close()  # after a training that raised
         _refuse(args)
+        if args.world_size > 1:
+            if self._leaves_alone is not kwargs["model"]:
+                what = "the trainer has wrapped the model for several processes, and holdall shards it itself"
+                raise Unsupported(what, hint="pass the callback to the trainer: Trainer(..., callbacks=[callback])")
+            self._asked.setdefault("mesh", "auto")
+            _refuse_saving(kwargs["model"])
         _come_first(self)
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
@@ -94,9 +116,43 @@ def _refuse(args: Any) -> None:
         raise Unsupported(
             "`torch_compile` is on", hint="set torch_compile=False; HoldallCallback(compile=True) compiles blocks under a plan"
         )
-    if args.world_size > 1 or args.n_gpu > 1:
-        hint = "train on one device (CUDA_VISIBLE_DEVICES=0), or over ranks in a loop of your own or of accelerate"
-        raise Unsupported(f"the trainer uses {max(args.world_size, args.n_gpu)} devices", hint=hint)
+    if args.n_gpu > 1:
+        hint = f"start it with `torchrun --nproc-per-node {args.n_gpu}`, or train on one device (CUDA_VISIBLE_DEVICES=0)"
+        raise Unsupported(f"the trainer uses {args.n_gpu} devices in one process", hint=hint)
+
+
+def _refuse_over_ranks(args: Any, mesh: Any) -> None:
+    """Refuse settings that do not work on a model that holdall shards."""
+    wrong = [name for name in ("fsdp", "deepspeed") if getattr(args, name, None)]
+    if wrong:
+        raise Unsupported(f"the trainer shards the model by `{wrong[0]}`", hint=f"leave `{wrong[0]}` out: holdall shards it")
+    if getattr(args, "fp16", False):
+        raise Unsupported(
+            "loss scaling has not been tried on several processes", hint="set fp16=False, and bf16=True if need be"
+        )
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+        raise Unsupported(
+            f"the trainer saves from one process (save_strategy={args.save_strategy.value!r}), which has a part of the model",
+            hint='set save_strategy="no", and call holdall.save_checkpoint on all processes',
+        )
+    others = [name for name in mesh if name in DIVIDING] if isinstance(mesh, Mapping) else []
+    if others:
+        raise Unsupported(
+            f"the trainer gives every process a batch of its own, and `{others[0]}` divides one",
+            hint='use mesh="auto", or a loop of your own with holdall.fit',
+        )
+
+
+def _refuse_saving(model: Any) -> None:
+    """One process cannot gather the weights, and would wait for the others."""
+
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise Unsupported(
+            "the model is sharded over processes, and the trainer saves from one of them",
+            hint="call holdall.save_checkpoint(folder, model, optimizer, step=...) on all processes",
+        )
+
+    model.save_pretrained = save_pretrained
 
 
 def _come_first(callback: HoldallCallback) -> None:

@@ -16,7 +16,8 @@ from holdall.parallel.experts import divide_experts, find_experts
 from holdall.parallel.parts import Division
 from holdall.parallel.regions import common_ancestor, find_regions, find_vocabulary
 from holdall.parallel.tensor import divide
-from holdall.types import Mesh, Phase, Trace
+from holdall.parallel.ways import split_way
+from holdall.types import Mesh, MeshDim, Phase, Trace
 from holdall.types.info import ShardedStep, TensorRegion
 
 T = TypeVar("T")
@@ -33,11 +34,14 @@ def divided_and_recorded(
 ) -> tuple[T, ShardedStep]:
     """What `record` makes of a copy of the model that is divided by a function that it is given, with the modules concerned.
     `plain`: the trace of the whole model."""
-    if mesh.dims[0].name == "cp":
+    over = mesh.dividing
+    assert over is not None
+    way = split_way(way)[1]
+    if over.name == "cp":
         return _by_context(model, way, plain, record)
-    if mesh.dims[0].name == "ep":
-        return _by_experts(model, mesh, record)
-    return _by_tensors(model, mesh, way, plain, record)
+    if over.name == "ep":
+        return _by_experts(model, over, record)
+    return _by_tensors(model, over, way, plain, record)
 
 
 def _by_context(model: torch.nn.Module, way: str, plain: Trace, record: Record[T]) -> tuple[T, ShardedStep]:
@@ -50,21 +54,21 @@ def _by_context(model: torch.nn.Module, way: str, plain: Trace, record: Record[T
     return record(attention, lambda fake, on: divide_context(fake, attention, on, way))
 
 
-def _by_experts(model: torch.nn.Module, mesh: Mesh, record: Record[T]) -> tuple[T, ShardedStep]:
-    experts = find_experts(model, mesh.ranks)
+def _by_experts(model: torch.nn.Module, over: MeshDim, record: Record[T]) -> tuple[T, ShardedStep]:
+    experts = find_experts(model, over.size)
     if not experts:
         raise Unsupported(
-            f"{type(model).__name__} has no experts that can be divided over {mesh.ranks} ranks: modules whose parameters are "
-            f"stacks of a multiple of {mesh.ranks} experts, called with (tokens, indices of experts, weights)",
+            f"{type(model).__name__} has no experts that can be divided over {over.size} ranks: modules whose parameters are "
+            f"stacks of a multiple of {over.size} experts, called with (tokens, indices of experts, weights)",
             hint='shard its parameters instead: mesh={"dp": ...}',
         )
     return record(experts, lambda fake, on: divide_experts(fake, experts, on))
 
 
-def _by_tensors(model: torch.nn.Module, mesh: Mesh, way: str, plain: Trace, record: Record[T]) -> tuple[T, ShardedStep]:
+def _by_tensors(model: torch.nn.Module, over: MeshDim, way: str, plain: Trace, record: Record[T]) -> tuple[T, ShardedStep]:
     """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit."""
-    regions = find_regions(model, plain, mesh.ranks)
-    vocabulary = find_vocabulary(model, plain, mesh.ranks)
+    regions = find_regions(model, plain, over.size)
+    vocabulary = find_vocabulary(model, plain, over.size)
     stack = _stack(plain, regions) if way == "sequence" else ()
     if way == "sequence" and not stack:
         raise Unsupported(
@@ -84,18 +88,18 @@ def _by_tensors(model: torch.nn.Module, mesh: Mesh, way: str, plain: Trace, reco
         except HoldallError:
             raise
         except Exception:  # a model may raise anything
-            running = built[0].region if built else None
+            running = (built[0].failed or built[0].region) if built else None
             found = next((r for r in regions if running is not None and r == running.region), None)
             if found is None:
                 raise
             kind = kind_of(model, found)
             tried[kind] += 1
-            regions = _changed(model, regions, kind, tried[kind], mesh.ranks)
+            regions = _changed(model, regions, kind, tried[kind], over.size)
             continue
         return recorded, replace(step, regions=regions, vocabulary=vocabulary)
     raise Unsupported(
-        f"{type(model).__name__} has no linear layers that can be divided over {mesh.ranks} ranks: none whose result only "
-        f"another one reads, of a width (and a number of heads) that is a multiple of {mesh.ranks}",
+        f"{type(model).__name__} has no linear layers that can be divided over {over.size} ranks: none whose result only "
+        f"another one reads, of a width (and a number of heads) that is a multiple of {over.size}",
         hint='shard its parameters instead: mesh={"dp": ...}',
     )
 

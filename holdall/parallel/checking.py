@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from holdall.errors import TraceMismatch, Unsupported
 from holdall.parallel.groups import ranks_here
 from holdall.sharded import local_of
+from holdall.types import Mesh
 
 SMALLEST = 1e-6  # relative error that is allowed in any precision: models compute some things in float32
 
@@ -72,16 +73,23 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
     return [local_of(t).detach().clone() for t in tree_iter(some) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
-def refuse_other_batches(batch: Any) -> None:
-    """Ranks that divide a model compute one batch together."""
+def refuse_other_batches(batch: Any, mesh: Mesh) -> None:
+    """Ranks that divide a model compute one batch together: those of each group, which are neighbours."""
+    assert mesh.dividing is not None
+    size = mesh.dividing.size
     said = [batch_digest(batch)] * ranks_here()
     if len(said) > 1:
         dist.all_gather_object(said, said[0])
-    other = [rank for rank, told in enumerate(said) if told != said[0]]
+    other = [rank for rank, told in enumerate(said) if told != said[rank - rank % size]]
     if other:
+        hint = "give all ranks the same batches, as by a loader with the same seed and no distributed sampler"
+        if mesh.data is not None:
+            hint = (
+                f"give ranks the same batches where `rank // {size}` is the same, as by a sampler with that number as its rank"
+            )
+        first = other[0] - other[0] % size
         raise TraceMismatch(
-            f"the batch of rank {', '.join(map(str, other))} differs from that of rank 0, but they divide one",
-            hint="give all ranks the same batches, as by a loader with the same seed and no distributed sampler",
+            f"the batch of rank {', '.join(map(str, other))} differs from that of rank {first}, but they divide one", hint=hint
         )
 
 

@@ -47,6 +47,16 @@ def flat_mesh(on: Any) -> Any:
     return getattr(on, "holdall_flat", on)
 
 
+def split_mesh(on: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """The part of torch's mesh that is over data, and the one that divides the model; None: there is no such."""
+    if mesh.dividing is None:
+        return on, None
+    if mesh.data is None:
+        return None, on
+    *data, dividing = on.mesh_dim_names
+    return on[tuple(data) if len(data) > 1 else data[0]], on[dividing]
+
+
 def group_dims(on: Any, mesh: Mesh) -> dict[str, tuple[str, int]]:
     """Name of a process group -> (the dimensions of the mesh that its ranks are of, joined by "+"; its ranks)."""
     found = {str(on.get_group(n).group_name): (dim.name, dim.size) for n, dim in enumerate(mesh.dims)}
@@ -143,9 +153,22 @@ def _own_group(rows: Sequence[Sequence[int]]) -> Any:
 
 
 def _check(mesh: Mesh) -> None:
-    first, *others = [d.name for d in mesh.dims]
-    if others and (len(others) > 1 or first not in (NODES, REPLICAS) or others[0] in (*DIVIDING, NODES, REPLICAS)):
-        raise Unsupported(
-            f"a mesh has one dimension, or replicas or nodes and one of data, not {' x '.join([first, *others])}",
-            hint=f'use mesh={{"dp": 4}}, {{"{REPLICAS}": 2, "dp": 2}} or {{"{NODES}": 2, "dp": 2}}',
-        )
+    first, *others = names = [d.name for d in mesh.dims]
+    special = (*DIVIDING, NODES, REPLICAS)
+    hint = f'use mesh={{"dp": 4}}, {{"dp": 2, "tp": 2}}, {{"{REPLICAS}": 2, "dp": 2}} or {{"{NODES}": 2, "dp": 2}}'
+    if len(names) == 2 and first in DIVIDING and others[0] not in special:
+        sizes = {d.name: d.size for d in reversed(mesh.dims)}
+        hint = f"use mesh={sizes}: ranks that divide a model are neighbours".replace("'", '"')
+    elif not others or (len(others) == 1 and _is_pair(first, others[0], special)):
+        return
+    raise Unsupported(
+        "a mesh has one dimension, or replicas or nodes and one of data, or one of data and one that divides the model, "
+        f"not {' x '.join(names)}",
+        hint=hint,
+    )
+
+
+def _is_pair(first: str, second: str, special: tuple[str, ...]) -> bool:
+    if first in (NODES, REPLICAS):
+        return second not in special
+    return first not in special and second in DIVIDING

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from holdall.parallel.exchanges import Averaged, Copied
-from holdall.sharded import is_shard
+from holdall.sharded import is_shard, local_of
 
 Made = dict[torch.nn.Parameter, torch.nn.Parameter]  # by the parameter in whose place it is
 
@@ -25,6 +25,7 @@ class Division:
         self.group, self.device_mesh = group, device_mesh
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.region: Any = None  # the one that is running
+        self.failed: Any = None  # the last one that did not come to its end
         self.split = 0  # depth of modules whose activations are parts of the sequence
         self.is_mean = False  # ranks have batches of their own: gradients are means over them
 
@@ -87,6 +88,58 @@ def put(p: torch.nn.Parameter, own: torch.Tensor, placement: Any, division: Divi
     return made[p]
 
 
+def side_by_side(p: Any) -> Any:
+    """How a DTensor is divided that has several matrices side by side (see `part_of`); None: it has not."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    place = p.placements[-1] if is_shard(p) else None  # the last dimension of a mesh is the one that divides
+    return place if isinstance(place, _StridedShard) else None
+
+
+def joined(p: Any) -> Any:
+    """The same with these matrices whole on every rank that divides them: their parts are no pieces of one tensor, as
+    checkpoints write them. Any other tensor itself."""
+    from torch.distributed.tensor import Replicate
+
+    return p if side_by_side(p) is None else p.detach().redistribute(placements=[*p.placements[:-1], Replicate()])
+
+
+def take_parts(p: Any, whole: Any) -> None:
+    """Put this rank's parts of what `joined` made into it."""
+    place, own = side_by_side(p), local_of(whole)
+    rank, ranks = p.device_mesh.get_local_rank(p.device_mesh.ndim - 1), p.device_mesh.size(p.device_mesh.ndim - 1)
+    pieces = own.chunk(place.split_factor, place.dim)
+    local_of(p.detach()).copy_(torch.cat([piece.chunk(ranks, place.dim)[rank] for piece in pieces], place.dim))
+
+
+def is_uncuttable(p: torch.Tensor) -> bool:
+    """Are there matrices side by side along its first dimension, which is then not to be cut over data?"""
+    place = side_by_side(p)
+    return place is not None and place.dim == 0
+
+
+def keep_whole(model: torch.nn.Module, over_data: Any) -> set[torch.nn.Parameter]:
+    """Divided parameters that cannot be cut once more over ranks with other data: these all have them whole, and take the mean
+    of their gradients in backward. They are put on the mesh of both, as others will be."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    made: Made = {}
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if is_uncuttable(p) and (p.dim() == 1 or local_of(p).shape[1] % over_data.size()):
+                if p not in made:
+                    both = DeviceMesh._concatenate([over_data, p.device_mesh])  # type: ignore[attr-defined]
+                    places = [Replicate(), *p.placements]  # type: ignore[attr-defined]
+                    spread = DTensor.from_local(
+                        local_of(p).detach(), both, places, run_check=False, shape=p.shape, stride=p.stride()
+                    )
+                    made[p] = torch.nn.Parameter(spread, requires_grad=p.requires_grad)
+                    made[p].holdall_data = over_data.get_group(), over_data.size()  # type: ignore[attr-defined]
+                module.register_parameter(name, made[p])
+    return set(made.values())
+
+
 def replicate(module: torch.nn.Module, division: Division, made: Made) -> None:
     """Every rank has its parameters; on a part of the activations, gradients are summed over the ranks."""
     from torch.distributed.tensor import Replicate
@@ -125,6 +178,8 @@ def local_parameters(
     ]
     for m, name, p in shards:
         local = p.to_local()  # type: ignore[union-attr, operator]
+        if (over := getattr(p, "holdall_data", None)) is not None:  # see `keep_whole`
+            local = Averaged.apply(local, *over)
         if mean_of:
             local = Averaged.apply(local, group, mean_of)
         elif group is not None:

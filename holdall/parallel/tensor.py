@@ -63,6 +63,17 @@ class RunningRegion:
         self._entered[id(entry.x)] = (entry.x, entry)
         return entry.x
 
+    def ended(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module around the region, which may not come to its end: a replay stops where backward has all
+        that it needs."""
+        try:
+            return plain(*args, **kwargs)
+        except BaseException:
+            if self.division.region is self:
+                self.division.failed = self
+                self.leave()
+            raise
+
     def leave(self) -> None:
         self.division.region = None
         for _, entry in self._entered.values():
@@ -134,6 +145,7 @@ def divide(
         running = RunningRegion(division, region, _drops(above))
         for name in region.divided:
             setattr(above, name, getattr(above, name) // division.ranks)
+        wrap(above, running.ended)
         is_apart = sequence and not any(above is model.get_submodule(path) for path in stack)
         if is_apart:
             _gather_before(above, running)

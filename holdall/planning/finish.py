@@ -18,7 +18,6 @@ from holdall.planning.laid_out import with_layout
 from holdall.simulator import simulate
 from holdall.simulator.allocators import usable_by
 from holdall.types import Action, Outcome, Plan, PlanInfo, Planner, Problem, TierRate
-from holdall.types.mesh import DIVIDING
 from holdall.units import MiB, format_bytes
 
 NEVER = 1 << 62  # bytes of a candidate that cannot be carried out
@@ -98,9 +97,7 @@ def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
 def _on_shards(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions besides the sharding itself; all must work on shards."""
     others = [a for a in actions if not isinstance(a, Shard)]
-    shards = problem.trace.about.shards
-    is_divided = shards is not None and shards.mesh.dims[0].name in DIVIDING  # then nothing else is planned yet
-    wrong = next((a.name for a in others if is_divided or not a.on_shards), "")
+    wrong = next((a.name for a in others if not a.on_shards), "")
     by_ops = next((block for a in others for block in a.by_ops), "")
     if wrong or by_ops or problem.layout:
         what = f"`{wrong}`" if wrong else f"`{by_ops}` op by op" if by_ops else "a layout"

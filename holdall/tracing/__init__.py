@@ -102,6 +102,7 @@ def trace_sharded(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
     device: str | torch.device | None = None,
+    precision: torch.dtype | None = None,
     autocast: Autocast = None,
 ) -> Trace:
     """Record the step of one rank of `mesh`, with the model sharded; see `holdall.trace`."""
@@ -109,24 +110,25 @@ def trace_sharded(
     from holdall.parallel.ways import is_divided
     from holdall.tracing.shards import record_sharded_step
 
-    plain = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, autocast=autocast)
+    plain = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, precision=precision, autocast=autocast)
     if plain.about.source != "fake":
         raise Unsupported(
             f"{type(model).__name__} cannot be traced on fake tensors, which sharding needs ({plain.about.notes[-1]})",
             hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
         )
     target = target_device(model, device)
-    how = How(autocast=resolve_autocast(autocast, target.type))
+    how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     given = (model, batch, optimizer, loss or default_loss, how, target, mesh, way)
     drawn = random.getstate()
     try:
         with outside_autocast():
             if is_divided(way):
+                beside = groups_of(model, plain) if mesh.data is not None else ()
                 recorded, shards = divided_and_recorded(
-                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*given, groups, build)
+                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*given, groups, build, beside)
                 )
             else:
-                recorded, shards = record_sharded_step(*given, groups_of(model, plain))
+                recorded, shards = record_sharded_step(*given, groups_of(model, plain), casts=plain.about.casts)
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything
@@ -144,7 +146,7 @@ def trace_sharded(
         whole=recorded.whole,
         saves=recorded.saves,
         units=recorded.units,
-        about=replace(plain.about, shards=shards),
+        about=replace(plain.about, shards=shards, precision=None, casts=()),  # there are no working copies: the engine casts
     )
 
 

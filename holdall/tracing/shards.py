@@ -16,14 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
 from holdall.ops import branches_of_a_real_run
 from holdall.parallel.counting import collective_of, group_of
-from holdall.parallel.groups import fake_mesh, group_dims
+from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
 from holdall.parallel.sharding.build import divide_update, shard_model
+from holdall.parallel.ways import split_way
 from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_resizes
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
@@ -45,6 +47,7 @@ class ShardRecorder(Recorder):
         super().__init__(values=values, real=False, trials=trials, device=device)
         self.collectives: list[CollectiveOp] = []
         self.groups: dict[str, tuple[str, int]] = {}  # as `groups.group_dims` has them, of a mesh of several dimensions
+        self.by_gloo = False  # it copies what it reduces and scatters
         self._dim = dim
         self._gathered: set[int] = set()  # storages that the engine fills and frees
         self._filled: list[int] = []  # tensors that the next op makes, besides its own
@@ -75,6 +78,8 @@ class ShardRecorder(Recorder):
         if found is not None:
             dim = self.groups[group_of(args)][0] if self.groups else self._dim
             self.collectives.append(CollectiveOp(op=before, kind=found.kind, nbytes=found.nbytes, dim=dim))
+            if self.by_gloo and found.kind == "reduce_scatter":
+                self.ops[-1] = replace(self.ops[-1], workspace=found.nbytes)
 
     def _see(self, tensor: torch.Tensor, name: str, kind: Kind, born: int) -> int:
         return super()._see(local_of(tensor), name, kind, born)
@@ -122,31 +127,42 @@ def record_sharded_step(
     way: str,
     groups: tuple[str, ...],
     build: Callable[[torch.nn.Module, Any], object] | None = None,
+    data_groups: tuple[str, ...] = (),
+    casts: tuple[str, ...] = (),
 ) -> tuple[Recorded, ShardedStep]:
     """Run one step of a fake copy of `model`, sharded over `mesh`; the model itself is not changed.
 
-    `build`: does that to the copy, on torch's mesh; None: torch's engine does.
+    `build`: divides the copy, on the part of torch's mesh that is for that; None: it is sharded over data alone. `groups`: the
+    modules concerned. `data_groups`: those with collectives of their own over data, of a model that is divided too. `casts`:
+    modules that cast their inputs to `how.precision`.
 
     A first step is run without recording: it makes the optimizer's states, and the engine prepares itself. Where the device is
     a GPU that is not here, fakes of a CPU stand in, and sizes are a GPU's.
     """
     is_elsewhere = device.type == "cuda" and not torch.cuda.is_available()
     here = torch.device("cpu") if is_elsewhere else device
+    precision = "" if how.precision is None else str(how.precision).removeprefix("torch.")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = KnownValues(mode)
     recorder = ShardRecorder(values=values, trials=Trials(here), device=here.type, dim=mesh.dims[0].name)
+    recorder.by_gloo = device.type == "cpu"
     with contextlib.ExitStack() as stack:
         on = stack.enter_context(fake_mesh(mesh, here.type))
+        over_data, dividing = split_mesh(on, mesh)
         if len(mesh.dims) > 1:
             recorder.groups = group_dims(on, mesh)
         stack.enter_context(branches_of_a_real_run())
         stack.enter_context(mode)
         fake = _fake_copy(model, here)
         originals = {name: id(p) for name, p in model.named_parameters()}
-        if build is None:
-            shard_model(fake, groups, on, way)
-        else:
-            build(fake, on)
+        if build is not None:
+            build(fake, dividing)
+        if over_data is not None:
+            # where meshes are joined, numbers of ranks are read; parameters stay fake
+            with unset_fake_temporarily() if dividing is not None else contextlib.nullcontext():
+                shard_model(fake, groups if build is None else data_groups, over_data, split_way(way)[0], precision)
+        if how.precision is not None:
+            cast_inputs(fake, how.precision, casts)
         made: dict[int, torch.Tensor] = {}
         fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, here, values, made), batch)
         parameters = dict(fake.named_parameters())
@@ -204,6 +220,9 @@ def record_sharded_step(
         groups=groups,
         collectives=tuple(recorder.collectives),
         replicate=mesh.replicas,
+        data_groups=data_groups,
+        precision=precision,
+        casts=casts,
         fillings=recorder.fillings,
     )
     return recorded, shards

@@ -63,6 +63,9 @@ class ShardedStep:
     regions: tuple[TensorRegion, ...] = ()  # of a model that is divided by tensors
     vocabulary: tuple[str, ...] = ()  # modules that are divided by words
     replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
+    data_groups: tuple[str, ...] = ()  # modules with collectives of their own over data, of a model that is divided too
+    precision: str = ""  # dtype in which parameters are gathered and modules compute; empty: their own
+    casts: tuple[str, ...] = ()  # modules that cast their inputs to it
     fillings: tuple[tuple[int, ...], ...] = ()  # a row per parameter that is gathered: the tensor of each time, in order
 
 

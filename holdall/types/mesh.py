@@ -80,6 +80,17 @@ class Mesh:
         """Dimensions over which shards are repeated, by their name."""
         return tuple(dim.name for dim in self.dims if dim.name == REPLICAS)
 
+    @property
+    def dividing(self) -> MeshDim | None:
+        """The dimension over which the model itself is divided, by its name: the last one, whose ranks are neighbours."""
+        return self.dims[-1] if self.dims[-1].name in DIVIDING else None
+
+    @property
+    def data(self) -> Mesh | None:
+        """The other dimensions, over which batches differ and model states may be in shards."""
+        dims = self.dims if self.dividing is None else self.dims[:-1]
+        return Mesh(dims=dims) if dims else None
+
     def dim(self, name: str) -> MeshDim:
         for dim in self.dims:
             if dim.name == name:

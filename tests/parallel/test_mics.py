@@ -253,7 +253,7 @@ def test_the_smallest_group_that_holds_the_model_is_taken():
         (REPLICAS, "hpz", "hpz is for a mesh of `nodes`, not of `replicate`"),
         ({"dp": 4}, "iig", "iig is for a mesh of `replicate`, not of `dp`"),
         ({"nodes": 4}, "zero3", "a mesh of `nodes` has a dimension of data after it"),
-        ({"dp": 2, "tp": 2}, "zero3", "not dp x tp"),
+        ({"cp": 2, "tp": 2}, "zero3", "not cp x tp"),
         ({"replicate": 2, "nodes": 2, "dp": 2}, "zero3", "not replicate x nodes x dp"),
     ],
 )

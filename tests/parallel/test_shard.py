@@ -214,7 +214,7 @@ def test_collectives_take_the_time_of_their_network():
 @pytest.mark.parametrize(
     ("given", "fact"),
     [
-        ({"precision": "bf16"}, "`precision` does not work together with `mesh` yet"),
+        ({"precision": "fp8"}, "precision fp8 does not work together with `mesh`"),
         ({"head": 8}, "a chunked head does not work on a sharded model"),
         ({"way": "zero4"}, "unknown way to shard `zero4`"),
     ],

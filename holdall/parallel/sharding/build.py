@@ -32,6 +32,7 @@ import torch
 
 from holdall.errors import Unsupported, unknown_name
 from holdall.parallel.groups import flat_mesh
+from holdall.parallel.parts import is_uncuttable, keep_whole
 from holdall.parallel.sharding.one_pool import share_pool
 from holdall.types.mesh import NODES, REPLICAS, Mesh
 
@@ -59,8 +60,9 @@ def check_way(way: str, mesh: Mesh | None = None) -> None:
         raise Unsupported(f"a mesh of `{first}` has a dimension of data after it", hint=hint)
 
 
-def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any, way: str) -> None:
-    """Shard a model in place: the modules of `groups` first, each with a collective of its own, then the rest."""
+def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any, way: str, precision: str = "") -> None:
+    """Shard a model in place: the modules of `groups` first, each with a collective of its own, then the rest. `precision`: the
+    dtype in which parameters are gathered, and gradients are before their means are taken in float32; empty: their own."""
     check_way(way)
     if way in OVER_REPLICAS:
         from holdall.parallel.sharding.triples import Triple
@@ -69,8 +71,9 @@ def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any,
         return
     modules = [model.get_submodule(path) for path in groups]
     together = (*(m for m in modules if m is not model), model)
+    whole = set() if way == "ddp" else keep_whole(model, device_mesh)
     for module in together:
-        _shard(module, flat_mesh(device_mesh), way)
+        _shard(module, flat_mesh(device_mesh), way, whole, precision)
     if flat_mesh(device_mesh) is not device_mesh:
         from holdall.parallel.sharding.zeropp import use_nodes
 
@@ -79,17 +82,37 @@ def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any,
         share_pool(together)
 
 
-def _shard(module: torch.nn.Module, device_mesh: Any, way: str) -> None:
+def _shard(module: torch.nn.Module, device_mesh: Any, way: str, whole: set[torch.nn.Parameter], precision: str) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if precision:  # inputs are cast as they are in one process (`casts.py`)
+        dtype = getattr(torch, precision)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if way in ("ddp", "zero1"):
         try:
             from torch.distributed._composable.replicate_with_fsdp import replicate
         except ImportError:
             raise Unsupported("this torch cannot replicate models by its engine of shards", hint='use shard="zero2"') from None
-        replicate(module, mesh=device_mesh)
+        replicate(module, mesh=device_mesh, mp_policy=policy)
         return
-    from torch.distributed.fsdp import fully_shard
+    again = {"fsdp": None, "zero2": False}.get(way, True)
+    fully_shard(
+        module,
+        mesh=device_mesh,
+        reshard_after_forward=again,
+        shard_placement_fn=_place_of_shards,
+        mp_policy=policy,
+        ignored_params=whole or None,
+    )
 
-    fully_shard(module, mesh=device_mesh, reshard_after_forward={"fsdp": None, "zero2": False}.get(way, True))
+
+def _place_of_shards(p: torch.nn.Parameter) -> Any:
+    """The dimension that is cut; None: the first. One with matrices side by side, each of them divided, is not cut again: the
+    parts would be none that DTensor can join."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if is_uncuttable(p) else None
 
 
 def divide_update(optimizer: torch.optim.Optimizer, model: torch.nn.Module, device_mesh: Any, way: str) -> None:

@@ -245,14 +245,14 @@ class _Sharding:
                 moved=2 * size,
                 dtype=group.params[0].dtype,
             )
-            name = "c10d._reduce_scatter_base_.default" if self.way != "ddp" else "aten.copy_.default"
-            scatter = self._op(name, Phase.BACKWARD, group.path, reads=(whole,), writes=(part,))
+            name, copied = ("c10d._reduce_scatter_base_.default", size) if self.way != "ddp" else ("aten.copy_.default", 0)
+            given = {"workspace": copied if self.trace.about.device == "cpu" else 0}  # gloo makes a copy
+            scatter = self._op(name, Phase.BACKWARD, group.path, reads=(whole,), writes=(part,), **given)
             put = [cat, scatter]
             if self.way != "ddp":
                 self.kinds.append((scatter, "reduce_scatter", size, _joined(self.cut)))
             if self.copies:
-                summed = self._flat(with_grad, held_dtype)
-                self.kinds.append((scatter, "all_reduce", summed, _joined(self.copies)))
+                self.kinds.append((scatter, "all_reduce", self._flat(with_grad, held_dtype), _joined(self.copies)))
             count = there.get(group.over, 0)
             if held is not None:
                 self.ends[held] = last if count and last is not None else group.over
