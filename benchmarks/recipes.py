@@ -44,6 +44,7 @@ RECIPES: dict[str, tuple[float | None, str]] = {
     f"fp4:{HEAD}": (None, "NeurIPS 2020: images and one LSTM"),
     "dorefa": (None, "arXiv 1606.06160: images"),
     "qat-int8": (0.02, "arXiv 1712.05877: near float32"),
+    "qat-fp8": (None, "the same rule in FP8, by torchao"),
 }
 
 

@@ -34,16 +34,7 @@ def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
         return lambda: None
     arena = harness.arena = meter.arena = StepArena(layout, harness.device, note=harness.note())
 
-    def settle(*_: object) -> None:
-        """The first update makes states that stay: they are to fill pages, not to lie scattered over the step's."""
-        if arena.steps == 0 and harness.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    hook = harness.optimizer.register_step_pre_hook(settle) if harness.optimizer is not None else None
-
     def undo() -> None:
-        if hook is not None:
-            hook.remove()
         harness.arena = meter.arena = None
         arena.close()
 
