@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdall.analysis.over_meshes import OverMeshes, plan_over_meshes
@@ -22,7 +23,7 @@ ON_SHARDS = (AUTO, SHARD)  # searches that answer beside, or instead of, ways to
 _STAGES = 8  # rows of ways that are shown
 
 
-def answer_by_search(request: Request, cluster: GpuCluster, search: str, *, json: bool) -> None:
+def answer_by_search(request: Request, cluster: GpuCluster, search: str, *, html: Path | None, json: bool) -> None:
     """What one published search finds, shown."""
     from holdall.cli._ranks import trace_for_gpus
 
@@ -30,12 +31,31 @@ def answer_by_search(request: Request, cluster: GpuCluster, search: str, *, json
     with progress_bar() as progress:
         traced = trace_for_gpus(request, progress)
         found = ask_meshes(traced, cluster, search, progress)
+    if html is not None:
+        write_mesh_page(html, found)
     if json:
         show_json(mesh_json(found))
         return
     workload, machine = traced.workload, traced.machine
     say(f"{cluster.gpus} x {machine.name}, each {workload}" + (f", {traced.held} shards" if traced.held else ""))
     show(facts(mesh_facts(found)))
+    if html is not None:
+        say(f"\nwritten to {html}")
+
+
+def write_mesh_page(html: Path, found: OverMeshes | None) -> None:
+    """The picture of a plan over meshes: schedule, memory of ranks, bytes between stages."""
+    from holdall.pipelines.hybrid.picture import mesh_page
+    from holdall.pipelines.hybrid.plans import played
+    from holdall.pipelines.hybrid.strategies import Pricing
+    from holdall.types._json import write_text
+
+    drawn = None if found is None else played(Pricing(found.model, found.cluster), found.plan)
+    if found is None or drawn is None:
+        raise Unsupported("there is no mesh to draw for this model", hint="leave --html out, or use more GPUs")
+    said = {name: str(value) for name, value in mesh_facts(found).items() if value}
+    title = f"{found.cluster.devices} GPUs: {said.pop('mesh')}"
+    write_text(str(html), mesh_page(drawn, found.plan, title=title, memory=found.cluster.memory, facts=said))
 
 
 def ask_meshes(asked: TracedRequest, cluster: GpuCluster, search: str, progress: Progress) -> OverMeshes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from holdall.analysis.longer import LEAST, stack_of, with_layers
 from holdall.analysis.over_ranks import GpuCluster, OverRanks, needed_by, plan_over_ranks
 from holdall.cli._console import add_row, cell, facts, grid, say, show, show_json
 from holdall.cli._inverse import family_by_size, why_not
-from holdall.cli._meshes import meshes_beside, meshes_json, show_meshes_beside
+from holdall.cli._meshes import meshes_beside, meshes_json, show_meshes_beside, write_mesh_page
 from holdall.cli._progress import progress_bar
 from holdall.cli.plan import plan_json
 from holdall.errors import Infeasible, InvalidInput, Unsupported
@@ -27,7 +28,9 @@ from holdall.types import Hardware, Plan, Progress, Trace
 from holdall.units import format_bytes, format_seconds
 
 
-def answer(request: Request, cluster: GpuCluster, *, largest: bool, fewest: bool, search: str, json: bool) -> Plan:
+def answer(
+    request: Request, cluster: GpuCluster, *, largest: bool, fewest: bool, search: str, html: Path | None, json: bool
+) -> Plan:
     """Find and show what is asked for; returns the plan of it."""
     with progress_bar() as progress:
         if largest:
@@ -43,12 +46,16 @@ def answer(request: Request, cluster: GpuCluster, *, largest: bool, fewest: bool
     if largest:
         show_largest_model(most, names, json=json)
         return most.plan
+    if html is not None:
+        write_mesh_page(html, meshes)
     if json:
         tokens = cluster.gpus * workload.batch * (1 if workload.is_image else workload.seq)
         show_json(over_ranks_json(found, tokens) | meshes_json(meshes, found.plan.predicted.seconds))
         return found.plan
     show_over_ranks(found, workload, machine, cluster)
     show_meshes_beside(meshes, found.plan.predicted.seconds)
+    if html is not None:
+        say(f"\nthe mesh with pipelines or tensor ranks is drawn in {html}")
     return found.plan
 
 

@@ -85,7 +85,10 @@ def plan(
     ] = False,
     points: Annotated[int, typer.Option("--points", metavar="N", min=2, help="With --pareto: budgets to try.")] = 8,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="With --pareto: write the curve here.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="With --pareto: the curve; with --gpus: the mesh in time.", show_default=False
+        ),
     ] = None,
     gpus: Annotated[
         int | None,
@@ -146,10 +149,12 @@ def plan(
         layout=layout,
     )
     asked = [name for name, is_on in (("largest", largest), ("smallest-budget", smallest_budget), ("pareto", pareto)) if is_on]
-    _check_together(asked, {"step": step, "keep-speed": keep_speed, "html": html, "longest-seq": longest_seq, "out": out})
-    if gpus is not None or fewest_gpus:
+    is_over_ranks = gpus is not None or fewest_gpus
+    curve = None if is_over_ranks else html
+    _check_together(asked, {"step": step, "keep-speed": keep_speed, "html": curve, "longest-seq": longest_seq, "out": out})
+    if is_over_ranks:
         nodes = (per_node, inside, across)
-        _over_ranks(request, gpus, nodes, asked, largest, search=search, fewest=fewest_gpus, out=out, json=json)
+        _over_ranks(request, gpus, nodes, asked, largest, search=search, fewest=fewest_gpus, out=out, html=html, json=json)
         return
     if asked:
         question = asked[0]
@@ -192,16 +197,21 @@ def _over_ranks(
     search: str,
     fewest: bool,
     out: Path | None,
+    html: Path | None,
     json: bool,
 ) -> None:
     from holdall.analysis.over_ranks import GpuCluster
-    from holdall.cli._meshes import ON_SHARDS, answer_by_search
+    from holdall.cli._meshes import ON_SHARDS, SHARD, answer_by_search
     from holdall.cli._ranks import answer
 
     if gpus is None:
         raise InvalidInput("--fewest-gpus has no bound", hint="give the most GPUs that there are: --gpus 64 --fewest-gpus")
     if (asked and asked != ["largest"]) or (largest is not None and largest != "model") or (asked and fewest):
         raise InvalidInput("with --gpus the only questions are `--largest model` and `--fewest-gpus`", hint="ask one of them")
+    if html is not None and (asked or fewest or search == SHARD):
+        raise InvalidInput(
+            "--html draws the mesh that a search finds", hint="leave the other question out: --gpus 8 --html FILE"
+        )
     per_node, inside, across = nodes
     cluster = GpuCluster(gpus=gpus, per_node=per_node, inside=inside, across=across)
     if search not in ON_SHARDS:
@@ -209,9 +219,10 @@ def _over_ranks(
             raise InvalidInput(
                 f"--search {search} answers no other question and writes no plan", hint="use --search shard, or leave it out"
             )
-        answer_by_search(request, cluster, search, json=json)
+        answer_by_search(request, cluster, search, html=html, json=json)
         return
-    _write(answer(request, cluster, largest=largest is not None, fewest=fewest, search=search, json=json), out, json=json)
+    found = answer(request, cluster, largest=largest is not None, fewest=fewest, search=search, html=html, json=json)
+    _write(found, out, json=json)
 
 
 def _show(made: Plan, prepared: PreparedRun, found: Any, *, json: bool) -> None:

@@ -30,6 +30,8 @@ _OWN = """
 .t-W { --c: var(--activation); fill: var(--c); } .t-OVERLAP_F_B { --c: var(--offload); fill: var(--c); }
 .t-U { --c: var(--bad); fill: var(--c); }
 .later { filter: brightness(.8); }
+.pipe .held { fill: var(--activation); stroke: none; } .pipe .fixed { fill: var(--param); stroke: none; }
+.pipe .limit { stroke: var(--bad); stroke-width: 1; stroke-dasharray: 4 3; }
 """
 
 
@@ -48,14 +50,22 @@ def pipeline_page(found: PipeTimeline, *, facts: Mapping[str, str]) -> str:
         f'<header><p class="brand">holdall pipeline</p><h1>{escape(title)}</h1>'
         f'<p class="verdict plain">simulated, not measured</p><dl class="facts">{listed}</dl></header>'
     )
+    return page_of(title, f"{header}{schedule_section(found)}{_table(found)}")
+
+
+def page_of(title: str, body: str) -> str:
+    return PAGE.format(title=escape(title), style=STYLE + _OWN, body=body, script="")
+
+
+def schedule_section(found: PipeTimeline) -> str:
+    """Who does what when on every rank."""
     kinds = dict.fromkeys(span.task.kind for span in found.spans if span.task.kind in _NAMES)
     legend = "".join(legend_item(f"t-{kind}", _NAMES[kind]) for kind in kinds)
-    body = (
-        f"{header}<section><h2>Who does what when</h2>"
+    return (
+        "<section><h2>Who does what when</h2>"
         f'<p class="soft">numbers are micro-batches; darker: a rank\'s later stages; grey: idle</p>'
-        f'<ul class="legend">{legend}</ul><div class="pipe">{_drawing(found)}</div></section>{_table(found)}'
+        f'<ul class="legend">{legend}</ul><div class="pipe">{_drawing(found)}</div></section>'
     )
-    return PAGE.format(title=escape(title), style=STYLE + _OWN, body=body, script="")
 
 
 def _drawing(found: PipeTimeline) -> str:

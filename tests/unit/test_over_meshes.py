@@ -12,7 +12,8 @@ from holdall.experiments.request import find_machine
 from holdall.experiments.workload import describe_workload
 from holdall.machine.networks import network
 from holdall.models import override
-from holdall.pipelines.hybrid.plans import HybridPlan, judged
+from holdall.pipelines.hybrid.picture import held_over_time, mesh_page
+from holdall.pipelines.hybrid.plans import HybridPlan, judged, played
 from holdall.pipelines.hybrid.strategies import Pricing, Strategy
 from holdall.pipelines.meshes import Cluster
 from holdall.tracing import groups_of
@@ -76,3 +77,25 @@ def test_a_search_names_mesh_cut_bytes_and_time(monkeypatch):
 def test_what_a_search_does_not_answer_is_refused():
     assert "did you mean `alpa`" in run("--search", "alpaa", code=2)
     assert "answers no other question" in run("--search", "alpa", "--fewest-gpus", code=2)
+    assert "--html draws the mesh" in run("--search", "shard", "--html", "x.html", code=2)
+
+
+def test_a_mesh_is_drawn_with_the_memory_that_it_was_judged_by(read, tmp_path):
+    layers = read[-1]
+    networks = {"inside": network("nvlink-4"), "between": network("infiniband-ndr")}
+    cluster = Cluster(devices=GPUS, per_node=8, memory=2**40, rate=1, **networks)
+    pricing, count = Pricing(layers, cluster), len(layers.layers)
+    ways = (Strategy(1, GPUS // 2, "ddp", False),) * count
+    for schedule in ("one_f_one_b", "zb_h1", "gpipe"):
+        plan = HybridPlan(cut=(0, 3, count), devices=(GPUS // 2,) * 2, strategies=ways, micro_batches=4, schedule=schedule)
+        plan, found = judged(pricing, plan), played(pricing, plan)
+        for rank in range(2):  # another path to the peak than the one that judges
+            assert found.fixed(rank) + max(b for _, b in held_over_time(found, rank)) == pytest.approx(plan.peaks[rank], abs=2)
+            assert held_over_time(found, rank)[-1][1] == 0
+        page = mesh_page(found, plan, title="two stages", memory=cluster.memory, facts={"search": "by hand"})
+        assert page.count("<svg") == 2 and page.count('class="held"') == 2
+        for word in ("Who does what when", "Memory of every rank", "Bytes between stages", "Stage by stage", "simulated"):
+            assert word in page
+    target = tmp_path / "mesh.html"
+    assert "written to" in run("--search", "galvatron", "--html", target)
+    assert "not measured" in target.read_text()

@@ -18,7 +18,7 @@ from holdall.pipelines.costs import PipeCosts, StageCosts
 from holdall.pipelines.hybrid.strategies import LayerCost, Pricing, Strategy
 from holdall.pipelines.pipeline import Pipeline
 from holdall.pipelines.schedules import pipeline
-from holdall.pipelines.simulator import simulate
+from holdall.pipelines.simulator import PipeTimeline, simulate
 from holdall.units import format_bytes
 
 FLUSHED = "one_f_one_b"
@@ -157,17 +157,28 @@ def _messages(pricing: Pricing, plan: HybridPlan) -> list[float]:
     ]
 
 
-def judged(pricing: Pricing, plan: HybridPlan) -> HybridPlan | None:
-    """The plan with its simulated seconds and the bytes of its ranks; None: it cannot be made."""
+class PlayedPlan(NamedTuple):
+    """The simulated pipeline of a plan."""
+
+    timeline: PipeTimeline
+    costs: PipeCosts
+    stages: tuple[StageCost, ...]
+
+    def of_rank(self, rank: int) -> list[StageCost]:
+        return [self.stages[s] for s in self.timeline.pipeline.stages_of(rank)]
+
+    def fixed(self, rank: int) -> int:
+        """Bytes of a rank's states, and the most that one of its layers needs for a while."""
+        own = self.of_rank(rank)
+        return int(sum(s.states for s in own) + max(s.extra for s in own))
+
+
+def played(pricing: Pricing, plan: HybridPlan) -> PlayedPlan | None:
+    """The plan's pipeline, simulated; None: it cannot be made."""
     made = made_pipeline(plan.schedule, plan.pipes, plan.micro_batches)
     stages = stages_of(pricing, plan)
     if made is None or stages is None or made.copies > 1 or made.chain != len(stages):
         return None
-    lead = max(s.lead for s in stages)
-    if plan.pipes == 1:
-        (only,) = stages
-        seconds = lead + plan.micro_batches * (only.forward + only.backward) + only.tail + only.update
-        return replace(plan, seconds=seconds, peaks=(int(only.states + only.held + only.extra),))
     sent = [*_messages(pricing, plan), 0]
     costs = tuple(
         StageCosts(forward=s.forward, input=s.backward - s.weight, weight=s.weight, activations=int(s.held), sent=int(nbytes))
@@ -175,14 +186,32 @@ def judged(pricing: Pricing, plan: HybridPlan) -> HybridPlan | None:
     )
     cluster = pricing.cluster
     network = cluster.inside if cluster.devices <= cluster.per_node else cluster.between
-    found = simulate(made, PipeCosts(stages=costs, network=network))
+    priced = PipeCosts(stages=costs, network=network)
+    return PlayedPlan(simulate(made, priced), priced, tuple(stages))
+
+
+def judged(pricing: Pricing, plan: HybridPlan) -> HybridPlan | None:
+    """The plan with its simulated seconds and the bytes of its ranks; None: it cannot be made."""
+    if plan.pipes == 1:
+        stages = stages_of(pricing, plan)
+        made = made_pipeline(plan.schedule, 1, plan.micro_batches)
+        if made is None or stages is None or made.copies > 1 or made.chain != len(stages):
+            return None
+        (only,) = stages
+        seconds = only.lead + plan.micro_batches * (only.forward + only.backward) + only.tail + only.update
+        return replace(plan, seconds=seconds, peaks=(int(only.states + only.held + only.extra),))
+    found = played(pricing, plan)
+    if found is None:
+        return None
     last = [0.0] * plan.pipes
-    for span in found.spans:
+    for span in found.timeline.spans:
         last[span.rank] = max(last[span.rank], span.end)
-    own = [[stages[s] for s in made.stages_of(r)] for r in range(plan.pipes)]
+    own = [found.of_rank(r) for r in range(plan.pipes)]
     ends = [last[r] + own[r][0].tail + sum(s.update for s in own[r]) for r in range(plan.pipes)]
-    peaks = [int(sum(s.states for s in own[r]) + found.peak[r] + max(s.extra for s in own[r])) for r in range(plan.pipes)]
-    return replace(plan, seconds=lead + max(ends), peaks=tuple(peaks))
+    peaks = [
+        int(sum(s.states for s in own[r]) + found.timeline.peak[r] + max(s.extra for s in own[r])) for r in range(plan.pipes)
+    ]
+    return replace(plan, seconds=max(s.lead for s in found.stages) + max(ends), peaks=tuple(peaks))
 
 
 def least_seconds(pricing: Pricing, plan: HybridPlan) -> float:
