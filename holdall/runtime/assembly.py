@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdall.runtime.arena.step_arena import StepArena
+from holdall.runtime.arena.together import move_together
 from holdall.runtime.budget.meter import CpuMeter, CudaMeter, Meter, device_context
 from holdall.runtime.states.engine import Engine
 from holdall.runtime.states.placement import Placing
@@ -32,7 +33,13 @@ def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
     layout = harness.plan.about.layout
     if layout is None:
         return lambda: None
-    arena = harness.arena = meter.arena = StepArena(layout, harness.device, note=harness.note())
+
+    def make_room() -> None:
+        if harness.engine is not None:
+            harness.engine.settle()
+        move_together(find_there(harness.model, harness.optimizer, harness.engine), harness.device)
+
+    arena = harness.arena = meter.arena = StepArena(layout, harness.device, note=harness.note(), make_room=make_room)
 
     def undo() -> None:
         harness.arena = meter.arena = None

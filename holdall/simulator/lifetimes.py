@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdall.simulator.allocators import Recording
@@ -10,7 +10,8 @@ from holdall.simulator.lower import close, lower
 from holdall.simulator.replay import replay
 from holdall.types import Action, Hardware, Outcome, Phase, Problem, Schedule, Step
 from holdall.types.layout import BLOCK
-from holdall.types.lifetimes import StepLifetimes, lifetimes_of
+from holdall.types.lifetimes import Lifetime, StepLifetimes, lifetimes_of
+from holdall.types.trace import TensorId
 
 HOST_ALIGN = 64  # bytes; torch aligns memory on the host by it
 
@@ -34,6 +35,7 @@ class PlannedStep:
         outcome = replay(self.steps, self.schedule, self.hardware, allocator=recording)
         align = BLOCK if self.hardware.device == "cuda" else HOST_ALIGN
         found = lifetimes_of(recording.order, count_at_start(self.schedule), align=align)
+        found = replace(found, tensors=tuple(joined(found, self.schedule.carried)))
         return replace(found, phases=self._phases(found)), outcome
 
     def _phases(self, lifetimes: StepLifetimes) -> tuple[int, ...]:
@@ -45,6 +47,17 @@ class PlannedStep:
             if born >= 0:
                 first.setdefault(trace.ops[born].site.phase, tensor.begin)
         return tuple(sorted(first[phase] for phase in (Phase.BACKWARD, Phase.STEP) if phase in first))
+
+
+def joined(lifetimes: StepLifetimes, carried: Mapping[TensorId, TensorId]) -> Iterator[Lifetime]:
+    """The lifetimes, those of tensors that steps leave to the next as one each."""
+    ends = {carried[t.key]: t.end for t in lifetimes.tensors if t.begin == 0 and t.key in carried}
+    left = {t.key for t in lifetimes.tensors if t.begin > 0 and t.end == lifetimes.period and t.key in ends}
+    for t in lifetimes.tensors:
+        if t.begin > 0 and t.key in left and t.end == lifetimes.period:
+            yield t._replace(end=ends[t.key])
+        elif not (t.begin == 0 and carried.get(t.key) in left):
+            yield t
 
 
 def count_at_start(schedule: Schedule) -> int:

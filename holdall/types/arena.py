@@ -55,14 +55,17 @@ def lay_out(member: StaticLayout, lifetimes: StepLifetimes, smallest: Bytes | No
     smallest = smallest_of(lifetimes) if smallest is None else smallest
     placed = [n for n in range(len(lifetimes.tensors)) if is_placed(lifetimes, n, smallest)]
     chosen = replace(lifetimes, tensors=tuple(lifetimes.tensors[n] for n in placed), dynamic=frozenset())
-    found = member(chosen)
+    emptiest = min(range(chosen.period), key=chosen.loads.__getitem__)  # few tensors are alive from one step to the next there
+    turned, numbers = chosen.turned(emptiest)
+    found = member(turned)
     assert found.offsets is not None, f"{member.name} gives no offsets"
+    offsets = dict(zip(numbers, found.offsets, strict=True))
     return PlannedLayout(
         name=member.name,
         reserved=found.reserved,
         align=lifetimes.align,
         smallest=smallest,
         sizes=tuple(tensor.size for tensor in chosen.tensors),
-        offsets=tuple(found.offsets),
+        offsets=tuple(offsets[n] for n in range(len(placed))),
         brief=tuple(n for n, tensor in enumerate(chosen.tensors) if tensor.key < 0),
     )

@@ -6,8 +6,9 @@ Moments are numbers of events: each allocation and each free is one. A tensor is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from holdall.types.layout import round_up
@@ -54,18 +55,33 @@ class StepLifetimes:
     dynamic: frozenset[int] = frozenset()  # numbers of tensors whose sizes are known only when they are allocated
 
     @cached_property
-    def load(self) -> Bytes:
-        """The most bytes alive at one moment: no layout can need less."""
+    def loads(self) -> list[Bytes]:
+        """The bytes alive at every moment."""
         change = [0] * (self.period + 1)
         for tensor in self.tensors:
             for begin, end in tensor.spans(self.period):
                 change[begin] += tensor.size
                 change[end] -= tensor.size
-        total = most = 0
-        for delta in change:
-            total += delta
-            most = max(most, total)
-        return most
+        return list(accumulate(change[: self.period]))
+
+    @cached_property
+    def load(self) -> Bytes:
+        """The most bytes alive at one moment: no layout can need less."""
+        return max(self.loads, default=0)
+
+    def turned(self, moment: int) -> tuple[StepLifetimes, list[int]]:
+        """The same steps, counted from another moment on, and the former number of each tensor."""
+        period = self.period
+
+        def later(t: Lifetime) -> Lifetime:
+            begin, end = (t.begin - moment) % period, (t.end - moment) % period
+            return t._replace(begin=begin, end=end or period)
+
+        pairs = sorted(((later(t), n) for n, t in enumerate(self.tensors)), key=lambda pair: (pair[0].begin, pair[1]))
+        numbers = [n for _, n in pairs]
+        dynamic = frozenset(new for new, old in enumerate(numbers) if old in self.dynamic)
+        phases = tuple(sorted((p - moment) % period for p in self.phases))
+        return replace(self, tensors=tuple(t for t, _ in pairs), phases=phases, dynamic=dynamic), numbers
 
     def length(self, number: int) -> int:
         """Moments during which a tensor is alive."""

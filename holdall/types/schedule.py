@@ -155,6 +155,7 @@ class Schedule:
     moved: dict[OpId, OpId] = field(default_factory=dict)  # op -> the earlier one after which it runs instead
     placed: int = 0  # parameters whose norms and updates are handled one by one, between a backward and the next forward
     start: dict[TensorId, str] = field(default_factory=dict)  # tensors that live in a farther tier, from before the step on
+    carried: dict[TensorId, TensorId] = field(default_factory=dict)  # there at the start -> which tensor of the last step it is
 
     def copy(self) -> Schedule:
         """A schedule to rewrite; lists are shared, since a change makes a new one."""
@@ -169,6 +170,7 @@ class Schedule:
             programs=dict(self.programs),
             moved=dict(self.moved),
             start=dict(self.start),
+            carried=dict(self.carried),
         )
 
     # what is there
@@ -222,6 +224,12 @@ class Schedule:
         new = len(self.added) + self.trace.next_id
         self.added[new] = replace(like, id=new, **changes) if changes else _again(like, new)  # type: ignore[arg-type]
         self.holds[new] = []
+        return new
+
+    def carry(self, tensor: TensorId, name: str) -> TensorId:
+        """The same tensor as the step before has left it: there at the start of this one; its id."""
+        new = self.add(self.info(tensor), name=name, born=-1)
+        self.carried[new] = tensor
         return new
 
     def unhold(self, tensor: TensorId, saves: Iterable[Save]) -> None:

@@ -123,9 +123,7 @@ class Updates:
         if self.beside:  # at the start of the step, with the last step's gradients
             for g in unit.grads:
                 schedule.holds[g] = [(len(self.trace.ops), 0)]
-            grads = tuple(
-                schedule.add(self.trace.tensors[g], name=f"{self.trace.tensors[g].name} (before)", born=-1) for g in unit.grads
-            )
+            grads = tuple(schedule.carry(g, f"{self.trace.tensors[g].name} (before)") for g in unit.grads)
         else:
             for g in unit.grads:
                 schedule.holds[g] = []

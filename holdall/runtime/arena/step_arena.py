@@ -1,8 +1,8 @@
 """The arena of a plan's steps: memory that is allocated once, in front of the device's own allocator.
 
     first step   as always, and recorded: predicted requests lack what ops take and free inside. If each would have had its
-                 place, the plan's offsets stay; if not, the recorded lifetimes are laid out in the same way. Tensors that the
-                 step leaves behind, such as optimizer states, stay where they are
+                 place, the plan's offsets stay; if not, the recorded lifetimes are laid out in the same way. What stays on
+                 a GPU between steps, such as optimizer states, is then moved together
     others       requests are counted from the first one on. Each lies at its offset, if it is recognised by place and size and
                  nothing lies there; else the device's allocator serves it. If that happens, the next step is recorded and laid
                  out again, a few times at most
@@ -65,16 +65,23 @@ class StepArena:
     """One per kind of device can be in use. Tensors that outlive it keep its memory."""
 
     def __init__(
-        self, layout: PlannedLayout, device: torch.device, *, note: Callable[[str], None] = lambda _: None, first: int = 1
+        self,
+        layout: PlannedLayout,
+        device: torch.device,
+        *,
+        note: Callable[[str], None] = lambda _: None,
+        first: int = 1,
+        make_room: Callable[[], object] = lambda: None,
     ) -> None:
-        """`first`: the number of the first step that lies in it, counted from 0; the one before is recorded."""
+        """`first`: the number of the first step that lies in it, counted from 0; the one before is recorded.
+        `make_room`: called before its memory is taken of a GPU."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             raise Unsupported("a planned layout is for one process", hint="leave `layout` out")
         index = device.index if device.index is not None else torch.cuda.current_device() if device.type == "cuda" else 0
         self.device = torch.device(device.type, index)
         self.layout = layout
         self.steps = 0
-        self._first, self._note = first, note
+        self._first, self._note, self._make_room = first, note, make_room
         self._library = load()
         self._handle: int | None = None
         self._recordings = 0
@@ -138,6 +145,8 @@ class StepArena:
 
     def _open(self, *, dry: bool) -> None:
         """`dry`: only to record a step."""
+        if not dry and self.device.type == "cuda":
+            self._make_room()
         made = self._make(self.layout, dry=dry)
         if made is None:
             self._give_up(f"{format_bytes(self._capacity)} for it cannot be allocated ({self._message()})")

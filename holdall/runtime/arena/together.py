@@ -1,0 +1,56 @@
+"""Moves what stays on a device between steps close together, so that no page is held by a few bytes.
+
+The first step makes optimizer states beside gradients and activations that are gone later, and what was there before the
+harness lies in segments of its own. Storages keep their identity: views and aliases see the new memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+_SHARE = 0.5  # of the host's free memory, for copies
+
+
+def move_together(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Give the tensors' storages on the device new memory, the largest first; returns their bytes. Values stay. Nothing may
+    read or write them meanwhile: neither other threads nor, after this call's own wait, other streams."""
+    storages = {s._cdata: s for s in map(torch.Tensor.untyped_storage, tensors) if _is_movable(s, device)}
+    ordered = sorted(storages.values(), key=lambda s: -s.nbytes())
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    for part in _parts(ordered, int(_SHARE * _free_host_bytes())):
+        copies = [(storage, storage.cpu() if is_gpu else storage.clone()) for storage in part]
+        for storage in part:
+            storage.resize_(0)
+        if is_gpu:
+            torch.cuda.empty_cache()
+        for storage, copy in copies:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy, non_blocking=False)
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    return sum(s.nbytes() for s in ordered)
+
+
+def _is_movable(storage: torch.UntypedStorage, device: torch.device) -> bool:
+    return storage.device.type == device.type and storage.nbytes() > 0 and storage.resizable()
+
+
+def _parts(storages: list[torch.UntypedStorage], most: int) -> Iterable[list[torch.UntypedStorage]]:
+    """In order, and together at most so many bytes each, unless one alone has more."""
+    part: list[torch.UntypedStorage] = []
+    for storage in storages:
+        if part and sum(s.nbytes() for s in part) + storage.nbytes() > most:
+            yield part
+            part = []
+        part.append(storage)
+    if part:
+        yield part
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
