@@ -8,7 +8,8 @@ Every cell is one call of `holdall.fit`, from the same weights and with the same
 steps in the user's own loop. Budgets: sizes, or "half", which leaves half of plain training's activation memory. Reserved and
 live bytes are those at the peak of the last step, by torch's own counters; live bytes are without what lies idle in the arena.
 Tokens per second are the median of the steps after the arena was in use. A row says whether its losses are those of the first
-cell at its budget; `none` runs twice, since some kernels add in no certain order. `--smoke`: a tiny model on the CPU, where
+cell at its budget, and by what share they differ at most; `none` runs twice, since some kernels add in no certain order and
+a plan with a layout may divide the vocabulary head otherwise. `--smoke`: a tiny model on the CPU, where
 torch's allocator reserves what is live.
 """
 
@@ -70,6 +71,7 @@ def main() -> None:
             row, losses = cell(workload, device, budget, layout, options)
             first = losses if first is None else first
             row["same_losses"] = losses == first
+            row["losses_differ_by"] = max((abs(a / b - 1) for a, b in zip(losses, first, strict=False)), default="")
             rows.append({**row, **about})
             print(line(row), flush=True)
             write(options.out, rows)
@@ -121,6 +123,7 @@ def cell(
         row["fit_seconds"] = round(time.perf_counter() - began, 2)
         predicted = harness.plan.predicted
         row |= {"predicted_live": predicted.peak[home], "predicted_reserved": predicted.reserved or ""}
+        row["predicted_seconds"] = round(predicted.seconds, 5)
         torch.manual_seed(0)
         try:
             for n in range(options.steps):
@@ -142,7 +145,8 @@ def cell(
 
 FIELDS = (
     *("fit_seconds", "predicted_live", "predicted_reserved", "reserved_bytes", "live_bytes", "reserved_over_live"),
-    *("arena_bytes", "placed", "missed", "outside_bytes", "step_seconds", "tokens_per_second", "same_losses", "notes", "error"),
+    *("arena_bytes", "placed", "missed", "outside_bytes", "predicted_seconds", "step_seconds", "tokens_per_second"),
+    *("same_losses", "losses_differ_by", "notes", "error"),
 )
 
 
@@ -175,7 +179,8 @@ def line(row: dict[str, object]) -> str:
     def gib(name: str) -> str:
         return f"{int(str(row[name])) / GiB:.3f}" if row[name] != "" else "--"
 
-    told = row["error"] or f"{row['tokens_per_second']} tokens/s, losses {'the same' if row['same_losses'] else 'DIFFER'}"
+    same = "the same" if row["same_losses"] else f"differ by {row['losses_differ_by']:.1e}"
+    told = row["error"] or f"{row['tokens_per_second']} tokens/s, losses {same}"
     ratio, where = row["reserved_over_live"], f"{row['model']} in {gib('budget_bytes')} GiB"
     placed = f", {row['placed']} placed, {row['missed']} not" if row["placed"] != "" else ""
     return f"{where}: {row['layout']}: reserved {gib('reserved_bytes')} GiB, live {gib('live_bytes')}, {ratio}{placed}; {told}"
