@@ -131,7 +131,6 @@ def test_addresses_of_a_recorded_step_agree_with_its_lifetimes(shape):
         assert lifetimes_of_events(events, arena.layout.align).load == arena.counts.peak
 
 
-@pytest.mark.xfail(strict=True, reason="states that the first step makes are scattered over pages: 2 % more on an H200")
 def test_no_more_is_reserved_than_by_todays_allocator():
     model, batch = world("mid")
     found = {}

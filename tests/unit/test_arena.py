@@ -239,6 +239,48 @@ def test_what_is_alive_at_the_end_of_a_recorded_step_keeps_its_place_in_all_of_t
     assert placed.reserved == 192
 
 
+def record_one_step(arena):
+    """Requests that no layout of one 64-byte tensor has: they are recorded, and laid out before the next step."""
+    arena.begin_step()
+    first, second = torch.empty(64, dtype=torch.uint8), torch.empty(128, dtype=torch.uint8)
+    del first, second
+    arena.end_step()
+    arena.begin_step()
+
+
+def test_a_recorded_step_without_room_for_its_layout_keeps_the_planned_bytes(opened, monkeypatch):
+    arena = opened(layout_of([64], [0]), first=1)
+    make = StepArena._make
+    monkeypatch.setattr(
+        StepArena, "_make", lambda self, layout, *, dry: make(self, layout, dry=dry) if dry or layout.reserved <= 64 else None
+    )
+    record_one_step(arena)
+    assert (arena.size, arena.layout.sizes) == (64, (64, 128))
+    kept = torch.ones(64, dtype=torch.uint8)
+    other = torch.full((128,), 2, dtype=torch.uint8)  # has its offset above the end
+    counts = arena.counts
+    arena.end_step()
+    assert (counts.placed, counts.occupied) == (1, 1)
+    assert bool((kept == 1).all())
+    assert bool((other == 2).all())
+
+
+def test_a_recorded_step_that_takes_more_than_planned_is_searched_for_longer(opened, monkeypatch):
+    arena = opened(layout_of([64], [0], reserved=192), first=1)
+    asked = []
+
+    def lay(member, recorded, smallest):
+        asked.append(member.name)
+        found = lay_out(member, recorded, smallest)
+        return found if member.name == "imanishi" else replace(found, reserved=found.reserved + 64)
+
+    monkeypatch.setattr("holdall.runtime.arena.step_arena.lay_out", lay)
+    record_one_step(arena)
+    arena.end_step()
+    assert asked == ["best_fit", "imanishi"]
+    assert (arena.layout.reserved, arena.layout.name) == (192, "best_fit")
+
+
 # steps of planned models
 
 

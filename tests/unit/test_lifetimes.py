@@ -1,5 +1,7 @@
 """The lifetimes that layouts are given: those of the simulator, to the byte."""
 
+import random
+
 import pytest
 
 import holdall
@@ -7,7 +9,7 @@ from holdall.machine.presets import gpu
 from holdall.planning.finish import with_traced
 from holdall.registry import member_class
 from holdall.simulator import check
-from holdall.simulator.lifetimes import PlannedStep
+from holdall.simulator.lifetimes import PlannedStep, joined
 from holdall.testing.worlds import family, machine
 from holdall.types import Problem
 from holdall.types.lifetimes import Event, Lifetime, StepLifetimes, lifetimes_of
@@ -93,3 +95,34 @@ def test_searched_layouts_of_planned_steps_reserve_at_most_two_percent_more_than
     lifetimes, outcome = planned(name, "chen", "cuda")[0].run()
     for layout in ("imanishi", "minimalloc", "roam"):
         assert member_class("layouts", layout)()(lifetimes).reserved <= 1.02 * outcome.peak["gpu"], layout
+
+
+def test_steps_counted_from_another_moment_have_the_same_loads_and_overlaps():
+    rng = random.Random(5)
+    for _ in range(200):
+        period = rng.randint(2, 12)
+        tensors = []
+        for key in range(rng.randint(1, 7)):
+            begin, end = rng.randrange(period), rng.randint(1, period)
+            tensors.append(Lifetime(key, begin, end, 8 * rng.randint(1, 4)))
+        tensors.sort(key=lambda t: t.begin)
+        whole = StepLifetimes(tuple(tensors), period, 8)
+        moment = rng.randrange(period)
+        turned, numbers = whole.turned(moment)
+        assert sorted(numbers) == list(range(len(tensors)))
+        assert turned.loads == [whole.loads[(m + moment) % period] for m in range(period)]
+        for new, old in enumerate(numbers):
+            assert turned.tensors[new].key == whole.tensors[old].key
+            assert turned.length(new) == whole.length(old)
+            assert [turned.is_alive(new, (m - moment) % period) for m in range(period)] == [
+                whole.is_alive(old, m) for m in range(period)
+            ]
+
+
+def test_a_tensor_that_steps_leave_to_the_next_is_one_lifetime():
+    at_start, left, other = Lifetime(1, 0, 3, 8), Lifetime(2, 5, 9, 8), Lifetime(3, 2, 4, 8)
+    steps = StepLifetimes((at_start, other, left), 9)
+    assert list(joined(steps, {1: 2})) == [other, Lifetime(2, 5, 3, 8)]
+    assert list(joined(steps, {})) == [at_start, other, left]
+    ended = StepLifetimes((at_start, other, Lifetime(2, 5, 8, 8)), 9)  # freed within its step: nothing is left to the next
+    assert list(joined(ended, {1: 2})) == list(ended.tensors)

@@ -28,12 +28,14 @@ from holdall.registry import build_member
 from holdall.runtime.arena.library import load, table
 from holdall.types.arena import lay_out
 from holdall.types.info import PlannedLayout
+from holdall.types.layout import round_up
 from holdall.types.lifetimes import StepLifetimes, lifetimes_of
-from holdall.units import format_bytes
+from holdall.units import PAGE, format_bytes
 
 _TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 _RECORDINGS = 4
 _NOTED = 0.01  # share of its size that a layout may grow without a note
+_LONGER_SEARCH = "imanishi"  # for recorded steps that another layout does not bring into the planned bytes
 
 
 class ArenaCounts(NamedTuple):
@@ -79,7 +81,7 @@ class StepArena:
             raise Unsupported("a planned layout is for one process", hint="leave `layout` out")
         index = device.index if device.index is not None else torch.cuda.current_device() if device.type == "cuda" else 0
         self.device = torch.device(device.type, index)
-        self.layout = layout
+        self.layout, self._planned = layout, layout.reserved
         self.steps = 0
         self._first, self._note, self._make_room = first, note, make_room
         self._library = load()
@@ -95,7 +97,11 @@ class StepArena:
 
     @property
     def _capacity(self) -> int:
-        return max(self.layout.reserved, self.layout.align)
+        return self._capacity_of(self.layout)
+
+    def _capacity_of(self, layout: PlannedLayout) -> int:
+        """On a GPU whole pages: the rest of the last one would be nobody's."""
+        return round_up(max(layout.reserved, layout.align), PAGE if self.device.type == "cuda" else 1)
 
     def record_next(self) -> None:
         """Record the next step, for `recorded`."""
@@ -127,8 +133,7 @@ class StepArena:
             self._leave()
         if not missed:
             return
-        member = build_member("layouts", self.layout.name, {}, f"layout {self.layout.name}")
-        found = lay_out(member, lifetimes_of_events(events, self.layout.align, with_kept=not was_dry), self.layout.smallest)
+        found = self._laid_out(lifetimes_of_events(events, self.layout.align, with_kept=not was_dry))
         more = found.reserved - self._capacity
         if more > _NOTED * self._capacity:
             self._note(f"a step's tensors take {format_bytes(more)} more in their layout than was planned")
@@ -143,11 +148,22 @@ class StepArena:
             self.layout = replace(found, reserved=self.layout.reserved)
             self._library.holdall_arena_replan(self._handle, *table(found.sizes, found.offsets, found.brief))
 
+    def _laid_out(self, recorded: StepLifetimes) -> PlannedLayout:
+        """By the plan's layout; where that takes more than was planned, by a longer search too."""
+        made: list[PlannedLayout] = []
+        for name in dict.fromkeys((self.layout.name, _LONGER_SEARCH)):
+            if not made or made[0].reserved > self._capacity:
+                made.append(lay_out(build_member("layouts", name, {}, f"layout {name}"), recorded, self.layout.smallest))
+        return replace(min(made, key=lambda layout: layout.reserved), name=self.layout.name)
+
     def _open(self, *, dry: bool) -> None:
         """`dry`: only to record a step."""
         if not dry and self.device.type == "cuda":
             self._make_room()
         made = self._make(self.layout, dry=dry)
+        if made is None and self._planned < self.layout.reserved:  # what is above its end lies outside
+            self.layout = replace(self.layout, reserved=self._planned)
+            made = self._make(self.layout, dry=dry)
         if made is None:
             self._give_up(f"{format_bytes(self._capacity)} for it cannot be allocated ({self._message()})")
         else:
@@ -158,7 +174,7 @@ class StepArena:
         is_gpu = self.device.type == "cuda"
         if is_gpu and not dry:
             torch.cuda.empty_cache()  # pages that are free in other places
-        size, planned = max(layout.reserved, layout.align), table(layout.sizes, layout.offsets, layout.brief)
+        size, planned = self._capacity_of(layout), table(layout.sizes, layout.offsets, layout.brief)
         with torch.cuda.device(self.device) if is_gpu else nullcontext():
             kind, limits = _TYPES[self.device.type], (size, layout.align, layout.smallest)
             made = self._library.holdall_arena_make(kind, self.device.index, int(dry), *limits, *planned)

@@ -1,0 +1,40 @@
+"""Tensors that stay between steps are given new memory: values, views and aliases stay."""
+
+import pytest
+import torch
+
+from holdall.runtime.arena import together
+from holdall.runtime.arena.together import move_together
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("free", [1 << 40, 1000, 0], ids=["at once", "in parts", "one by one"])
+def test_values_views_and_aliases_stay(monkeypatch, free):
+    monkeypatch.setattr(together, "_free_host_bytes", lambda: free)
+    torch.manual_seed(0)
+    tensors = [torch.randn(n) for n in (7, 400, 64, 64)]
+    view, alias = tensors[1][100:200], tensors[2].detach()
+    parameter = torch.nn.Parameter(tensors[3])
+    expected = [t.clone() for t in tensors]
+    moved = move_together([*tensors, view, parameter], CPU)
+    assert moved == sum(t.nbytes for t in tensors)  # each storage once
+    assert all(map(torch.equal, tensors, expected))
+    tensors[1].add_(1)
+    tensors[2].add_(1)
+    assert torch.equal(view, tensors[1][100:200])
+    assert torch.equal(alias, tensors[2])
+    assert parameter.data_ptr() == tensors[3].data_ptr()
+
+
+def test_storages_elsewhere_and_empty_ones_are_left_alone():
+    fixed = torch.frombuffer(bytearray(64), dtype=torch.uint8)  # memory of another owner cannot be resized
+    before = fixed.data_ptr()
+    assert move_together([fixed, torch.empty(0), torch.empty(3, device="meta")], CPU) == 0
+    assert fixed.data_ptr() == before
+
+
+def test_parts_hold_at_most_half_of_the_free_memory_or_one_storage():
+    storages = [torch.empty(n, dtype=torch.uint8).untyped_storage() for n in (90, 40, 40, 30)]
+    parts = [[s.nbytes() for s in part] for part in together._parts(storages, 80)]
+    assert parts == [[90], [40, 40], [30]]
