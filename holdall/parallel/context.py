@@ -28,7 +28,7 @@ from holdall.errors import Unsupported
 from holdall.parallel.attention.balanced import BalancedAttention
 from holdall.parallel.attention.queries import QueryAttention
 from holdall.parallel.attention.rings import Ring, RingAttention
-from holdall.parallel.exchanges import Exchanged
+from holdall.parallel.exchanges import Exchanged, Gathered
 from holdall.parallel.parts import Division, Made, avoid_fast_paths, replicate, wrap
 from holdall.types import Phase, Trace
 
@@ -51,12 +51,11 @@ def divide_context(model: torch.nn.Module, attention: Sequence[str], device_mesh
         if next(module.parameters(recurse=False), None) is not None:
             replicate(module, division, made)
     avoid_fast_paths(model)
-    ring = Ring(division.group, division.rank, division.ranks, zigzag=way == "zigzag")
-    attend = {"ulysses": _ulysses, "balanced": _balanced, "queries": _by_queries}.get(way, _around_ring)
+    ring = ring_of(division, way)
     for path in attention:
 
         def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
-            with _Replaced({F.scaled_dot_product_attention: _attention(attend, ring)}):
+            with attention_over(ring, way):
                 return plain(*args, **kwargs)
 
         wrap(model.get_submodule(path), forward)
@@ -64,7 +63,18 @@ def divide_context(model: torch.nn.Module, attention: Sequence[str], device_mesh
     return division
 
 
+def ring_of(division: Division, way: str) -> Ring:
+    """How the sequence lies over the ranks that divide it."""
+    return Ring(division.group, division.rank, division.ranks, zigzag=way == "zigzag")
+
+
 # attention
+
+
+def attention_over(ring: Ring, way: str) -> TorchFunctionMode:
+    """Inside, `F.scaled_dot_product_attention` is computed together by the ranks."""
+    attend = {"ulysses": _ulysses, "balanced": _balanced, "queries": _by_queries}.get(way, _around_ring)
+    return _Replaced({F.scaled_dot_product_attention: _attention(attend, ring)})
 
 
 class _Replaced(TorchFunctionMode):
@@ -167,15 +177,26 @@ def _parts(model: torch.nn.Module, given: dict[str, Any], ring: Ring, names: Any
     if "labels" in along and _shifts(model) and takes_any and "shift_labels" not in along:
         labels = F.pad(along["labels"], (0, 1), value=IGNORED)[:, 1:]
         along |= {"labels": labels, "shift_labels": labels}
-    changed = {name: _own(t, ring) if t.shape[1] == length else t for name, t in along.items()}
+    changed = {name: own_positions(t, ring) if t.shape[1] == length else t for name, t in along.items()}
     if "attention_mask" in names:  # tells that it is one sequence, though its positions may leap
         changed["attention_mask"] = torch.ones_like(changed["position_ids"]).expand(first.shape[0], -1)
     return {**given, **changed}
 
 
-def _own(t: torch.Tensor, ring: Ring) -> torch.Tensor:
+def own_positions(t: torch.Tensor, ring: Ring) -> torch.Tensor:
+    """This rank's part of a sequence, which lies along dimension 1."""
     pieces = t.chunk(ring.ranks * (2 if ring.zigzag else 1), 1)
     return torch.cat([pieces[n] for n in ring.pieces(ring.rank)], 1)
+
+
+def all_positions(t: torch.Tensor, ring: Ring) -> torch.Tensor:
+    """The sequence of which every rank has a part. All go on alike, and backward is each one's part of the gradient."""
+    gathered = Gathered.apply(t, 1, ring.group, False)
+    order = [n for rank in range(ring.ranks) for n in ring.pieces(rank)]
+    if order == sorted(order):
+        return gathered  # type: ignore[no-any-return]
+    pieces = gathered.chunk(len(order), 1)
+    return torch.cat([pieces[order.index(n)] for n in range(len(order))], 1)
 
 
 def _shifts(model: torch.nn.Module) -> bool:

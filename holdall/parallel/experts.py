@@ -39,10 +39,11 @@ def _experts_of(module: torch.nn.Module) -> int:
     return int(number) if is_stack and is_alone and len(takes) == 3 else 0
 
 
-def divide_experts(model: torch.nn.Module, experts: Sequence[str], device_mesh: Any) -> Division:
-    """Divide the experts of a model over the ranks of a mesh with one dimension, in place."""
+def divide_experts(model: torch.nn.Module, experts: Sequence[str], device_mesh: Any, *, means: bool = True) -> Division:
+    """Divide the experts of a model over the ranks of a mesh with one dimension, in place. `means`: backward takes the means
+    of the other parameters' gradients over the ranks; without, whoever calls this does."""
     division = Division(device_mesh.get_group(), device_mesh)
-    division.is_mean = True
+    division.is_mean = means
     made: Made = {}
     for path in experts:
         _divide_stack(model.get_submodule(path), division, made)

@@ -1,4 +1,5 @@
-"""Tensor ranks inside stages, on 8 ranks: 2 x 2 x 2 of pipelines, replicas and tensor ranks, and 4 x 2 without replicas."""
+"""Tensor ranks inside stages, on 8 ranks: 2 x 2 x 2 of pipelines, replicas and tensor ranks, and 4 x 2 without replicas. And
+context ranks instead of tensor ranks."""
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ WIDTH, WORDS, LENGTH, ROWS, N = 16, 64, 6, 4, 2
 CASES = {
     "own 3d": ("own", {"pp": 2, "dp": 2, "tp": 2}, {"shard": "ddp"}),
     "llama 3d sharded": ("llama", {"pp": 2, "dp": 2, "tp": 2}, {"shard": "zero2"}),
+    "llama context": ("llama", {"pp": 2, "dp": 2, "cp": 2}, {"shard": "zero3+ring"}),
     "own 2d": ("own", {"pp": 4, "tp": 2}, {"schedule": "zb_h1", "recompute": [1, 3], "offload": [4]}),
 }
 
@@ -151,8 +153,8 @@ def test_a_rank_has_its_part_of_a_stage(ran):
     """Norms and the biases of rows are whole on tensor ranks; all else is divided by all three sizes."""
     for case, (name, mesh, asked) in CASES.items():
         total = sum(p.nbytes for p in build(name).parameters())
-        shards = mesh.get("dp", 1) if asked.get("shard") == "zero2" else 1
-        replicas = mesh.get("dp", 1) // shards
+        shards = mesh.get("dp", 1) if asked.get("shard", "ddp") != "ddp" else 1
+        replicas = mesh.get("dp", 1) * mesh.get("cp", 1) // shards
         held = sum(found[case][2] for found, _ in ran)
         assert replicas * total <= held < 1.15 * replicas * total
 

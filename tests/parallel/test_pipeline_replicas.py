@@ -89,7 +89,7 @@ def planned():
 def refused(what):
     asked = {"schedule": "1f1b", "micro_batches": N, "loss": loss, "mesh": MESH}
     tries = {
-        "dims": {"mesh": {"pp": 2, "cp": 2}},
+        "dims": {"mesh": {"pp": 2, "xp": 2}},
         "ranks": {"mesh": {"pp": 2, "dp": 4}},
         "versions": {"schedule": "pipedream", "optimizer": torch.optim.SGD},
         "copies": {"schedule": "chimera", "shard": "zero2"},
@@ -103,7 +103,7 @@ def refused(what):
 
 
 REFUSALS = {
-    "dims": "a mesh of pipelines has `pp`, and `dp` and `tp` where they are wanted, not pp x cp",
+    "dims": "a mesh of pipelines has `pp`, and where they are wanted `dp` and one of tp, cp, ep, not pp x xp",
     "ranks": "the mesh has 8 ranks, but the process group 4",
     "versions": "`pipedream` updates inside a step",
     "copies": "two copies of every stage",

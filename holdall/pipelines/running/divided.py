@@ -1,103 +1,63 @@
-"""Divides the layers of stages over tensor ranks, by `parallel/tensor.py`: regions are found in a trace of the whole model.
+"""Stages that several ranks divide among them, in one of the ways of `parallel/ways.py`: what the ways have in common.
 
-A region (columns and their row) lies inside one piece of the model. Activations between pieces are whole on all tensor ranks,
-so a stage receives what a pipeline without them would send.
+tp   the linear layers inside each piece of the model; what stages send is whole (`by_tensors.py`)
+cp   the sequence; stages send each rank's part of it (`by_context.py`)
+ep   the experts; every rank has a batch of its own (`by_experts.py`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.parallel.agree import from_first
 from holdall.parallel.checking import SMALLEST
-from holdall.parallel.groups import among
-from holdall.parallel.tensor import divide
-from holdall.pipelines.running.mesh import PipeMesh
-from holdall.types.mesh import Mesh, MeshDim
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of a micro-batch
 
 
 class Divider:
-    """Finds what can be divided, divides this rank's stages, and compares what they compute with what they did before."""
+    """Divides this rank's stages, and compares what they compute on the sample with what they did before."""
 
-    def __init__(
-        self, pieces: Sequence[torch.nn.Module], sample: Sample, before: Sequence[Any], loss: Any, mesh: PipeMesh
-    ) -> None:
-        """`before`: what the pieces get, whole, and the last returns."""
-        from holdall.tracing import trace_sharded
+    fused = ""  # a layer that holds several matrices side by side, which were divided each
 
-        self._on = mesh.on["tp"]
-        rows = mesh.on.mesh.reshape(-1, mesh.parts).tolist()  # `tp` is the last dimension
-        whole = torch.nn.Sequential(*pieces)
-
-        def step(model: torch.nn.Module, batch: Sample) -> Any:
-            return loss(model(batch[0]), batch[1])
-
-        asked = Mesh(dims=(MeshDim(name="tp", size=mesh.parts),))
-        with among(rows):
-            found = from_first(lambda: trace_sharded(whole, sample, asked, "tensor", loss=step).about.shards)
-        assert found is not None
-        self._regions = [r for r in found.regions if len({_piece(path) for path in (*r.columns, r.row)}) == 1]
-        self._vocabulary = found.vocabulary
-        if not self._regions:
-            raise Unsupported(
-                f"no piece of the model has linear layers that can be divided over {mesh.parts} ranks",
-                hint='leave `tp` out of the mesh, and use {"pp": ..., "dp": ...}',
-            )
-        self.fused = next((r.columns[0] for r in self._regions if r.parts > 1), "")  # several matrices side by side
-        if self.fused and mesh.shard != "ddp":
-            raise Unsupported(
-                f"`{self.fused}` is several matrices side by side, and torch cannot shard what tensor ranks have of them",
-                hint='use shard="ddp"',
-            )
-        self._before = before
+    def __init__(self, before: Sequence[Any] | None, group: Any) -> None:
+        """`before`: what the pieces of the model get on this rank, and what the last returns; None: there is no sample."""
+        self.before, self._group = before, group
 
     def divide(self, module: torch.nn.Module, low: int, high: int) -> None:
         """Divide a stage, of pieces `low` to `high`, in place."""
+        self._divide(module, low, high)
+        if self.before is None:
+            return
+        after = evaluated(list(module.children()), self.before[low])[-1]
+        error = _largest_error(self.before[high], after)
+        dist.all_reduce(error, dist.ReduceOp.MAX, self._group)  # some ranks may have computed the same
+        if not error.item() <= 1:
+            raise Unsupported(
+                f"pieces {low} to {high - 1} compute something else when they are divided: the error is {error.item():.1e} "
+                "times what is allowed",
+                hint='use {"pp": ..., "dp": ...}, which leaves computation as it is; Hugging Face\'s models divide attention '
+                'with attn_implementation="sdpa"',
+            )
 
-        def own(path: str) -> str:
-            first, _, rest = path.partition(".")
-            return f"{int(first) - low}.{rest}" if rest else str(int(first) - low)
-
-        regions = [
-            replace(r, columns=tuple(map(own, r.columns)), row=own(r.row)) for r in self._regions if low <= _piece(r.row) < high
-        ]
-        words = [own(path) for path in self._vocabulary if low <= _piece(path) < high]
-        if regions or words:
-            divide(module, regions, words, self._on)
-        self._compare(module, low, high)
-
-    def _compare(self, module: torch.nn.Module, low: int, high: int) -> None:
-        found = evaluated(list(module.children()), self._before[low])[-1]
-        for a, b in zip(_floats(self._before[high]), _floats(found), strict=True):
-            error = (a - b).abs().max().item() / max(a.abs().max().item(), torch.finfo(a.dtype).tiny)
-            if not error <= max(torch.finfo(a.dtype).eps ** 0.6, SMALLEST):
-                raise Unsupported(
-                    f"pieces {low} to {high - 1} compute something else when they are divided (relative error {error:.1e})",
-                    hint='leave `tp` out of the mesh, and use {"pp": ..., "dp": ...}',
-                )
+    def _divide(self, module: torch.nn.Module, low: int, high: int) -> None:
+        raise NotImplementedError
 
 
-def sample_of(sample: Any, micro_batches: int) -> Sample:
+def sample_of(sample: Any, micro_batches: int, device: torch.device) -> Sample:
     """The first micro-batch of a batch that was given for a trace."""
     if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and all(isinstance(t, torch.Tensor) for t in sample)):
         raise InvalidInput(
-            "tensor ranks and budgets need a batch to look at",
+            "tensor ranks, context ranks and budgets need a batch to look at",
             hint="pass sample=(inputs, targets), as `step` takes them",
         )
-    inputs, targets = sample
+    inputs, targets = (t.to(device) for t in sample)
     return inputs[: max(1, len(inputs) // micro_batches)], targets[: max(1, len(targets) // micro_batches)]
-
-
-def _piece(path: str) -> int:
-    return int(path.partition(".")[0])
 
 
 def evaluated(pieces: Sequence[torch.nn.Module], inputs: Any) -> list[Any]:
@@ -114,6 +74,17 @@ def evaluated(pieces: Sequence[torch.nn.Module], inputs: Any) -> list[Any]:
         for m, was in modes.items():
             m.training = was
     return found
+
+
+def _largest_error(before: Any, after: Any) -> torch.Tensor:
+    """Of what is allowed for the dtype: more than 1 is too much."""
+    worst = torch.zeros(())
+    for a, b in zip(_floats(before), _floats(after), strict=True):
+        if a.shape != b.shape:
+            return torch.full((), float("inf"), device=a.device)
+        allowed = max(torch.finfo(a.dtype).eps ** 0.6, SMALLEST) * a.abs().max().clamp(min=torch.finfo(a.dtype).tiny)
+        worst = torch.fmax(((a - b).abs().max() / allowed).nan_to_num(nan=float("inf")).float(), worst.to(a.device))
+    return worst
 
 
 def _floats(value: Any) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
-"""The ranks of pipelines as a mesh: `pp` of a pipeline, `dp` pipelines beside one another, `tp` that divide a stage's layers.
+"""The ranks of pipelines as a mesh: `pp` of a pipeline, `dp` pipelines beside one another, and `tp`, `cp` or `ep` that divide
+what a stage computes (`divided.py`).
 
-Ranks are laid out in that order, so that those of `tp` are neighbours: of {"pp": 2, "dp": 2, "tp": 2}, ranks 0 and 1 divide the
-first stage of the first replica, 2 and 3 that of the second, 4 to 7 have the last stage. Ranks of one replica have the same
-batch, replicas have their own. How replicas share a stage:
+Ranks are laid out in that order, so that those that divide are neighbours: of {"pp": 2, "dp": 2, "tp": 2}, ranks 0 and 1 divide
+the first stage of the first replica, 2 and 3 that of the second, 4 to 7 have the last stage. Ranks of one replica have the same
+batch, replicas have their own, and so have the ranks of `ep`. How replicas share a stage:
 
     ddp     each has all of it; gradients are averaged once, after the last micro-batch
     zero2   parameters and gradients are in shards between steps: gathered once in a step, scattered after its last micro-batch
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -25,12 +27,15 @@ from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_nam
 from holdall.parallel.agree import timeout_of
 from holdall.parallel.checking import batch_digest
 from holdall.parallel.sharding.build import shard_model
+from holdall.parallel.ways import DIVIDED as DIVISIONS
+from holdall.parallel.ways import split_way
 from holdall.pipelines.hybrid.starting import is_split
 from holdall.pipelines.pipeline import ONE, Pipeline
-from holdall.sharded import local_of
+from holdall.sharded import is_shard, local_of
 from holdall.types.mesh import Mesh
 
-DIMS = ("pp", "dp", "tp")  # the slowest network first
+DIVIDED = {"tp": DIVISIONS["tp"][:1], "cp": DIVISIONS["cp"], "ep": DIVISIONS["ep"]}  # ways; the first is the default
+DIMS = ("pp", "dp", *DIVIDED)  # the slowest network first; of those that divide there is one at most
 WAYS = ("ddp", "zero2", "zero3", "fsdp")
 
 
@@ -38,15 +43,16 @@ class PipeMesh:
     """This rank's place, and the groups that it is of."""
 
     def __init__(self, sizes: Mapping[str, int] | Mesh | None, shard: str, group: Any) -> None:
-        if shard not in WAYS:
-            raise unknown_name("way to share a stage", shard, WAYS)
-        self.shard = "zero3" if shard == "fsdp" else shard
-        self.pipe_group, self.sizes = group, {"pp": dist.get_world_size(group), "dp": 1, "tp": 1}
+        self.pipe_group, self.sizes = group, dict.fromkeys(DIMS, 1) | {"pp": dist.get_world_size(group)}
         self.on: Any = None  # torch's mesh; None: a pipeline and nothing beside it
         if sizes is not None:
             self.sizes = _checked(Mesh.of(sizes), group)
-        self.replicas, self.parts = self.sizes["dp"], self.sizes["tp"]
-        if self.shard != "ddp" and self.replicas == 1:
+        self.dividing = next((name for name in DIVIDED if self.sizes[name] > 1), "")
+        self.parts = self.sizes.get(self.dividing, 1)
+        self.shard, self.division = _ways(shard, self.dividing)
+        self.own = ("dp", "ep")  # dimensions whose ranks have batches of their own
+        self.replicas = prod(self.sizes[name] for name in self.own)
+        if self.shard != "ddp" and self.sizes["dp"] == 1:
             raise InvalidInput(
                 f'shard="{shard}" is for stages that several ranks share', hint='use mesh={"pp": 2, "dp": 2}, or leave it out'
             )
@@ -56,13 +62,13 @@ class PipeMesh:
         """Is there a pipeline and nothing beside it?"""
         return self.replicas == self.parts == 1
 
-    def connect(self) -> None:
+    def connect(self, device: torch.device) -> None:
         """Make the groups; all ranks must come here."""
         from torch.distributed.device_mesh import init_device_mesh
 
         if not self.is_alone:
             there = [name for name in DIMS if name == "pp" or self.sizes[name] > 1]
-            self.on = init_device_mesh("cpu", tuple(self.sizes[name] for name in there), mesh_dim_names=tuple(there))
+            self.on = init_device_mesh(device.type, tuple(self.sizes[name] for name in there), mesh_dim_names=tuple(there))
             self.pipe_group = self.on.get_group("pp")
             for name in there:  # torch gives groups of a mesh its own default
                 limit = timedelta(seconds=timeout_of())
@@ -72,19 +78,24 @@ class PipeMesh:
         """This rank's number along a dimension."""
         return int(self.on.get_local_rank(dim)) if self.on is not None and self.sizes[dim] > 1 else 0
 
+    @property
+    def replica(self) -> int:
+        """The number of this rank's batches."""
+        return self.place("dp") * self.sizes["ep"] + self.place("ep")
+
     def check(self, made: Pipeline) -> None:
         """Refuse what a schedule does not do on such a mesh."""
         if self.is_alone:
             return
         if made.weights != ONE:
             raise Unsupported(
-                f"`{made.name}` updates inside a step, which replicas and tensor ranks do not do together",
+                f"`{made.name}` updates inside a step, which ranks beside a pipeline do not do together",
                 hint="use a schedule that flushes, such as 1f1b",
             )
-        if made.copies > 1 and (self.parts > 1 or self.shard != "ddp"):
+        if made.copies > 1 and (self.dividing in ("tp", "ep") or self.shard != "ddp"):
             raise Unsupported(
                 f"`{made.name}` has two copies of every stage, which are neither divided nor sharded",
-                hint='use shard="ddp" and no `tp`, or a schedule with one copy, such as 1f1b',
+                hint='use shard="ddp" and neither `tp` nor `ep`, or a schedule with one copy, such as 1f1b',
             )
         if self.shard == "zero3" and is_split(made):
             raise Unsupported(
@@ -94,7 +105,7 @@ class PipeMesh:
 
     def refuse_other_batches(self, batch: Sequence[torch.Tensor]) -> None:
         """Refuse, on all ranks, a batch in which the ranks of a replica differ."""
-        own = (self.place("dp"), batch_digest(batch))
+        own = (self.replica, batch_digest(batch))
         group = self.pipe_group if self.on is None else None
         said: list[tuple[int, str]] = [own] * dist.get_world_size(group)
         dist.all_gather_object(said, own, group=group)
@@ -111,48 +122,76 @@ class PipeMesh:
         if self.shard != "ddp":
             shard_model(module, [name for name, _ in module.named_children()], self.on["dp"], self.shard)
 
-    def average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Average gradients over the replicas, in one all-reduce for each dtype; shards are averaged already."""
-        if self.replicas == 1 or self.shard != "ddp":
-            return
+    def reduce(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Average gradients over the ranks with other batches, and sum those of parts of a sequence; shards are averaged
+        already, and divided experts have all that there is."""
         found = [p for p in parameters if p.requires_grad]
-        used = torch.tensor([p.grad is not None for p in found], dtype=torch.int32)
-        dist.all_reduce(used, group=self.on.get_group("dp"))  # a parameter that no replica used has no gradient
+        if self.shard == "ddp":
+            self._reduce(found, "dp", mean=True)
+        self._reduce([p for p in found if not is_shard(p) or p.placements[-1].is_replicate()], "ep", mean=True)  # type: ignore[attr-defined]
+        self._reduce(found, "cp", mean=False)
+
+    def _reduce(self, parameters: Sequence[torch.nn.Parameter], dim: str, *, mean: bool) -> None:
+        """In one all-reduce for each dtype."""
+        if self.sizes[dim] == 1 or not parameters:
+            return
+        group, device = self.on.get_group(dim), local_of(parameters[0]).device
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+        dist.all_reduce(used, group=group)  # a parameter that no rank used has no gradient
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for p, count in zip(found, used.tolist(), strict=True):
+        for p, count in zip(parameters, used.tolist(), strict=True):
             if count:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 by_dtype.setdefault(p.grad.dtype, []).append(local_of(p.grad))
         for grads in by_dtype.values():
             flat = torch.cat([g.flatten() for g in grads])
-            dist.all_reduce(flat, group=self.on.get_group("dp"))
-            flat /= self.replicas
-            for g, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                g.copy_(mean.view_as(g))
+            dist.all_reduce(flat, group=group)
+            if mean:
+                flat /= self.sizes[dim]
+            for g, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(total.view_as(g))
 
     def same_buffers(self, module: torch.nn.Module) -> None:
         """Give all replicas the first one's buffers, such as averages of batch norms, as DistributedDataParallel does."""
-        if self.replicas == 1:
-            return
-        for inner in module.modules():
-            for name, buffer in inner.named_buffers(recurse=False):
-                if name not in inner._non_persistent_buffers_set:
-                    dist.broadcast(buffer, group=self.on.get_group("dp"), group_src=0)
+        for dim in self._with_others():
+            for inner in module.modules():
+                for name, buffer in inner.named_buffers(recurse=False):
+                    if name not in inner._non_persistent_buffers_set:
+                        dist.broadcast(buffer, group=self.on.get_group(dim), group_src=0)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the replicas of a value of a pipeline."""
-        if self.replicas > 1:
-            dist.all_reduce(value, group=self.on.get_group("dp"))
-            value /= self.replicas
+        for dim in self._with_others():
+            dist.all_reduce(value, group=self.on.get_group(dim))
+            value /= self.sizes[dim]
         return value
+
+    def _with_others(self) -> list[str]:
+        """The dimensions whose ranks have other batches."""
+        return [name for name in self.own if self.sizes[name] > 1]
+
+
+def _ways(asked: str, dividing: str) -> tuple[str, str]:
+    """How replicas share a stage, and how the others divide it; what is left out is the first that there is."""
+    data, division = split_way(asked)
+    ways = DIVIDED.get(dividing, ())
+    if division and division not in ways:
+        if not ways:
+            raise Unsupported(f'shard="{asked}" is for ranks that divide a stage', hint='use mesh={"pp": 2, "cp": 2}')
+        raise unknown_name(f"way to divide a stage over `{dividing}`", division, ways)
+    data = data or WAYS[0]
+    if data not in WAYS:
+        raise unknown_name("way to share a stage", data, WAYS)
+    return "zero3" if data == "fsdp" else data, division or next(iter(ways), "")
 
 
 def _checked(asked: Mesh, group: Any) -> dict[str, int]:
     """The sizes of all dimensions."""
     named = {dim.name: dim.size for dim in asked.dims}
-    if "pp" not in named or set(named) - set(DIMS):
+    if "pp" not in named or set(named) - set(DIMS) or sum(named.get(name, 1) > 1 for name in DIVIDED) > 1:
         raise Unsupported(
-            f"a mesh of pipelines has `pp`, and `dp` and `tp` where they are wanted, not {' x '.join(named)}",
+            f"a mesh of pipelines has `pp`, and where they are wanted `dp` and one of {', '.join(DIVIDED)}, "
+            f"not {' x '.join(named)}",
             hint='use mesh={"pp": 2, "dp": 2}, or `holdall.fit` for a mesh without pipelines',
         )
     if group is not None:

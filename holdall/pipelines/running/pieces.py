@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -63,15 +63,16 @@ class PieceAgain(torch.nn.Module):
 
 
 class DecoderPiece(torch.nn.Module):
-    """One decoder layer; positions count from 0, and attention is causal without padding."""
+    """One decoder layer; positions count from 0 (`places` says which there are), and attention is causal without padding."""
 
     def __init__(self, layer: torch.nn.Module, rotary: torch.nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self.rotary = rotary
+        self.places: Callable[..., torch.Tensor] = torch.arange
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        positions = self.places(hidden.shape[1], device=hidden.device)[None]
         found: Any = self.layer(
             hidden,
             attention_mask=None,

@@ -15,6 +15,9 @@ from holdall.parallel.agree import together
 from holdall.pipelines.cuts import check_bounds, even_cut
 from holdall.pipelines.lowering import lower
 from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
+from holdall.pipelines.running.by_context import ByContext
+from holdall.pipelines.running.by_experts import ByExperts
+from holdall.pipelines.running.by_tensors import ByTensors
 from holdall.pipelines.running.choosing import Some, Wishes
 from holdall.pipelines.running.divided import Divider, Sample, evaluated, sample_of
 from holdall.pipelines.running.faults import ends_with_the_others
@@ -28,6 +31,7 @@ from holdall.types.mesh import Mesh
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+_DIVIDERS: dict[str, Callable[..., Divider]] = {"tp": ByTensors, "cp": ByContext, "ep": ByExperts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class PipePlan:
     bounds: tuple[int, ...]
     wishes: Wishes
     sample: Sample | None  # a micro-batch
+    device: torch.device
 
     def cut(self, stage: int) -> tuple[int, int]:
         """The first layer of a stage, and the one after its last."""
@@ -58,16 +63,17 @@ class PipeRun:
         plan: PipePlan,
         loss: Loss,
         optimizer: MakeOptimizer | None,
-        device: torch.device,
     ) -> None:
         self.pipeline, self.mesh, self.bounds = plan.made, plan.mesh, plan.bounds
         made, mesh = plan.made, plan.mesh
         self._group = group = mesh.pipe_group
         self.rank = dist.get_rank(group)  # in its pipeline
-        self.replica, self.replicas = mesh.place("dp"), mesh.replicas
+        self.replica, self.replicas = mesh.replica, mesh.replicas
         pieces = plan.pieces
-        before = evaluated(pieces, plan.sample[0]) if plan.sample is not None else None  # what pieces get
-        divider = Divider(pieces, plan.sample, before, loss, mesh) if mesh.parts > 1 and plan.sample and before else None
+        before: Sequence[Any] | None = evaluated(pieces, plan.sample[0]) if plan.sample is not None else None  # what pieces get
+        divider = _DIVIDERS[mesh.dividing](pieces, plan.sample, before, loss, mesh) if mesh.dividing else None
+        if divider is not None:
+            before = divider.before
         root = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleList(pieces)
         names = {id(t): name for name, t in [*root.named_parameters(), *root.named_buffers()]}
         self.modules: dict[int, torch.nn.Module] = {}  # stage of this rank -> its layers
@@ -82,14 +88,15 @@ class PipeRun:
         for stage, whole in self.modules.items() if divider is not None else ():
             divider.divide(whole, *plan.cut(stage))  # type: ignore[union-attr]
         self._fused = divider.fused if divider is not None else ""
-        self.saving = StageSaving(plan, self.modules, self.rank, before, loss) if plan.wishes.are_any else None
+        known = before if mesh.dividing != "ep" else None  # other batches give experts other loads
+        self.saving = StageSaving(plan, self.modules, self.rank, known, loss) if plan.wishes.are_any else None
         for whole in self.modules.values():
             mesh.share(whole)
         self.optimizers = {s: optimizer(m.parameters()) for s, m in self.modules.items()} if optimizer is not None else {}
         for rule in self.optimizers.values() if made.weights == PREDICTED else ():
             check_predictable(rule)
         self._loss = loss if self.saving is None else self.saving.counted(loss)
-        self._device, self._lists = device, lower(made)
+        self._device, self._lists = plan.device, lower(made)
         self._runtimes: dict[Any, ListRuntime] = {}  # shapes of a batch -> torch's runtime, which knows one size of messages
         self.stages: dict[int, Any] = {}  # of the last step
 
@@ -158,6 +165,7 @@ class PipeRun:
         All ranks of a pipeline call this with the same batch, and replicas each with their own: the first batch is compared.
         Gradients are means over the micro-batches and the replicas, added to those that are there.
         """
+        inputs, targets = inputs.to(self._device), targets.to(self._device)
         count = self.pipeline.micro_batches
         if len(inputs) % count or len(targets) % count:
             raise InvalidInput(
@@ -192,7 +200,7 @@ class PipeRun:
         for stage in self.stages.values():
             if isinstance(stage, ShardedStage):
                 stage.reduce()
-        self.mesh.average(list(self.parameters()))
+        self.mesh.reduce(list(self.parameters()))
         for module in self.modules.values():
             self.mesh.same_buffers(module)
         for p, old in zip(self.parameters(), before, strict=True):
@@ -229,7 +237,7 @@ class PipeRun:
 
     def _mean_loss(self, losses: dict[int, torch.Tensor]) -> torch.Tensor:
         """Losses of all micro-batches, added in their order, whichever rank has them."""
-        each = torch.zeros(self.pipeline.micro_batches, dtype=torch.float64)
+        each = torch.zeros(self.pipeline.micro_batches, dtype=torch.float64, device=self._device)
         for batch, value in losses.items():
             each[batch] = value.double().item()
         dist.all_reduce(each, group=self._group)
@@ -238,6 +246,18 @@ class PipeRun:
 
 def _flat(parameters: Iterator[torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+
+def _device_of(pieces: Sequence[torch.nn.Module]) -> torch.device:
+    """The device of the model, all of which is on one."""
+    found = list(dict.fromkeys(p.device for piece in pieces for p in piece.parameters()))
+    if any(device.type == "meta" for device in found):
+        raise InvalidInput("parameters of the model are on the meta device, as after a cut", hint="build the model again")
+    if len(found) > 1:
+        raise InvalidInput(
+            f"the model's parameters are on {found[0]} and {found[1]}", hint="put all of it on this rank's device"
+        )
+    return found[0] if found else torch.device("cpu")
 
 
 def start(
@@ -288,13 +308,19 @@ def start(
                 f"`{made.name}` computes with several versions of weights, and a recomputed layer would take the newest",
                 hint="leave `recompute`, `offload` and `budget` out, or use a schedule that flushes, such as 1f1b",
             )
-        asks = on.parts > 1 or wishes.budget is not None
-        part = sample_of(sample, micro_batches) if asks or sample is not None else None
-        return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), wishes=wishes, sample=part)
+        if wishes.budget is not None and on.dividing == "ep":
+            raise Unsupported(
+                "what a rank holds for its experts differs from batch to batch, so that no budget of it can be kept",
+                hint="name the layers: recompute=True, or offload=[...]",
+            )
+        asks = on.dividing in ("tp", "cp") or wishes.budget is not None
+        device = _device_of(pieces)
+        part = sample_of(sample, micro_batches, device) if asks or sample is not None else None
+        return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), wishes=wishes, sample=part, device=device)
 
     plan = together(make)
-    plan.mesh.connect()
-    run = together(lambda: PipeRun(model, plan, loss, optimizer, torch.device("cpu")))
+    plan.mesh.connect(plan.device)
+    run = together(lambda: PipeRun(model, plan, loss, optimizer))
     if run.saving is not None:
         run.saving.agree()
     return run
