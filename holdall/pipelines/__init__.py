@@ -51,7 +51,7 @@ def start(
     optimizer: Callable[[Any], Any] | None = None,
     group: Any = None,
     mesh: Mapping[str, int] | Mesh | None = None,
-    shard: str = "ddp",
+    shard: str | Sequence[str] = "ddp",
     sample: Any = None,
     recompute: bool | Sequence[int] | None = None,
     offload: bool | Sequence[int] | None = None,

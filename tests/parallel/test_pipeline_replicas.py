@@ -23,8 +23,13 @@ CASES = [
     ("zb_v", "zero2"),
     ("interleaved", "zero3"),
     ("gpipe", "zero3"),
+    ("1f1b", "mixed"),
+    ("interleaved", "mixed"),
 ]
-AGAIN = {("gpipe", "zero3"): {"recompute": [0, 2, 5], "offload": [3, 7]}, ("zb_v", "zero2"): {"recompute": [1, 6]}}
+MIXED = ["ddp", "zero3", "zero2", "ddp", "zero3", "ddp", "ddp", "zero2"]
+AGAIN = {("gpipe", "zero3"): {"recompute": [0, 2, 5], "offload": [3, 7]}, ("zb_v", "zero2"): {"recompute": [1, 6]}} | {
+    ("interleaved", "mixed"): {"recompute": [1, 3, 7], "offload": [0, 4]}
+}
 
 
 class Block(nn.Module):
@@ -61,7 +66,8 @@ def local_bytes(tensors):
 
 def step(name, shard):
     more = {**AGAIN[name, shard], "sample": batch(0)} if (name, shard) in AGAIN else {}
-    pipe = holdall.pipelines.start(build(), schedule=name, micro_batches=N, loss=loss, mesh=MESH, shard=shard, **more)
+    given = {"mesh": MESH, "shard": MIXED if shard == "mixed" else shard}
+    pipe = holdall.pipelines.start(build(), schedule=name, micro_batches=N, loss=loss, **given, **more)
     means = [pipe.step(*batch(pipe.replica)).item()]
     with CollectiveBytes("dp", 2) as counted:
         means.append(pipe.step(*batch(pipe.replica)).item())  # gradients are added up
@@ -69,14 +75,15 @@ def step(name, shard):
     held = local_bytes(pipe.parameters()), local_bytes(p.grad for p in pipe.parameters())
     gradients = {i: [whole(p.grad) for p in module.parameters()] for i, module in pipe.modules.items()}
     names = [key for key, _ in pipe.named_parameters()]
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, foreach=True)
+    norm = whole(torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e9))
     optimizer.step()
-    return means, gradients, held, names, [whole(p.detach()) for p in pipe.parameters()], counted.sent
+    return means, gradients, held, names, [whole(p.detach()) for p in pipe.parameters()], counted.sent, norm
 
 
-def planned():
+def planned(*ways):
     """The mesh of a plan, by the call that it is shown with."""
-    strategies = tuple(Strategy(1, 2, "zero2", recompute=n in (1, 4)) for n in range(LAYERS))
+    strategies = tuple(Strategy(1, 2, ways[n % len(ways)], recompute=n in (1, 4)) for n in range(LAYERS))
     plan = HybridPlan(cut=(0, 3, 8), devices=(2, 2), strategies=strategies, micro_batches=N)
     model = build()
     call, why = start_call(plan, model)
@@ -96,6 +103,9 @@ def refused(what):
         "split": {"schedule": "zb_v", "shard": "fsdp"},
         "way": {"shard": "zero9"},
         "alone": {"mesh": {"pp": 4}, "shard": "zero2"},
+        "count": {"shard": ["ddp", "zero2"]},
+        "both": {"mesh": {"pp": 2, "tp": 2}, "shard": MIXED},
+        "two ways": {"mesh": {"pp": 1, "dp": 2, "tp": 2}, "shard": MIXED},
     }
     with pytest.raises((InvalidInput, Unsupported)) as error:
         holdall.pipelines.start(build(), **{**asked, **tries[what]})
@@ -110,6 +120,9 @@ REFUSALS = {
     "split": "`zb_v` computes gradients of weights later",
     "way": "unknown way to share a stage `zero9`",
     "alone": 'shard="zero2" is for stages that several ranks share',
+    "count": "`shard` names 2 ways, but the model is cut into 8 pieces",
+    "both": 'shard=["ddp", "zero3",',
+    "two ways": "pieces that are divided over `tp` are sharded in one way all",
 }
 
 
@@ -122,7 +135,13 @@ def other_batches():
 
 
 def everything():
-    return {case: step(*case) for case in CASES}, {what: refused(what) for what in REFUSALS}, other_batches(), planned()
+    return (
+        {case: step(*case) for case in CASES},
+        {what: refused(what) for what in REFUSALS},
+        other_batches(),
+        planned("zero2"),
+        planned("zero2", "ddp"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +187,24 @@ def test_gradients_are_the_bits_of_one_process(ran, case):
     assert seen == set(gradients)
 
 
+def mixed_bytes(name, rank):
+    """Of a rank's pieces: whole, or halves."""
+    made, found = pipeline(name, ranks=2, micro_batches=N), 0
+    for n, piece in enumerate(build()):
+        if made.rank_of[n * made.chain // LAYERS] == rank:
+            found += sum(p.nbytes for p in piece.parameters()) // (1 if MIXED[n] == "ddp" else 2)
+    return found
+
+
 def test_replicas_stay_alike_and_shards_are_halves(ran):
     parameters = sum(p.nbytes for p in build().parameters()) // 2
     for (name, shard), copies in {case: 2 if case[0] == "chimera" else 1 for case in CASES}.items():
         ranks = [found[name, shard] for found, *_ in ran]
-        for rank in ranks:
+        for n, rank in enumerate(ranks):
             share = 1 if shard == "ddp" else 2
-            assert rank[2] == (copies * parameters // share,) * 2
+            assert rank[2] == (mixed_bytes(name, n // 2) if shard == "mixed" else copies * parameters // share,) * 2
+            gradients = [g for own in rank[1].values() for g in own]
+            assert torch.allclose(rank[6], torch.cat([g.flatten() for g in gradients]).norm(), rtol=1e-14, atol=0)
         for first, second in ((0, 1), (2, 3)):  # of one stage
             assert ranks[first][3] == ranks[second][3]
             assert all(torch.equal(a, b) for a, b in zip(ranks[first][4], ranks[second][4], strict=True))
@@ -188,16 +218,18 @@ def test_parameters_are_gathered_once_in_a_step_or_for_every_pass_of_a_micro_bat
         sent = {case: rank[5] for case, rank in found.items()}
         assert sent["1f1b", "zero2"]["dp all_gather"] == sent["zb_v", "zero2"]["dp all_gather"] == half
         assert sent["interleaved", "zero3"]["dp all_gather"] == 2 * N * half
-        assert {sent[case]["dp reduce_scatter"] for case in CASES if case[1] != "ddp"} == {half}
+        assert {sent[case]["dp reduce_scatter"] for case in CASES if case[1] not in ("ddp", "mixed")} == {half}
         assert not any("all_gather" in link for link in sent["1f1b", "ddp"])
 
 
 def test_a_plan_is_run_by_the_call_that_it_is_shown_with(ran):
     _, gradients = expected("1f1b", cut=(0, 3, 8))
-    for *_, (call, why, ways, found, stage) in ran:
+    alternating = "[" + ", ".join(['"zero2", "ddp"'] * (LAYERS // 2)) + "]"
+    plans = [(found, shard) for rank in ran for found, shard in zip(rank[3:], ('"zero2"', alternating), strict=True)]
+    for (call, why, ways, found, stage), shard in plans:
         assert call == (
             'holdall.pipelines.start(model, loss=loss, schedule="one_f_one_b", micro_batches=4, cut=[3], '
-            'mesh={"pp": 2, "dp": 2}, shard="zero2", recompute=[1, 4])'
+            f'mesh={{"pp": 2, "dp": 2}}, shard={shard}, recompute=[1, 4])'
         )
         assert not why and {n for n, way in ways.items() if way == "recompute"} == ({1} if stage == 0 else {4})
         assert all(torch.equal(2 * a, b) for a, b in zip(found, gradients[stage], strict=True))
@@ -206,7 +238,12 @@ def test_a_plan_is_run_by_the_call_that_it_is_shown_with(ran):
 def test_plans_that_are_not_run_say_why():
     same, other = Strategy(1, 2, "zero2"), Strategy(1, 2, "zero3")
     for strategies, changes, why in (
-        ((same,) * 7 + (other,), {}, "layers are sharded differently (zero2, zero3)"),
+        (
+            (Strategy(2, 2, "zero2"),) * 7 + (Strategy(2, 2, "zero3"),),
+            {"devices": (4, 4)},
+            "sharded differently (zero2, zero3)",
+        ),
+        ((same,) * 7 + (other,), {"schedule": "zb_h1"}, "`zb_h1` does not run with zero3"),
         ((same,) * 7 + (Strategy(2, 1),), {}, "stages have different numbers of GPUs, or layers are divided differently"),
         ((same,) * 8, {"cut": (0, 8), "devices": (2,)}, "there is one stage"),
         ((same,) * 9, {}, "the model is cut into 8 pieces, not 9 layers"),
@@ -227,7 +264,7 @@ def test_a_module_that_a_model_calls_twice_is_two_pieces():
 
 
 def test_what_does_not_work_is_refused_in_one_line(ran):
-    for _, said, other, _ in ran:
+    for _, said, other, *_ in ran:
         for what, part in REFUSALS.items():
             assert part in said[what].splitlines()[0]
         assert "the batch of rank 2 differs from that of rank 0, but they are of one pipeline" in other

@@ -23,12 +23,13 @@ def start_arguments(plan: HybridPlan, model: Any) -> dict[str, Any]:
         raise Unsupported("stages have different numbers of GPUs, or layers are divided differently", hint=_HINT)
     if plan.pipes == 1:
         raise Unsupported("there is one stage, so it is no pipeline", hint=_HINT)
-    ways = {s.way for s in plan.strategies}
-    if mesh["dp"] > 1 and len(ways) > 1:
-        raise Unsupported(f"layers are sharded differently ({', '.join(sorted(ways))})", hint=_HINT)
-    way = ways.pop() if mesh["dp"] > 1 else DDP
+    each = [s.way if mesh["dp"] > 1 else DDP for s in plan.strategies]
+    ways = set(each)
+    if mesh["tp"] > 1 and len(ways) > 1:
+        what = f"layers are sharded differently ({', '.join(sorted(ways))}), and tensor ranks divide them"
+        raise Unsupported(what, hint=_HINT)
     made = pipeline(plan.schedule, ranks=plan.pipes, micro_batches=plan.micro_batches)
-    if way == ZERO3 and is_split(made):
+    if ZERO3 in ways and is_split(made):
         raise Unsupported(f"`{made.name}` does not run with zero3", hint=_HINT)
     pieces = pieces_of(model)
     if len(pieces) != len(plan.strategies):
@@ -41,8 +42,8 @@ def start_arguments(plan: HybridPlan, model: Any) -> dict[str, Any]:
         "cut": list(plan.cut[1:-1]),
         "mesh": {name: size for name, size in mesh.items() if name == "pp" or size > 1},
     }
-    if way != DDP:
-        found["shard"] = way
+    if ways != {DDP}:
+        found["shard"] = each if len(ways) > 1 else each[0]
     if again:
         found["recompute"] = True if len(again) == len(pieces) else again
     return found

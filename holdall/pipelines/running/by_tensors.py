@@ -49,7 +49,7 @@ class ByTensors(Divider):
                 hint='leave `tp` out of the mesh, and use {"pp": ..., "dp": ...}',
             )
         self.fused = next((r.columns[0] for r in self._regions if r.parts > 1), "")
-        if self.fused and mesh.shard != "ddp":
+        if self.fused and not mesh.sharing.is_whole:
             raise Unsupported(
                 f"`{self.fused}` is several matrices side by side, and torch cannot shard what tensor ranks have of them",
                 hint='use shard="ddp"',

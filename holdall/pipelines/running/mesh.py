@@ -3,14 +3,7 @@ what a stage computes (`divided.py`).
 
 Ranks are laid out in that order, so that those that divide are neighbours: of {"pp": 2, "dp": 2, "tp": 2}, ranks 0 and 1 divide
 the first stage of the first replica, 2 and 3 that of the second, 4 to 7 have the last stage. Ranks of one replica have the same
-batch, replicas have their own, and so have the ranks of `ep`. How replicas share a stage:
-
-    ddp     each has all of it; gradients are averaged once, after the last micro-batch
-    zero2   parameters and gradients are in shards between steps: gathered once in a step, scattered after its last micro-batch
-    zero3   parameters are gathered again for every forward and backward of a micro-batch, layer by layer; gradients are whole
-            until the last micro-batch, as torch's pipelines have them; "fsdp" is the same
-
-The last two are torch's `fully_shard`.
+batch, replicas have their own, and so have the ranks of `ep`. How replicas share a stage says `sharing.py`.
 """
 
 from __future__ import annotations
@@ -26,35 +19,39 @@ import torch.distributed as dist
 from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_name
 from holdall.parallel.agree import timeout_of
 from holdall.parallel.checking import batch_digest
-from holdall.parallel.sharding.build import shard_model
 from holdall.parallel.ways import DIVIDED as DIVISIONS
 from holdall.parallel.ways import split_way
 from holdall.pipelines.hybrid.starting import is_split
 from holdall.pipelines.pipeline import ONE, Pipeline
+from holdall.pipelines.running.sharing import DDP, ZERO3, Sharing
 from holdall.sharded import is_shard, local_of
 from holdall.types.mesh import Mesh
 
 DIVIDED = {"tp": DIVISIONS["tp"][:1], "cp": DIVISIONS["cp"], "ep": DIVISIONS["ep"]}  # ways; the first is the default
 DIMS = ("pp", "dp", *DIVIDED)  # the slowest network first; of those that divide there is one at most
-WAYS = ("ddp", "zero2", "zero3", "fsdp")
 
 
 class PipeMesh:
     """This rank's place, and the groups that it is of."""
 
-    def __init__(self, sizes: Mapping[str, int] | Mesh | None, shard: str, group: Any) -> None:
+    def __init__(self, sizes: Mapping[str, int] | Mesh | None, shard: str | Sequence[str], group: Any) -> None:
         self.pipe_group, self.sizes = group, dict.fromkeys(DIMS, 1) | {"pp": dist.get_world_size(group)}
         self.on: Any = None  # torch's mesh; None: a pipeline and nothing beside it
         if sizes is not None:
             self.sizes = _checked(Mesh.of(sizes), group)
         self.dividing = next((name for name in DIVIDED if self.sizes[name] > 1), "")
         self.parts = self.sizes.get(self.dividing, 1)
-        self.shard, self.division = _ways(shard, self.dividing)
+        self.sharing, self.division = _ways(shard, self.dividing)
         self.own = ("dp", "ep")  # dimensions whose ranks have batches of their own
         self.replicas = prod(self.sizes[name] for name in self.own)
-        if self.shard != "ddp" and self.sizes["dp"] == 1:
+        if not self.sharing.is_whole and self.sizes["dp"] == 1:
             raise InvalidInput(
-                f'shard="{shard}" is for stages that several ranks share', hint='use mesh={"pp": 2, "dp": 2}, or leave it out'
+                f"shard={_written(shard)} is for stages that several ranks share",
+                hint='use mesh={"pp": 2, "dp": 2}, or leave it out',
+            )
+        if self.sharing.is_mixed and self.dividing in ("tp", "ep"):
+            raise Unsupported(
+                f"pieces that are divided over `{self.dividing}` are sharded in one way all", hint='use shard="zero2"'
             )
 
     @property
@@ -92,12 +89,12 @@ class PipeMesh:
                 f"`{made.name}` updates inside a step, which ranks beside a pipeline do not do together",
                 hint="use a schedule that flushes, such as 1f1b",
             )
-        if made.copies > 1 and (self.dividing in ("tp", "ep") or self.shard != "ddp"):
+        if made.copies > 1 and (self.dividing in ("tp", "ep") or not self.sharing.is_whole):
             raise Unsupported(
                 f"`{made.name}` has two copies of every stage, which are neither divided nor sharded",
                 hint='use shard="ddp" and neither `tp` nor `ep`, or a schedule with one copy, such as 1f1b',
             )
-        if self.shard == "zero3" and is_split(made):
+        if ZERO3 in self.sharing and is_split(made):
             raise Unsupported(
                 f"`{made.name}` computes gradients of weights later than those of inputs, when zero3 has let the weights go",
                 hint='use shard="zero2"',
@@ -117,17 +114,11 @@ class PipeMesh:
                     hint="give all ranks of a pipeline the same batch: `pipe.replica` is its number, of `pipe.replicas`",
                 )
 
-    def share(self, module: torch.nn.Module) -> None:
-        """Shard a stage's module over its replicas, where they share it; in place."""
-        if self.shard != "ddp":
-            shard_model(module, [name for name, _ in module.named_children()], self.on["dp"], self.shard)
-
     def reduce(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Average gradients over the ranks with other batches, and sum those of parts of a sequence; shards are averaged
         already, and divided experts have all that there is."""
         found = [p for p in parameters if p.requires_grad]
-        if self.shard == "ddp":
-            self._reduce(found, "dp", mean=True)
+        self._reduce([p for p in found if self.sharing.is_whole_on_all(p)], "dp", mean=True)
         self._reduce([p for p in found if not is_shard(p) or p.placements[-1].is_replicate()], "ep", mean=True)  # type: ignore[attr-defined]
         self._reduce(found, "cp", mean=False)
 
@@ -171,18 +162,20 @@ class PipeMesh:
         return [name for name in self.own if self.sizes[name] > 1]
 
 
-def _ways(asked: str, dividing: str) -> tuple[str, str]:
+def _ways(asked: str | Sequence[str], dividing: str) -> tuple[Sharing, str]:
     """How replicas share a stage, and how the others divide it; what is left out is the first that there is."""
-    data, division = split_way(asked)
+    data, division = split_way(asked) if isinstance(asked, str) else (asked, "")
     ways = DIVIDED.get(dividing, ())
     if division and division not in ways:
         if not ways:
-            raise Unsupported(f'shard="{asked}" is for ranks that divide a stage', hint='use mesh={"pp": 2, "cp": 2}')
+            raise Unsupported(f"shard={_written(asked)} is for ranks that divide a stage", hint='use mesh={"pp": 2, "cp": 2}')
         raise unknown_name(f"way to divide a stage over `{dividing}`", division, ways)
-    data = data or WAYS[0]
-    if data not in WAYS:
-        raise unknown_name("way to share a stage", data, WAYS)
-    return "zero3" if data == "fsdp" else data, division or next(iter(ways), "")
+    return Sharing(data or DDP), division or next(iter(ways), "")
+
+
+def _written(asked: str | Sequence[str]) -> str:
+    """As Python, with double quotes."""
+    return repr(asked).replace("'", '"')
 
 
 def _checked(asked: Mesh, group: Any) -> dict[str, int]:

@@ -24,6 +24,7 @@ from holdall.pipelines.running.faults import ends_with_the_others
 from holdall.pipelines.running.mesh import PipeMesh
 from holdall.pipelines.running.pieces import check_shared, pieces_of
 from holdall.pipelines.running.saving import StageSaving
+from holdall.pipelines.running.sharing import ZERO3
 from holdall.pipelines.running.torch_names import ChainedStage, ListRuntime, ShardedStage
 from holdall.pipelines.running.versions import VersionedStage, check_predictable
 from holdall.pipelines.schedules import pipeline
@@ -90,8 +91,10 @@ class PipeRun:
         self._fused = divider.fused if divider is not None else ""
         known = before if mesh.dividing != "ep" else None  # other batches give experts other loads
         self.saving = StageSaving(plan, self.modules, self.rank, known, loss) if plan.wishes.are_any else None
-        for whole in self.modules.values():
-            mesh.share(whole)
+        for stage, whole in self.modules.items() if not mesh.sharing.is_whole else ():
+            mesh.sharing.share(whole, mesh.sharing.of(*plan.cut(stage)), mesh.on["dp"])
+        ways = {stage: mesh.sharing.of(*plan.cut(stage)) for stage in self.modules}
+        self._again = {s: [n for n, way in enumerate(own) if way == ZERO3] for s, own in ways.items()}
         self.optimizers = {s: optimizer(m.parameters()) for s, m in self.modules.items()} if optimizer is not None else {}
         for rule in self.optimizers.values() if made.weights == PREDICTED else ():
             check_predictable(rule)
@@ -102,10 +105,9 @@ class PipeRun:
 
     def _runtime(self, shapes: Any) -> ListRuntime:
         if shapes not in self._runtimes:
-            if self.mesh.shard != "ddp":
-                again = self.mesh.shard == "zero3"
+            if not self.mesh.sharing.is_whole:
                 made: dict[int, ChainedStage] = {
-                    s: ShardedStage(m, s, self.pipeline, self._device, self._group, again=again)
+                    s: ShardedStage(m, s, self.pipeline, self._device, self._group, again=self._again[s])
                     for s, m in self.modules.items()
                 }
                 update = None
@@ -270,7 +272,7 @@ def start(
     optimizer: MakeOptimizer | None = None,
     group: Any = None,
     mesh: Mapping[str, int] | Mesh | None = None,
-    shard: str = "ddp",
+    shard: str | Sequence[str] = "ddp",
     sample: Any = None,
     recompute: Some = None,
     offload: Some = None,
@@ -299,6 +301,7 @@ def start(
                 hint="use torch.optim.AdamW(pipe.parameters())",
             )
         pieces = pieces_of(model)
+        on.sharing.check_pieces(len(pieces))
         sizes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in pieces]
         bounds = check_bounds(cut, len(pieces), made.chain) if cut is not None else even_cut(sizes, made.chain)
         check_shared(pieces, bounds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,29 +124,39 @@ class ChainedStage(PipelineStage):
 
 
 class ShardedStage(ChainedStage):
-    """A stage under `fully_shard`; gradients are whole until `reduce`. `again`: gather parameters for every micro-batch."""
+    """A stage under `fully_shard`; gradients are whole until `reduce`. `again`: pieces of it that gather parameters for every
+    micro-batch."""
 
     def __init__(
-        self, module: torch.nn.Module, index: int, pipeline: Pipeline, device: torch.device, group: Any, *, again: bool
+        self,
+        module: torch.nn.Module,
+        index: int,
+        pipeline: Pipeline,
+        device: torch.device,
+        group: Any,
+        *,
+        again: Sequence[int],
     ) -> None:
         super().__init__(module, index, pipeline, device, group)
-        self._again = again
+        pieces = list(module.children())
+        self._again = [pieces[n] for n in again]
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         found = super().backward_maybe_with_nosync(*args, **kwargs)
-        if self._again:
-            self._reshard()
+        for piece in self._again:
+            _reshard(piece)
         return found
 
     def reduce(self) -> None:
         """Scatter the sums of gradients over the replicas, as means, and let gathered parameters go."""
         self.perform_reduce_grad(1)
-        self._reshard()
+        _reshard(self.submod)
 
-    def _reshard(self) -> None:
-        for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+
+def _reshard(module: torch.nn.Module) -> None:
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
 
 
 def backward_of_inputs(outputs: list[torch.Tensor], inputs: list[Any], module: torch.nn.Module) -> Any:
