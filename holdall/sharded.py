@@ -16,6 +16,7 @@ import torch
 from holdall.errors import Unsupported
 
 _TENSORS, _MODULES, _REPLICAS = "torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel"
+_ENGINE = ("pre_forward", "post_forward", "pre_backward", "post_backward", "finalize_backward")  # where it does its work
 BEFORE = (
     "trace and plan the model before it is sharded, then shard it and call `holdall.apply`; "
     'or let holdall shard it: fit(..., mesh={"dp": 2})'
@@ -107,6 +108,29 @@ def watch_resizes(see: Callable[[torch.UntypedStorage], object]) -> Callable[[],
 
     def end() -> None:
         torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+    return end
+
+
+def watch_engine(inside: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+    """Have `fully_shard` gather, free and reduce inside `inside`; returns the function that ends it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    plain = {name: getattr(FSDPParamGroup, name) for name in _ENGINE}
+
+    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with inside():
+                return run(*args, **kwargs)
+
+        return call
+
+    for name, run in plain.items():
+        setattr(FSDPParamGroup, name, watched(run))
+
+    def end() -> None:
+        for name, run in plain.items():
+            setattr(FSDPParamGroup, name, run)
 
     return end
 

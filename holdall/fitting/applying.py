@@ -74,7 +74,7 @@ def _check_shards(plan: Plan, model: torch.nn.Module) -> None:
     name = sharded_parameter(model)
     if not name and not any(action.over_ranks for action in plan.actions):
         return
-    wrong = next((a.name for a in plan.actions if not a.on_shards or a.by_ops), "")
+    wrong = next((a.name for a in plan.actions if not a.on_shards or (name and a.by_ops)), "")
     if plan.about.precision or plan.about.recipe:
         wrong = f"precision {plan.about.recipe or plan.about.precision}"
     if plan.about.layout is not None:

@@ -6,7 +6,7 @@ more memory than planned. So the plan is checked against the captured ops while 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -21,6 +21,21 @@ from holdall.tracing.calls import Given, Like
 from holdall.types import Block, Plan, Trace
 
 Names = tuple[str, ...]
+
+
+def plan_captured(
+    trace: Trace, make: Callable[[Trace], Plan], correct: Callable[[Trace, Plan], Trace | None]
+) -> tuple[Plan, Trace]:
+    """A plan whose op-by-op blocks were captured with the planned ops, and the trace that it is for. `correct`: the trace
+    corrected by captures of a plan's blocks; None: nothing to correct."""
+    made = make(trace)
+    for _ in trace.blocks:
+        corrected = correct(trace, made)
+        if corrected is None:
+            break
+        trace = corrected
+        made = make(trace)
+    return made, trace
 
 
 def correct_blocks(

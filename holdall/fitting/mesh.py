@@ -13,6 +13,7 @@ from holdall.parallel.ways import way_for
 from holdall.precision import Recipe
 from holdall.problem import resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.tracing import trace_sharded
+from holdall.tracing.calls import Given
 from holdall.types import Mesh, Trace
 
 Ranks = Mapping[str, int] | Mesh | None
@@ -29,7 +30,9 @@ def trace_on_mesh(
     precision: Any,
     autocast: Any,
     head: str | int,
+    given: dict[str, Given] | None = None,
 ) -> Trace:
+    """`holdall.trace` on a mesh. Fills `given` with what each block was called with."""
     if any(dim.name == "pp" for dim in mesh.dims):
         raise Unsupported(
             "a mesh with `pp` is a pipeline, whose step is a call of its own",
@@ -40,7 +43,8 @@ def trace_on_mesh(
     if head not in ("auto", "whole"):
         raise Unsupported("a chunked head does not work on a sharded model", hint='use head="whole"')
     rule = resolve_optimizer(optimizer, model)
-    return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, device=device, precision=dtype, autocast=autocast)
+    how: dict[str, Any] = {"device": device, "precision": dtype, "autocast": autocast, "given": given}
+    return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, **how)
 
 
 def _dtype_over(mesh: Mesh, way: str, precision: Any) -> torch.dtype | None:

@@ -13,6 +13,8 @@ from holdall import api
 from holdall.actions.shard import Shard
 from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
 from holdall.errors import Infeasible, InvalidInput, Unsupported
+from holdall.fitting.captured import correct_blocks, plan_captured
+from holdall.fitting.mesh import trace_on_mesh
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
@@ -21,10 +23,11 @@ from holdall.parallel.groups import connect, device_mesh, ranks_here
 from holdall.parallel.sharding.build import RULED
 from holdall.parallel.ways import DIVIDED, is_divided, is_one_batch, split_way, way_for
 from holdall.planning.finish import finish
-from holdall.problem import hardware_for, make_problem
+from holdall.problem import hardware_for, make_problem, resolve_precision
 from holdall.registry import build_member
 from holdall.runtime.harness import Harness
 from holdall.tracing import groups_of, target_device
+from holdall.tracing.calls import Given
 from holdall.tracing.step import default_loss
 from holdall.types import Hardware, Mesh, Plan, Planner, Trace, _json
 from holdall.types.plan import silent
@@ -58,19 +61,14 @@ def start_on_ranks(
         refuse_other_batches(batch, mesh)
     planner, given = request.planner, dict(request.options)
 
+    called: dict[str, Given] = {}  # what each block was called with
+    how = request.loss, request.device, request.precision, request.autocast, request.head
+
     def record() -> Trace:
-        return api.trace(
-            model,
-            batch,
-            optimizer=optimizer,
-            loss=request.loss,
-            device=request.device,
-            precision=request.precision,
-            autocast=request.autocast,
-            head=request.head,
-            mesh=mesh,
-            shard=way,
-        )
+        return trace_on_mesh(model, batch, mesh, way, optimizer, *how, given=called)
+
+    def correct(trace: Trace, plan: Plan) -> Trace | None:
+        return correct_blocks(trace, plan, model, called, resolve_precision(request.precision))
 
     traced = together(record)
     asked: dict[str, Any] = {"allow": request.allow, "reads_gradients": request.reads_gradients}
@@ -80,17 +78,21 @@ def start_on_ranks(
 
     def make() -> tuple[Plan, Hardware]:
         machine = hardware_for(traced, request.hardware, request.budget)
-        made = api.plan(traced, planner=planner, budget=request.budget, hardware=machine, progress=told, **asked, **given)
-        return made, machine
+
+        def planned(trace: Trace) -> Plan:
+            return api.plan(trace, planner=planner, budget=request.budget, hardware=machine, progress=told, **asked, **given)
+
+        return plan_captured(traced, planned, correct)[0], machine
 
     first, machine = from_first(make)
 
     def mine() -> Plan:
         """The actions of rank 0, with what this rank expects of them."""
         built: Planner = build_member("planners", planner, given, f"planner {planner}")
-        problem = make_problem(traced, budget=request.budget, hardware=machine, **asked)
+        captured = correct(traced, first) or traced
+        problem = make_problem(captured, budget=request.budget, hardware=machine, **asked)
         made = finish(built, problem, first.actions, why=first.why)
-        return made if adjust is None else adjust(made, traced)
+        return made if adjust is None else adjust(made, captured)
 
     plan = together(mine)
     with _compared(request, model, batch, way):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from holdall import api
 from holdall.caching import cache_folder, key_of
 from holdall.errors import HoldallError, Infeasible, InvalidInput, Unsupported
-from holdall.fitting.captured import correct_blocks
+from holdall.fitting.captured import correct_blocks, plan_captured
 from holdall.fitting.correction import Correction, Corrector
 from holdall.fitting.remembering import SLOW, keep_trace, remember_trace
 from holdall.fitting.replan import leave_to_loop, plan_around, plan_within, settled_by
@@ -112,15 +112,7 @@ class PlanBook:
 
     def _checked(self, traced: _Traced, make: Callable[[Trace], Plan]) -> tuple[Plan, Trace]:
         """A plan whose op-by-op blocks were captured with the planned ops."""
-        trace = traced.trace
-        made = make(trace)
-        for _ in trace.blocks:
-            corrected = self._captured(trace, traced.given, made)
-            if corrected is None:
-                break
-            trace = corrected
-            made = make(trace)
-        return made, trace
+        return plan_captured(traced.trace, make, lambda trace, made: self._captured(trace, traced.given, made))
 
     def _captured(self, trace: Trace, given: Mapping[str, Given], plan: Plan | None) -> Trace | None:
         """The trace corrected by captures of the plan's op-by-op blocks; None: nothing to correct."""

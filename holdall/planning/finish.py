@@ -98,9 +98,8 @@ def _on_shards(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions besides the sharding itself; all must work on shards."""
     others = [a for a in actions if not isinstance(a, Shard)]
     wrong = next((a.name for a in others if not a.on_shards), "")
-    by_ops = next((block for a in others for block in a.by_ops), "")
-    if wrong or by_ops or problem.layout:
-        what = f"`{wrong}`" if wrong else f"`{by_ops}` op by op" if by_ops else "a layout"
+    if wrong or problem.layout:
+        what = f"`{wrong}`" if wrong else "a layout"
         raise Unsupported(f"{what} is not planned for a step that is sharded over ranks yet", hint='use planner="auto"')
     return others
 

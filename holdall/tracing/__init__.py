@@ -104,13 +104,16 @@ def trace_sharded(
     device: str | torch.device | None = None,
     precision: torch.dtype | None = None,
     autocast: Autocast = None,
+    given: dict[str, Given] | None = None,
 ) -> Trace:
-    """Record the step of one rank of `mesh`, with the model sharded; see `holdall.trace`."""
+    """Record the step of one rank of `mesh`, with the model sharded; see `holdall.trace`. Fills `given` with the arguments of
+    each block."""
     from holdall.parallel.attempts import divided_and_recorded  # it imports torch.distributed, as does the last
     from holdall.parallel.ways import is_divided
     from holdall.tracing.shards import record_sharded_step
 
-    plain = trace_step(model, batch, optimizer=optimizer, loss=loss, device=device, precision=precision, autocast=autocast)
+    plainly: dict[str, Any] = {"device": device, "precision": precision, "autocast": autocast, "given": given}
+    plain = trace_step(model, batch, optimizer=optimizer, loss=loss, **plainly)
     if plain.about.source != "fake":
         raise Unsupported(
             f"{type(model).__name__} cannot be traced on fake tensors, which sharding needs ({plain.about.notes[-1]})",
@@ -118,17 +121,17 @@ def trace_sharded(
         )
     target = target_device(model, device)
     how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
-    given = (model, batch, optimizer, loss or default_loss, how, target, mesh, way)
+    step = (model, batch, optimizer, loss or default_loss, how, target, mesh, way)
     drawn = random.getstate()
     try:
         with outside_autocast():
             if is_divided(way):
                 beside = groups_of(model, plain) if mesh.data is not None else ()
                 recorded, shards = divided_and_recorded(
-                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*given, groups, build, beside)
+                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*step, groups, build, beside)
                 )
             else:
-                recorded, shards = record_sharded_step(*given, groups_of(model, plain), casts=plain.about.casts)
+                recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=plain.about.casts)
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything

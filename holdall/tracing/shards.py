@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from holdall.parallel.counting import collective_of, group_of
 from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
 from holdall.parallel.sharding.build import divide_update, shard_model
 from holdall.parallel.ways import split_way
-from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_resizes
+from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_engine, watch_resizes
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -34,7 +34,7 @@ from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, record_optimizer, state_tensors
 from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.values.known import KnownValues
-from holdall.types import Block, Kind, Mesh, Op
+from holdall.types import Block, Kind, Mesh, Op, Phase
 from holdall.types.info import CollectiveOp, ShardedStep
 from holdall.types.layout import block_of
 from holdall.updates.parts import clone_optimizer
@@ -48,7 +48,9 @@ class ShardRecorder(Recorder):
         self.collectives: list[CollectiveOp] = []
         self.groups: dict[str, tuple[str, int]] = {}  # as `groups.group_dims` has them, of a mesh of several dimensions
         self.by_gloo = False  # it copies what it reduces and scatters
+        self.engine: set[int] = set()  # ops by which the engine gathers and reduces
         self._dim = dim
+        self._is_engine = False
         self._gathered: set[int] = set()  # storages that the engine fills and frees
         self._filled: list[int] = []  # tensors that the next op makes, besides its own
         self._fillings: dict[int, list[int]] = {}  # storage -> its tensors, one for each time that it was filled
@@ -65,6 +67,8 @@ class ShardRecorder(Recorder):
         super()._record(func, args, kwargs, out, reads, mutates)
         if len(self.ops) == before:
             return
+        if self._is_engine:
+            self.engine.add(before)
         made, self._filled = set(self._filled), []
         if made:
             op = self.ops[-1]
@@ -91,6 +95,15 @@ class ShardRecorder(Recorder):
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         return packed if isinstance(packed, torch.Tensor) else super()._unpack(packed)
+
+    @contextlib.contextmanager
+    def by_engine(self) -> Iterator[None]:
+        """What is recorded inside is the engine's."""
+        was, self._is_engine = self._is_engine, True
+        try:
+            yield
+        finally:
+            self._is_engine = was
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """The engine has filled or freed the storage of a gathered parameter."""
@@ -172,6 +185,7 @@ def record_sharded_step(
             clone = clone_optimizer(optimizer, swapped, foreach=False)
             divide_update(clone, fake, on, way)
         stack.callback(watch_resizes(recorder.resized))
+        stack.callback(watch_engine(recorder.by_engine))
         stack.callback(unrecorded_propagation(recorder.quiet))
         stack.enter_context(recorder)
         if is_elsewhere:
@@ -197,6 +211,7 @@ def record_sharded_step(
         del held
         recorder.close()
         ops, tensors, saves = recorder.finish(align=block_of(device.type))
+        blocks = tuple(with_beside(block, ops, recorder.engine) for block in blocks)
     timed = recorder.trials.is_timed
     recorder.trials.close()
     recorded = Recorded(
@@ -237,6 +252,14 @@ def without_gathering(block: Block, ops: Sequence[Op], fillings: Iterable[Iterab
     if last >= block.last or any(x in block.inputs for op in before for x in op.reads):
         return block  # it has a group inside, whose parameters are gathered later
     return replace(block, first=last + 1)
+
+
+def with_beside(block: Block, ops: Iterable[Op], engine: Collection[int]) -> Block:
+    """The block, which knows which ops of its backward are the engine's: they count as its own where their hooks are its."""
+    inside = f"{block.module}." if block.module else ""
+    mine = (op for op in ops if op.id in engine and op.site.phase is Phase.BACKWARD)
+    beside = tuple(op.id for op in mine if op.site.module == block.module or op.site.module.startswith(inside))
+    return replace(block, beside=(*block.beside, *beside))
 
 
 def _prepare(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from holdall.actions.reschedule import ProgramRewrite, Reschedule
+from holdall.actions.reschedule.gathered import now_gathered
 from holdall.types import Block, Kind, Op, Run, Schedule, Trace
 from holdall.types.program import Nest
 from holdall.types.schedule import Kept, Mark, reading
@@ -273,19 +274,6 @@ class SegmentReplay:
         ops = self.trace.ops[block.first : block.last + 1]
         found = dict.fromkeys(x for op in ops for x in op.mutates if x not in self.own)
         return [x for x in found if self.trace.tensors[x].kind is Kind.BUFFER]
-
-
-def now_gathered(trace: Trace, blocks: Sequence[Block], moment: int) -> dict[int, int]:
-    """Parameters of a sharded model as gathered for the forward of the blocks -> as a replay after this op reads them: those
-    that are gathered already, or the next time."""
-    rows = trace.about.shards.fillings if trace.about.shards is not None else ()
-    read = {x for block in blocks for op in _inside(trace, block) for x in op.reads} if rows else set()
-    found = {}
-    for row in rows:
-        for x in read.intersection(row):
-            alive = [y for y in row if trace.tensors[y].born <= moment and (trace.tensors[y].freed or moment + 1) > moment]
-            found[x] = next(iter(alive), None) or next((y for y in row if trace.tensors[y].born > moment), x)
-    return found
 
 
 def _inside(trace: Trace, block: Block) -> Sequence[Op]:

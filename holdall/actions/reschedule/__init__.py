@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from holdall.actions.reschedule.gathered import now_gathered, sharded_obstacle
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import Action, Block, Choice, Facts, Kind, Op, Phase, Problem, Run, Save, Schedule, Step, Trace
 from holdall.types.program import Effect, fault, lazily
@@ -35,6 +36,7 @@ class Reschedule(Facts):
 
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
+    on_shards: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
     beside: ClassVar[frozenset[str]] = frozenset({"offload", "offload_share", "layer_swap"})  # tensors that it keeps may leave
     rank: ClassVar[int] = 5
@@ -187,8 +189,8 @@ def obstacle(trace: Trace, block: Block) -> str:
         return "its recurrent kernels keep a workspace only under autograd"
     if any(op.site.op in _UNFAKED and op.dtype != "bfloat16" for op in trace.ops[block.first : block.last + 1]):
         return "torch cannot run one of its ops on fake tensors in this precision"
-    if block.apart:
-        return block.apart
+    if block.apart or sharded_obstacle(trace, block):
+        return block.apart or sharded_obstacle(trace, block)
     if block.odd:
         return f"it is called with a {block.odd}, which it may change"
     if block.name in trace.about.asked:
@@ -275,6 +277,7 @@ class ProgramRewrite:
 
     def walk_backward(self, order: Sequence[int]) -> None:
         """The block's backward by the program."""
+        self.now = {**now_gathered(self.trace, [self.block], self.begin), **self.now}
         self.walk(order, self.begin)
         self._hold_tangents()
         self._hold_handed_over()
