@@ -19,6 +19,8 @@ from holdall.types.mesh import DIVIDING
 if TYPE_CHECKING:
     import torch
 
+    from holdall.parallel.parts import Division
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context(Shard):
@@ -32,9 +34,18 @@ class Context(Shard):
         if shards is None or over is None or DIVIDING[over.name] != Context.name:
             return []
         mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
-        return [Context(mesh=mesh, way=shards.way, groups=shards.groups, data_groups=shards.data_groups)]
+        return [
+            Context(
+                mesh=mesh,
+                way=shards.way,
+                groups=shards.groups,
+                data_groups=shards.data_groups,
+                precision=shards.precision,
+                casts=shards.casts,
+            )
+        ]
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> None:
+    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:
         from holdall.parallel.context import divide_context
 
-        divide_context(model, self.groups, device_mesh, way)
+        return divide_context(model, self.groups, device_mesh, way)

@@ -19,6 +19,8 @@ from holdall.types.mesh import DIVIDING
 if TYPE_CHECKING:
     import torch
 
+    from holdall.parallel.parts import Division
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Shard):
@@ -32,9 +34,18 @@ class Experts(Shard):
         if shards is None or over is None or DIVIDING[over.name] != Experts.name:
             return []
         mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
-        return [Experts(mesh=mesh, way=shards.way, groups=shards.groups, data_groups=shards.data_groups)]
+        return [
+            Experts(
+                mesh=mesh,
+                way=shards.way,
+                groups=shards.groups,
+                data_groups=shards.data_groups,
+                precision=shards.precision,
+                casts=shards.casts,
+            )
+        ]
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> None:  # noqa: ARG002
+    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:  # noqa: ARG002
         from holdall.parallel.experts import divide_experts
 
-        divide_experts(model, self.groups, device_mesh)
+        return divide_experts(model, self.groups, device_mesh)

@@ -25,6 +25,7 @@ from holdall.types.mesh import DIVIDING, REPLICAS
 if TYPE_CHECKING:
     import torch
 
+    from holdall.parallel.parts import Division
     from holdall.runtime.harness import Harness
 
 
@@ -91,15 +92,17 @@ class Shard(Facts):
 
         over_data, dividing = split_mesh(device_mesh, Mesh.of(dict(self.mesh)))
         data, division = split_way(self.way)
+        dtype = getattr(torch, self.precision) if self.precision else None
+        if dtype is not None:
+            cast_inputs(model, dtype, self.casts)
         if division:
-            self.divide(model, dividing, division)
+            divided = self.divide(model, dividing, division)
             compare_if_asked()
+            divided.dtype = dtype
         if data:
             shard_model(model, self.data_groups if division else self.groups, over_data, data, self.precision)
-        if self.precision:
-            cast_inputs(model, getattr(torch, self.precision), self.casts)
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> None:
+    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:
         """Divide the model itself, over the ranks of a mesh with one dimension."""
         raise NotImplementedError
 

@@ -20,6 +20,8 @@ from holdall.types.info import TensorRegion
 if TYPE_CHECKING:
     import torch
 
+    from holdall.parallel.parts import Division
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Shard):
@@ -42,10 +44,12 @@ class Tensor(Shard):
                 regions=shards.regions,
                 vocabulary=shards.vocabulary,
                 data_groups=shards.data_groups,
+                precision=shards.precision,
+                casts=shards.casts,
             )
         ]
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> None:  # noqa: ARG002
+    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:  # noqa: ARG002
         from holdall.parallel.tensor import divide
 
-        divide(model, self.regions, self.vocabulary, device_mesh, stack=self.groups)
+        return divide(model, self.regions, self.vocabulary, device_mesh, stack=self.groups)

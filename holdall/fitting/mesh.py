@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from holdall.errors import Unsupported
-from holdall.parallel.sharding.build import RULED
-from holdall.parallel.ways import way_for
+from holdall.parallel.sharding.build import RULED, WHOLE_OVER_NODES
+from holdall.parallel.ways import is_divided, way_for
 from holdall.precision import Recipe
 from holdall.problem import resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.tracing import trace_sharded
@@ -39,7 +39,7 @@ def trace_on_mesh(
             hint=f"use holdall.pipelines.start(model, micro_batches=8, loss=..., mesh={ {d.name: d.size for d in mesh.dims} })",
         )
     way = way_for(mesh, way)
-    dtype = _dtype_over(mesh, way, precision)
+    dtype = _dtype_over(way, precision)
     if head not in ("auto", "whole"):
         raise Unsupported("a chunked head does not work on a sharded model", hint='use head="whole"')
     rule = resolve_optimizer(optimizer, model)
@@ -47,8 +47,8 @@ def trace_on_mesh(
     return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, **how)
 
 
-def _dtype_over(mesh: Mesh, way: str, precision: Any) -> torch.dtype | None:
-    """The dtype in which torch's engine gathers parameters; None: their own."""
+def _dtype_over(way: str, precision: Any) -> torch.dtype | None:
+    """The dtype in which parameters are gathered, and modules compute; None: their own."""
     recipe, dtype = resolve_recipe(precision), resolve_precision(precision)
     if recipe is not None and not _is_dtype_alone(recipe):
         raise Unsupported(
@@ -57,10 +57,10 @@ def _dtype_over(mesh: Mesh, way: str, precision: Any) -> torch.dtype | None:
         )
     if dtype is None:
         return None
-    if len(mesh.dims) > 1 or mesh.dividing is not None or way not in RULED:
+    if way not in (*RULED, *WHOLE_OVER_NODES) and not is_divided(way):
         raise Unsupported(
-            f"`precision` is over one dimension of data alone, by {', '.join(RULED)}; not by {way}",
-            hint=f'use mesh={{"dp": {mesh.ranks}}} and shard="fsdp", or leave `precision` out',
+            f"`precision` is over data by {', '.join((*RULED, *WHOLE_OVER_NODES))}; not by {way}",
+            hint='use shard="fsdp", or leave `precision` out',
         )
     return dtype
 

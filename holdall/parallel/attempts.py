@@ -21,7 +21,7 @@ from holdall.types import Mesh, MeshDim, Phase, Trace
 from holdall.types.info import ShardedStep, TensorRegion
 
 T = TypeVar("T")
-Record = Callable[[tuple[str, ...], Callable[[torch.nn.Module, Any], object]], tuple[T, ShardedStep]]
+Record = Callable[[tuple[str, ...], Callable[[torch.nn.Module, Any], Division]], tuple[T, ShardedStep]]
 # sizes that a module's forward may take from its attributes, and that are a rank's own in a region
 _SIZES = ("split_size", "all_head_size", "inner_dim", "num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")
 _KEY_SIZES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_dim")
@@ -80,8 +80,9 @@ def _by_tensors(model: torch.nn.Module, over: MeshDim, way: str, plain: Trace, r
         _refuse_attention_on_parts(plain, regions, stack)
         built: list[Division] = []
 
-        def build(fake: torch.nn.Module, on: Any, regions: Any = regions, built: list[Division] = built) -> None:
+        def build(fake: torch.nn.Module, on: Any, regions: Any = regions, built: list[Division] = built) -> Division:
             built.append(divide(fake, regions, vocabulary, on, stack=stack))
+            return built[0]
 
         try:
             recorded, step = record(stack, build)

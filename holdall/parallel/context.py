@@ -15,6 +15,7 @@ are whole on every rank (DTensors, replicated), and their gradients are summed o
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,10 +119,23 @@ def _ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, caus
     return Exchanged.apply(out, 2, 1, ring.group)  # type: ignore[no-any-return]
 
 
+def _wide(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same in float32 or wider: what ranks have found is merged by sums of exponentials, which 16 bits are too few for."""
+
+    @functools.wraps(attend)
+    def attending(q: torch.Tensor, *others: Any) -> torch.Tensor:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return attend(q.to(dtype), *(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in others)).to(q.dtype)
+
+    return attending
+
+
+@_wide
 def _around_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool, scale: float) -> torch.Tensor:
     return RingAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), ring, causal, scale)  # type: ignore[no-any-return]
 
 
+@_wide
 def _balanced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool, scale: float) -> torch.Tensor:
     if not causal or ring.ranks % 2:
         what = f"{ring.ranks} ranks" if causal else "attention in both directions"
@@ -129,6 +143,7 @@ def _balanced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, cau
     return BalancedAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), ring, scale)  # type: ignore[no-any-return]
 
 
+@_wide
 def _by_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool, scale: float) -> torch.Tensor:
     return QueryAttention.apply(q, k, v, ring, causal, scale, ring.ranks)  # type: ignore[no-any-return]
 

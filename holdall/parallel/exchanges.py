@@ -31,8 +31,9 @@ class Copied(torch.autograd.Function):
 
 
 class Averaged(torch.autograd.Function):
-    """Every rank goes on with the same tensor; backward takes the mean of what the ranks' batches say of it, in place. Without
-    a group, this rank already has the sum over all batches."""
+    """Every rank goes on with the same parameter; backward takes the mean of what the ranks' batches say of it, in float32 or
+    wider, and in place if it is that. Without a group, this rank already has the sum over all batches; `ranks` may be 1 where
+    the sum is meant."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
@@ -41,10 +42,11 @@ class Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        grad = grad.contiguous()
+        total = grad.contiguous()
         if ctx.group is not None:
-            dist.all_reduce(grad, group=ctx.group)
-        return grad.div_(ctx.ranks), None, None
+            total = total.to(torch.promote_types(grad.dtype, torch.float32))
+            dist.all_reduce(total, group=ctx.group)
+        return (total.div_(ctx.ranks) if ctx.ranks > 1 else total).to(grad.dtype), None, None
 
 
 class Sent(torch.autograd.Function):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from holdall.parallel.exchanges import Sent
-from holdall.parallel.parts import Division, Made, avoid_fast_paths, is_traced, local_parameters, part_of, replicate, wrap
+from holdall.parallel.parts import Division, Made, avoid_fast_paths, is_traced, part_of, replicate, wrap
 
 
 def find_experts(model: torch.nn.Module, ranks: int) -> tuple[str, ...]:
@@ -63,11 +63,11 @@ def _divide_stack(module: Any, division: Division, made: Made) -> None:
         route = _Route(indices, module.num_experts, division)
         arrived = Sent.apply(tokens[route.rows], route.here, route.there, division.group)
         ones = weights.new_ones((len(arrived), 1))
-        with local_parameters(module, mean_of=division.ranks):
+        with division.local(module, mean_of=division.ranks):
             results = plain(arrived, route.experts(arrived.device).unsqueeze(1), ones)
         back = Sent.apply(results, route.there, route.here, division.group)
         weighted = back * weights.flatten()[route.order].unsqueeze(1).to(back.dtype)
-        return torch.zeros_like(tokens).index_add(0, route.rows, weighted)
+        return weighted.new_zeros(tokens.shape).index_add(0, route.rows, weighted)
 
     wrap(module, forward)
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holdall.parallel.exchanges import Averaged, Copied
+from holdall.parallel.exchanges import Averaged
 from holdall.sharded import is_shard, local_of
 
 Made = dict[torch.nn.Parameter, torch.nn.Parameter]  # by the parameter in whose place it is
@@ -28,6 +28,7 @@ class Division:
         self.failed: Any = None  # the last one that did not come to its end
         self.split = 0  # depth of modules whose activations are parts of the sequence
         self.is_mean = False  # ranks have batches of their own: gradients are means over them
+        self.dtype: torch.dtype | None = None  # in which modules compute; None: that of their parameters
 
     @property
     def mean_of(self) -> int:
@@ -37,6 +38,13 @@ class Division:
     def is_partial(self) -> bool:
         """Do modules see a part of the activations, so that gradients of whole parameters are partial sums?"""
         return self.region is not None or self.split > 0 or self.is_mean
+
+    def local(
+        self, module: torch.nn.Module, names: Sequence[str] | None = None, *, is_partial: bool = False, mean_of: int = 0
+    ) -> AbstractContextManager[None]:
+        """`local_parameters` in the dtype in which modules compute. `is_partial`: gradients are partial sums."""
+        group = self.group if is_partial else None
+        return local_parameters(module, group, names, mean_of=mean_of, dtype=self.dtype)
 
 
 class Fork:
@@ -149,7 +157,7 @@ def replicate(module: torch.nn.Module, division: Division, made: Made) -> None:
             module.register_parameter(name, put(p, p.detach(), Replicate(), division, made))
 
     def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
-        with local_parameters(module, division.group if division.is_partial else None, mean_of=division.mean_of):
+        with division.local(module, is_partial=division.is_partial, mean_of=division.mean_of):
             return plain(*args, **kwargs)
 
     wrap(module, forward)
@@ -168,10 +176,15 @@ def wrap(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
 
 @contextmanager
 def local_parameters(
-    module: torch.nn.Module, group: Any = None, names: Sequence[str] | None = None, *, mean_of: int = 0
+    module: torch.nn.Module,
+    group: Any = None,
+    names: Sequence[str] | None = None,
+    *,
+    mean_of: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
     """Inside, the module's own parameters are this rank's parts; with a `group`, gradients are summed over its ranks.
-    `mean_of`: they are divided by so many."""
+    `mean_of`: they are divided by so many. `dtype`: float32 ones are copies in it, whose gradients are summed in float32."""
     modules = module.modules() if isinstance(module, torch.nn.MultiheadAttention) else (module,)  # reads those of its child
     shards = [
         (m, name, p) for m in modules for name, p in m._parameters.items() if is_shard(p) and (names is None or name in names)
@@ -180,11 +193,9 @@ def local_parameters(
         local = p.to_local()  # type: ignore[union-attr, operator]
         if (over := getattr(p, "holdall_data", None)) is not None:  # see `keep_whole`
             local = Averaged.apply(local, *over)
-        if mean_of:
-            local = Averaged.apply(local, group, mean_of)
-        elif group is not None:
-            local = Copied.apply(local, group)
-        m._parameters[name] = local
+        if mean_of or group is not None:
+            local = Averaged.apply(local, group, max(1, mean_of))
+        m._parameters[name] = local.to(dtype) if dtype is not None and local.dtype == torch.float32 else local
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holdall.errors import Unsupported
 from holdall.parallel.exchanges import Copied, Gathered, Scattered, Summed, all_gather
-from holdall.parallel.parts import Division, Fork, Made, avoid_fast_paths, local_parameters, part_of, put, replicate, wrap
+from holdall.parallel.parts import Division, Fork, Made, avoid_fast_paths, part_of, put, replicate, wrap
 from holdall.parallel.regions import axis, common_ancestor
 from holdall.types.info import TensorRegion
 
@@ -202,7 +202,7 @@ def _divide_column(module: Any, division: Division, running: RunningRegion, part
 
     def forward(plain: Any, x: torch.Tensor) -> Any:
         entry = running.enter(x, in_parts)
-        with local_parameters(module), entry.saving():
+        with division.local(module), entry.saving():
             return plain(entry.x)
 
     wrap(module, forward)
@@ -216,9 +216,9 @@ def _divide_row(module: Any, division: Division, running: RunningRegion, made: M
         module.bias = put(module.bias, module.bias.detach(), Replicate(), division, made)
 
     def forward(plain: Any, x: torch.Tensor) -> Any:
-        with local_parameters(module, division.group if sequence else None, names=("bias",)):
+        with division.local(module, ("bias",), is_partial=sequence):
             bias = module._parameters["bias"]
-            with local_parameters(module, names=("weight",)), _without_bias(module):
+            with division.local(module, ("weight",)), _without_bias(module):
                 y = plain(x)
             y = Scattered.apply(y, 1, division.group, True) if sequence else Summed.apply(y, division.group)
             running.leave()
@@ -243,7 +243,7 @@ def _divide_embedding(module: Any, division: Division, made: Made) -> None:
     module.weight = part_of(module.weight, 0, 1, division, made)
 
     def forward(_: Any, ids: torch.Tensor) -> torch.Tensor:
-        with local_parameters(module):
+        with division.local(module):
             own = module.weight
             first = division.rank * own.shape[0]
             place = ids - first
@@ -264,7 +264,7 @@ def _divide_head(module: Any, division: Division, made: Made) -> None:
         module.bias = part_of(module.bias, 0, 1, division, made)
 
     def forward(plain: Any, x: torch.Tensor) -> torch.Tensor:
-        with local_parameters(module):
+        with division.local(module):
             own = plain(Copied.apply(x, division.group))
         return Gathered.apply(own, own.dim() - 1, division.group, False)  # type: ignore[no-any-return]
 

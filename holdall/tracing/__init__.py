@@ -122,16 +122,17 @@ def trace_sharded(
     target = target_device(model, device)
     how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     step = (model, batch, optimizer, loss or default_loss, how, target, mesh, way)
+    casts = plain.about.casts
     drawn = random.getstate()
     try:
         with outside_autocast():
             if is_divided(way):
                 beside = groups_of(model, plain) if mesh.data is not None else ()
                 recorded, shards = divided_and_recorded(
-                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*step, groups, build, beside)
+                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*step, groups, build, beside, casts)
                 )
             else:
-                recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=plain.about.casts)
+                recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=casts)
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything

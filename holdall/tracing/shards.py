@@ -24,6 +24,7 @@ from holdall.errors import Unsupported
 from holdall.ops import branches_of_a_real_run
 from holdall.parallel.counting import collective_of, group_of
 from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
+from holdall.parallel.parts import Division
 from holdall.parallel.sharding.build import divide_update, shard_model
 from holdall.parallel.ways import split_way
 from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_engine, watch_resizes
@@ -139,7 +140,7 @@ def record_sharded_step(
     mesh: Mesh,
     way: str,
     groups: tuple[str, ...],
-    build: Callable[[torch.nn.Module, Any], object] | None = None,
+    build: Callable[[torch.nn.Module, Any], Division] | None = None,
     data_groups: tuple[str, ...] = (),
     casts: tuple[str, ...] = (),
 ) -> tuple[Recorded, ShardedStep]:
@@ -168,14 +169,14 @@ def record_sharded_step(
         stack.enter_context(mode)
         fake = _fake_copy(model, here)
         originals = {name: id(p) for name, p in model.named_parameters()}
+        if how.precision is not None:
+            cast_inputs(fake, how.precision, casts)
         if build is not None:
-            build(fake, dividing)
+            build(fake, dividing).dtype = how.precision
         if over_data is not None:
             # where meshes are joined, numbers of ranks are read; parameters stay fake
             with unset_fake_temporarily() if dividing is not None else contextlib.nullcontext():
                 shard_model(fake, groups if build is None else data_groups, over_data, split_way(way)[0], precision)
-        if how.precision is not None:
-            cast_inputs(fake, how.precision, casts)
         made: dict[int, torch.Tensor] = {}
         fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, here, values, made), batch)
         parameters = dict(fake.named_parameters())

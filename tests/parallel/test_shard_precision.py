@@ -107,12 +107,11 @@ def test_weights_are_gathered_in_half_of_the_bytes(ran):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mesh": {"tp": 2}, "shard": "tensor", "precision": "bf16"}, "over one dimension of data alone"),
         ({"mesh": {"dp": 2}, "shard": "zero1", "precision": "bf16"}, "not by zero1"),
         ({"mesh": {"dp": 2}, "precision": "bf16-autocast"}, 'use precision="bf16"'),
     ],
 )
-def test_other_precisions_and_meshes_are_refused(given, said):
+def test_other_precisions_and_ways_are_refused(given, said):
     model, optimizer, batch = made(0)
     with pytest.raises(holdall.HoldallError) as error:
         holdall.trace(model, batch, optimizer=optimizer, **given)

@@ -39,7 +39,8 @@ from holdall.types.mesh import NODES, REPLICAS, Mesh
 RULED = ("ddp", "fsdp", "zero2", "zero3")  # those that are known by rule, without a trace (`by_rule.py`)
 _WHOLE = ("nni", "nng", "nii", "nig", "ngg")  # triples with whole parameters
 OVER_REPLICAS = (*_WHOLE, "iig", "igg", *(f"i-{triple}" for triple in _WHOLE))
-OVER_NODES = ("hpz", "qwz", "qgz", "zero++", "horing")
+WHOLE_OVER_NODES = ("hpz", "horing")  # those that send numbers as they are
+OVER_NODES = (*WHOLE_OVER_NODES, "qwz", "qgz", "zero++")
 WAYS = ("ddp", "fsdp", "zero1", "zero2", "zero3", *OVER_REPLICAS, *OVER_NODES)
 
 
