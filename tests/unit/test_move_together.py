@@ -32,9 +32,3 @@ def test_storages_elsewhere_and_empty_ones_are_left_alone():
     before = fixed.data_ptr()
     assert move_together([fixed, torch.empty(0), torch.empty(3, device="meta")], CPU) == 0
     assert fixed.data_ptr() == before
-
-
-def test_parts_hold_at_most_half_of_the_free_memory_or_one_storage():
-    storages = [torch.empty(n, dtype=torch.uint8).untyped_storage() for n in (90, 40, 40, 30)]
-    parts = [[s.nbytes() for s in part] for part in together._parts(storages, 80)]
-    assert parts == [[90], [40, 40], [30]]
