@@ -5,6 +5,7 @@ import itertools
 import random
 
 import pytest
+
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.pipelines import PipeCosts, pipeline, simulate
 from holdall.pipelines.costs import StageCosts

@@ -15,16 +15,18 @@ import torch
 _SHARE = 0.5  # of the host's free memory, for copies
 
 
-def move_together(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+def move_together(tensors: Iterable[torch.Tensor], device: torch.device, *, at_once: int | None = None) -> int:
     """Give the tensors' storages on the device new memory, the largest first; returns their bytes. Values stay. Nothing may
-    read or write them meanwhile: neither other threads nor, after this call's own wait, other streams."""
+    read or write them meanwhile: neither other threads nor, after this call's own wait, other streams.
+
+    `at_once`: bytes that may be on their way; by default half of the host's free memory, where copies wait."""
     storages = {s._cdata: s for s in map(torch.Tensor.untyped_storage, tensors) if _is_movable(s, device)}
     ordered = sorted(storages.values(), key=lambda s: -s.nbytes())
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.synchronize(device)
         _free_workspaces()
-    for part in _parts(ordered, int(_SHARE * _free_host_bytes())):
+    for part in _parts(ordered, int(_SHARE * _free_host_bytes()) if at_once is None else at_once):
         copies = [(storage, storage.cpu() if is_gpu else storage.clone()) for storage in part]
         for storage in part:
             storage.resize_(0)
