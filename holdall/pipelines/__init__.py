@@ -58,7 +58,8 @@ def start(
     budget: str | int | None = None,
     **options: Any,
 ) -> PipeRun:
-    """Cut a model over the ranks of a run (CPUs, gloo) and return this rank's part; every rank calls it with the same model.
+    """Cut a model over the ranks of a run and return this rank's part; every rank calls it with the same model, on the device
+    that the rank computes on (CPUs by gloo, GPUs by nccl).
 
     `model`: an `nn.Sequential`, a list of modules, or a Hugging Face decoder laid out like Llama. `schedule`: a name of
     `schedule_names()`, with options as in "interleaved:chunks=3". `loss`: a function `(output, target) -> scalar`, a mean over
@@ -66,9 +67,11 @@ def start(
     `optimizer`: a function `parameters -> optimizer`, for schedules that update inside a step (pipedream, 2bw, xpipe).
     `group`: the process group, by default all ranks.
 
-    `mesh`: sizes of `pp` and, beside it, of `dp` (pipelines with batches of their own) and `tp` (ranks that divide the layers
-    of a stage). `shard`: how data ranks share a stage: "ddp", "zero2", or "zero3" (also "fsdp"). `sample`: a batch
-    `(inputs, targets)`, as `step` takes it: needed for `tp` and `budget`, and for a prediction.
+    `mesh`: sizes of `pp` and, beside it, of `dp` (pipelines with batches of their own) and of one of `tp`, `cp` and `ep` (ranks
+    that divide the layers, the sequence or the experts of a stage). `shard`: how data ranks share a stage: "ddp", "zero2", or
+    "zero3" (also "fsdp"), or a list with one of them for each piece of the model; for `cp` also how attention is divided:
+    "ring", "zero2+ring". `sample`: a batch `(inputs, targets)`, as `step` takes it: needed for `tp`, `cp` and `budget`, and
+    for a prediction.
     `recompute`, `offload`: True, or numbers of pieces. `budget`: bytes that autograd may hold on each rank; as few layers as
     will do are recomputed, or also offloaded if `offload` says so. `pipe.saving` has what was chosen, predicted and held.
     """

@@ -206,5 +206,5 @@ def test_what_does_not_work_is_refused_in_one_line(ran):
     for *_, (number, both, sample, versions) in ran:
         assert "`recompute` names layer 8, but the model's are 0 to 7" in number
         assert "layer 1 is to be both recomputed and offloaded" in both
-        assert "tensor ranks and budgets need a batch to look at" in sample
+        assert "tensor ranks, context ranks and budgets need a batch to look at" in sample
         assert "`pipedream` computes with several versions of weights" in versions

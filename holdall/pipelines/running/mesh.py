@@ -1,9 +1,9 @@
 """The ranks of pipelines as a mesh: `pp` of a pipeline, `dp` pipelines beside one another, and `tp`, `cp` or `ep` that divide
-what a stage computes (`divided.py`).
+what a stage computes (`stage_ranks`).
 
 Ranks are laid out in that order, so that those that divide are neighbours: of {"pp": 2, "dp": 2, "tp": 2}, ranks 0 and 1 divide
 the first stage of the first replica, 2 and 3 that of the second, 4 to 7 have the last stage. Ranks of one replica have the same
-batch, replicas have their own, and so have the ranks of `ep`. How replicas share a stage says `sharing.py`.
+batch, replicas have their own, and so have the ranks of `ep`. How replicas share a stage says `stage_ranks/sharing.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdall.parallel.ways import DIVIDED as DIVISIONS
 from holdall.parallel.ways import split_way
 from holdall.pipelines.hybrid.starting import is_split
 from holdall.pipelines.pipeline import ONE, Pipeline
-from holdall.pipelines.running.sharing import DDP, ZERO3, Sharing
+from holdall.pipelines.running.stage_ranks.sharing import DDP, ZERO3, Sharing
 from holdall.sharded import is_shard, local_of
 from holdall.types.mesh import Mesh
 

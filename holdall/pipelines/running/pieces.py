@@ -10,6 +10,9 @@ import torch
 
 from holdall.errors import Unsupported
 
+_TRIED = 8  # words
+_AS_LIST = "pass a list of modules, each of which takes what the one before returns"
+
 
 def pieces_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Modules of an `nn.Sequential`, a list as it is, or the layers of a Hugging Face decoder with Llama's layout. A module
@@ -42,13 +45,52 @@ def _decoder(model: torch.nn.Module) -> list[torch.nn.Module]:
     if body is None or head is None or not all(hasattr(body, part) for part in parts):
         raise Unsupported(
             f"a {type(model).__name__} cannot be cut into stages: it is neither an nn.Sequential nor laid out like Llama",
-            hint="pass a list of modules, each of which takes what the one before returns",
+            hint=_AS_LIST,
         )
+    longest = _window(getattr(model, "config", None))
     return [
         body.embed_tokens,
-        *(DecoderPiece(layer, body.rotary_emb) for layer in body.layers),
+        *(DecoderPiece(layer, body.rotary_emb, longest) for layer in body.layers),
         HeadPiece(body.norm, head),
     ]
+
+
+def _window(config: Any) -> int | None:
+    """Positions that attention looks back on, in some layers; None: all. Masks of windows are made outside the layers."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    sizes = [getattr(config, "attention_chunk_size", None)] if "chunked_attention" in kinds else []
+    if getattr(config, "use_sliding_window", True) and kinds != {"full_attention"}:
+        sizes.append(getattr(config, "sliding_window", None))
+    return min((size for size in sizes if size), default=None)
+
+
+def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module], pieces: Sequence[torch.nn.Module]) -> None:
+    """Refuse a decoder whose pieces do not compute what it does: it may scale what is between them, or make masks outside."""
+    if isinstance(pieces[-1], HeadPiece) and not _is_whole(model, pieces):
+        raise Unsupported(
+            f"the layers of this {type(model).__name__} do not make up the model: it computes more between them, or its "
+            "attention needs masks",
+            hint=f'use attn_implementation="sdpa", or {_AS_LIST}',
+        )
+
+
+def _is_whole(model: Any, pieces: Sequence[torch.nn.Module]) -> bool:
+    """Tried on a few words, without dropout."""
+    ids = torch.arange(_TRIED, device=model.lm_head.weight.device)[None] % model.config.vocab_size
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            expected = model(input_ids=ids, use_cache=False).logits
+            found: Any = ids
+            for piece in pieces:
+                found = piece(found)
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # layers that want other arguments
+        return False
+    finally:
+        for m, was in modes.items():
+            m.training = was
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 class PieceAgain(torch.nn.Module):
@@ -63,15 +105,22 @@ class PieceAgain(torch.nn.Module):
 
 
 class DecoderPiece(torch.nn.Module):
-    """One decoder layer; positions count from 0 (`places` says which there are), and attention is causal without padding."""
+    """One decoder layer; positions count from 0 (`places` says which there are), and attention is causal without padding.
+    `longest`: more positions it cannot have; None: any."""
 
-    def __init__(self, layer: torch.nn.Module, rotary: torch.nn.Module) -> None:
+    def __init__(self, layer: torch.nn.Module, rotary: torch.nn.Module, longest: int | None) -> None:
         super().__init__()
         self.layer = layer
         self.rotary = rotary
+        self.longest = longest
         self.places: Callable[..., torch.Tensor] = torch.arange
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.longest is not None and hidden.shape[1] > self.longest:
+            raise Unsupported(
+                f"a sequence of {hidden.shape[1]} positions is longer than the window of attention, {self.longest}",
+                hint="use shorter sequences, or a model whose layers all look at everything",
+            )
         positions = self.places(hidden.shape[1], device=hidden.device)[None]
         found: Any = self.layer(
             hidden,

@@ -15,16 +15,16 @@ from holdall.parallel.agree import together
 from holdall.pipelines.cuts import check_bounds, even_cut
 from holdall.pipelines.lowering import lower
 from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
-from holdall.pipelines.running.by_context import ByContext
-from holdall.pipelines.running.by_experts import ByExperts
-from holdall.pipelines.running.by_tensors import ByTensors
 from holdall.pipelines.running.choosing import Some, Wishes
-from holdall.pipelines.running.divided import Divider, Sample, evaluated, sample_of
 from holdall.pipelines.running.faults import ends_with_the_others
 from holdall.pipelines.running.mesh import PipeMesh
-from holdall.pipelines.running.pieces import check_shared, pieces_of
+from holdall.pipelines.running.pieces import check_shared, check_whole, pieces_of
 from holdall.pipelines.running.saving import StageSaving
-from holdall.pipelines.running.sharing import ZERO3
+from holdall.pipelines.running.stage_ranks.by_context import ByContext
+from holdall.pipelines.running.stage_ranks.by_experts import ByExperts
+from holdall.pipelines.running.stage_ranks.by_tensors import ByTensors
+from holdall.pipelines.running.stage_ranks.divided import Divider, Sample, evaluated, sample_of
+from holdall.pipelines.running.stage_ranks.sharing import ZERO3
 from holdall.pipelines.running.torch_names import ChainedStage, ListRuntime, ShardedStage
 from holdall.pipelines.running.versions import VersionedStage, check_predictable
 from holdall.pipelines.schedules import pipeline
@@ -262,6 +262,17 @@ def _device_of(pieces: Sequence[torch.nn.Module]) -> torch.device:
     return found[0] if found else torch.device("cpu")
 
 
+def _check_backend(device: torch.device, group: Any) -> None:
+    """Refuse a process group that sends nothing from the model's device."""
+    kind = "nccl" if device.type == "cuda" else "gloo"
+    backends = dist.get_backend_config(group)
+    if f"{device.type}:{kind}" not in backends.split(","):
+        raise InvalidInput(
+            f"the model is on {device}, but the process group is of {backends}",
+            hint=f'use torch.distributed.init_process_group("{device.type}:{kind}"), or put the model elsewhere',
+        )
+
+
 def start(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
@@ -318,6 +329,8 @@ def start(
             )
         asks = on.dividing in ("tp", "cp") or wishes.budget is not None
         device = _device_of(pieces)
+        _check_backend(device, group)
+        check_whole(model, pieces)
         part = sample_of(sample, micro_batches, device) if asks or sample is not None else None
         return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), wishes=wishes, sample=part, device=device)
 

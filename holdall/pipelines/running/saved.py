@@ -21,11 +21,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from holdall.parallel.parts import wrap
+from holdall.pipelines.running.drawn import same_random
 from holdall.pipelines.running.torch_names import backward_of_inputs
 from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, storages_of
 from holdall.runtime.activations.recompute import Input, Segment, unpack
 from holdall.sharded import local_of
-from holdall.tiers.far import Far
+from holdall.tiers import Store
 
 KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
 
@@ -111,10 +112,15 @@ class StageLayers:
     """Runs the layers of one stage, each in its way."""
 
     def __init__(
-        self, module: torch.nn.Module, ways: Sequence[str], held: HeldBytes, changed: Sequence[list[str]] | None
+        self,
+        module: torch.nn.Module,
+        ways: Sequence[str],
+        held: HeldBytes,
+        store: Store,
+        changed: Sequence[list[str]] | None,
     ) -> None:
-        """`changed`: by layer, buffers that its forward changes; None: all may be."""
-        self._held, self._store = held, Far()
+        """`store`: where what is offloaded goes. `changed`: by layer, buffers that its forward changes; None: all may be."""
+        self._held, self._store = held, store
         self._input: set[int] = set()  # storages of the stage's input, of the micro-batch that is computed
         for n, (layer, way) in enumerate(zip(module.children(), ways, strict=True)):
             buffers = dict(layer.named_buffers())
@@ -150,7 +156,7 @@ def keep_counted(run: Callable[..., Any], args: Any, kwargs: Any, resident: set[
         return run(*args, **kwargs)
 
 
-def _offloaded(run: Callable[..., Any], args: Any, kwargs: Any, resident: set[int], held: HeldBytes, store: Far) -> Any:
+def _offloaded(run: Callable[..., Any], args: Any, kwargs: Any, resident: set[int], held: HeldBytes, store: Store) -> Any:
     places = frozenset(range(len(storages_of((args, kwargs)))))
     ledger: Any = held
     group = OffloadedGroup(store, Bank(ledger), OffloadedPart(inputs=places))
@@ -244,7 +250,13 @@ def _total(held: dict[Any, int]) -> int:
 
 
 def try_stage(
-    module: torch.nn.Module, inputs: Any, loss: Any = None, targets: Any = None, *, in_two: bool = False
+    module: torch.nn.Module,
+    inputs: Any,
+    device: torch.device,
+    loss: Any = None,
+    targets: Any = None,
+    *,
+    in_two: bool = False,
 ) -> list[LayerSaves]:
     """One forward of a stage, for what its layers save; `loss`: of the last stage, counted as one more layer. `in_two`: also
     the first part of a backward in two. The random state and buffers are as before."""
@@ -254,7 +266,7 @@ def try_stage(
     steps: list[tuple[torch.nn.Module | None, Any]] = [(layer, layer) for layer in module.children()]
     steps += [(None, lambda out: loss(out, targets))] if loss is not None else []
     given = inputs
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with same_random(device), torch.enable_grad():
         for layer, run in steps:
             resident = set(storages_of((inputs, targets))) | (_own_storages(layer) if layer is not None else set())
             named = dict(layer.named_buffers()) if layer is not None else {}

@@ -11,6 +11,7 @@ from holdall.pipelines.running.choosing import RankBytes, Ways, chosen, refuse_t
 from holdall.pipelines.running.saved import KEEP, HeldBytes, LayerSaves, StageLayers, keep_counted, try_stage
 from holdall.pipelines.tasks import INPUT
 from holdall.runtime.activations.offload import storages_of
+from holdall.tiers import Store
 
 if TYPE_CHECKING:
     from holdall.pipelines.running.pipe import PipePlan
@@ -39,15 +40,16 @@ class StageSaving:
                 is_last = made.after(stage) is None
                 ends = (loss, plan.sample[1]) if is_last else (None, None)
                 in_two = made.before(stage) is not None and any(w.kind == INPUT for t in made.lists[rank] for w in t.works)
-                saves[stage] = try_stage(module, inputs, *ends, in_two=in_two)
+                saves[stage] = try_stage(module, inputs, plan.device, *ends, in_two=in_two)
             bytes_of = RankBytes(made, rank, saves)
             if wishes.budget is not None:
                 found, self._smallest = chosen(wishes, bytes_of, firsts, counts)
                 self._fits, self.ways = found is not None, found or self.ways
             self.predicted = bytes_of.peak(self.ways)
+        store = _host(plan.device)
         for stage, module in modules.items():
             changed = [layer.changed for layer in saves[stage][: counts[stage]]] if stage in saves else None
-            StageLayers(module, self.ways[stage], self.held, changed)
+            StageLayers(module, self.ways[stage], self.held, store, changed)
 
     def agree(self) -> None:
         """Refuse, on all ranks, a budget that one of them cannot keep."""
@@ -71,6 +73,14 @@ class StageSaving:
             return keep_counted(loss, (output, target), {}, set(storages_of(target)), self.held)  # type: ignore[no-any-return]
 
         return run
+
+
+def _host(device: torch.device) -> Store:
+    """Where what is offloaded from a device goes."""
+    from holdall.tiers.cpu import Cpu
+    from holdall.tiers.far import Far
+
+    return Cpu(device=device) if device.type == "cuda" else Far()
 
 
 def _as_received(value: Any, *, is_first: bool) -> Any:

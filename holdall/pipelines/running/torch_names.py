@@ -9,6 +9,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.pipelines.pipeline import Pipeline
+from holdall.pipelines.running.drawn import same_random
 from holdall.pipelines.tasks import OVERLAP, UPDATE, PipeTask
 
 try:
@@ -59,6 +60,7 @@ class ListRuntime(_Runtime):
         if update is not None:
             self.register_custom_function(_Kind.REDUCE_GRAD, lambda a, _: update(a.stage_index, a.microbatch_index))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its loss, of this rank's last stages
+        self._loss_of = loss
         self._graphs: dict[int, torch.Tensor] = {}
 
     def _assert_unsharded(self, stage: Any) -> None:
@@ -68,16 +70,16 @@ class ListRuntime(_Runtime):
         """torch finds shapes by a forward of uninitialised tensors, at the first step: random state and buffers stay as they
         were."""
         buffers = [(b, b.detach().clone()) for stage in self._stages for b in stage.submod.buffers()]
-        with torch.random.fork_rng(devices=[]):
+        with same_random(self._stages[0].device):
             found = super()._initialize_stages(*args, **kwargs)
         with torch.no_grad():
             for b, before in buffers:
                 b.copy_(before)
         return found
 
-    def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None) -> None:
+    def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any) -> None:
         if stage.is_last:
-            loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+            loss = self._loss_of(output, target_mbs[mb_index])
             self.losses[mb_index], self._graphs[mb_index] = loss.detach(), loss
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> torch.Tensor | None:

@@ -16,8 +16,8 @@ from holdall.errors import Unsupported
 from holdall.parallel.agree import from_first
 from holdall.parallel.groups import among
 from holdall.parallel.tensor import divide
-from holdall.pipelines.running.divided import Divider, Sample
 from holdall.pipelines.running.mesh import PipeMesh
+from holdall.pipelines.running.stage_ranks.divided import Divider, Sample
 from holdall.types.mesh import Mesh, MeshDim
 
 

@@ -13,8 +13,8 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.parallel.experts import divide_experts, find_experts
-from holdall.pipelines.running.divided import Divider, Sample
 from holdall.pipelines.running.mesh import PipeMesh
+from holdall.pipelines.running.stage_ranks.divided import Divider, Sample
 
 
 class ByExperts(Divider):

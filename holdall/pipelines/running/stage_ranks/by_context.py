@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from holdall.errors import Unsupported
 from holdall.parallel.context import all_positions, attention_over, own_positions, ring_of
 from holdall.parallel.parts import Division, Fork, wrap
-from holdall.pipelines.running.divided import Divider, Sample
 from holdall.pipelines.running.mesh import PipeMesh
 from holdall.pipelines.running.pieces import DecoderPiece
+from holdall.pipelines.running.stage_ranks.divided import Divider, Sample
 
 _SHORTEST = 2  # positions of a part: models take a single one for a step of generation, which masks nothing
 
@@ -56,6 +56,7 @@ class ByContext(Divider):
             wrap(piece, self._first if n == 0 else self._inner(is_last=n == self._last))
             if isinstance(piece, DecoderPiece):
                 piece.places = self._places
+                piece.longest = None if piece.longest is None else piece.longest // self._ring.ranks
 
     def _first(self, plain: Callable[..., Any], *args: Any) -> Any:
         return self._own(plain(*args)) if self._last else plain(*args)
