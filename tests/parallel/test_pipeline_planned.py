@@ -6,6 +6,8 @@ from torch import nn
 import holdall.pipelines
 from holdall.pipelines import pipeline
 from holdall.pipelines.running.saved import try_stage
+from holdall.pipelines.swapping.shared_link import SharedLink, SwapBlock
+from holdall.pipelines.swapping.tmo import DISJOINT, tmo_way
 from holdall.pipelines.swapping.yuan import YuanLayer, plan_yuan
 from holdall.testing.ranks import on_ranks
 
@@ -87,3 +89,33 @@ def test_a_plan_runs_on_two_ranks_with_the_bits_of_plain_training_and_the_bytes_
         assert predicted == held <= plan.peak[rank]
         assert {n for n, way in ways.items() if way == "offload"} <= {*asked["offload"]}
         assert {n for n, way in ways.items() if way == "recompute"} <= {*asked["recompute"]}
+
+
+def alike(away):
+    """Gradients after a step of two data-parallel ranks, of which each sends layers of its own away; and what each holds."""
+    found = []
+    for layers in (None, away[torch.distributed.get_rank()]):
+        pipe = holdall.pipelines.start(
+            build(),
+            schedule="naive",
+            micro_batches=1,
+            loss=nn.functional.mse_loss,
+            mesh={"pp": 1, "dp": 2},
+            offload=layers,
+            sample=[part.chunk(2)[0] for part in batch()],
+        )
+        torch.manual_seed(3)
+        pipe.step(*(part.chunk(2)[pipe.replica] for part in batch()))
+        found.append([p.grad for p in pipe.parameters()])
+    return *found, pipe.saving.predicted == pipe.saving.held.most, pipe.saving.by_layer
+
+
+def test_ranks_that_send_different_layers_away_have_the_same_gradients():
+    """TMO's fourth relation: different sets on data-parallel ranks, and all-reduced gradients with the bits of keeping all."""
+    blocks = [SwapBlock(nbytes=100)] * PIECES
+    plan = tmo_way(DISJOINT, blocks, SharedLink(rate=200.0), gpus=2, memory=500)
+    ranks = on_ranks(2, alike, plan.away)
+    assert plan.away[0] != plan.away[1]
+    for own, (kept, away, is_predicted, ways) in zip(plan.away, ranks, strict=True):
+        assert is_predicted and [n for n, way in ways.items() if way == "offload"] == list(own)
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(kept, away, ranks[0][0], strict=True))
