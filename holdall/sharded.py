@@ -112,6 +112,12 @@ def watch_resizes(see: Callable[[torch.UntypedStorage], object]) -> Callable[[],
     return end
 
 
+def is_engines(hook: Any) -> bool:
+    """Is it a hook by which `fully_shard` learns that backward has reached a module?"""
+    kind = _class("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    return kind is not None and isinstance(getattr(hook, "__self__", None), kind)
+
+
 def watch_engine(inside: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
     """Have `fully_shard` gather, free and reduce inside `inside`; returns the function that ends it."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

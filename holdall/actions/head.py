@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from holdall.errors import Unsupported
-from holdall.types import Facts, Kind, Op, Phase, Problem, Schedule, Trace
+from holdall.types import Facts, Op, Phase, Problem, Schedule, Trace
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
@@ -29,7 +29,9 @@ class Head(Facts):
 
     name: ClassVar[str] = "head"
     exact: ClassVar[bool] = False  # the tolerance is in runtime/head/chunked_loss.py
-    rank: ClassVar[int] = 5
+    rank: ClassVar[int] = 5  # before the model is sharded: the weight must be a plain tensor then
+    on_shards: ClassVar[bool] = True
+    only_by_fit: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
 
     @staticmethod
@@ -65,13 +67,19 @@ def _of(trace: Trace) -> Head | None:
 
 def sum_in_place(trace: Trace) -> Trace:
     """A trace for a GPU with the sums of the gradients of shared weights made in place, if it has any."""
-    for unit in trace.units:
-        for total in unit.grads:
-            op = _sum(trace, total)
-            first = None if op is None else _from_head(trace, op)
-            if op is not None and first is not None:
-                trace = _merged(trace, op, first, total)
+    for total in _gradients(trace):
+        op = _sum(trace, total)
+        first = None if op is None else _from_head(trace, op)
+        if op is not None and first is not None:
+            trace = _merged(trace, op, first, total)
     return trace
+
+
+def _gradients(trace: Trace) -> list[int]:
+    """The gradients of parameters; of a sharded model, which has no units, those before they are reduced."""
+    if trace.about.shards is None:
+        return [x for unit in trace.units for x in unit.grads]
+    return [x for op in trace.ops if op.accumulates for x in op.writes]
 
 
 def _sum(trace: Trace, total: int) -> Op | None:
@@ -105,7 +113,7 @@ def _merged(trace: Trace, op: Op, first: int, total: int) -> Trace:
         return replace(old, reads=renamed(old.reads), writes=renamed(old.writes), mutates=renamed(old.mutates))
 
     tensors = {x: info for x, info in trace.tensors.items() if x != total}
-    tensors[first] = replace(tensors[first], name=gone.name, kind=Kind.GRAD)
+    tensors[first] = replace(tensors[first], name=gone.name, kind=gone.kind)
     saves = tuple(replace(s, tensor=first, released=end) if s.tensor in (first, total) else s for s in trace.saves)
     if not any(s.tensor == first for s in saves):
         tensors[first] = replace(tensors[first], freed=end)

@@ -16,8 +16,7 @@ from holdall.cli._errors import first_line
 from holdall.cost.roofline import cost_trace
 from holdall.errors import HoldallError, Infeasible, InvalidInput, MissingExtra, Unsupported, unknown_name
 from holdall.experiments.workload import Workload, describe_workload
-from holdall.fitting.head import fewest_rows, has_room_for_outputs
-from holdall.fitting.start import least_of
+from holdall.fitting.head import fewest_rows, has_room_for_outputs, least_of
 from holdall.machine.more_tiers import with_tiers
 from holdall.machine.presets import gpu, gpu_names
 from holdall.machine.probe import probed

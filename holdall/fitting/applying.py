@@ -66,7 +66,7 @@ def is_over_ranks(plan: Plan, model: torch.nn.Module) -> bool:
 
 def is_able(action: type[Action]) -> bool:
     """May it be planned for a model that will be sharded by hand?"""
-    return action.on_shards and not action.over_ranks
+    return action.on_shards and not action.over_ranks and not action.only_by_fit
 
 
 def _check_shards(plan: Plan, model: torch.nn.Module) -> None:
@@ -74,7 +74,7 @@ def _check_shards(plan: Plan, model: torch.nn.Module) -> None:
     name = sharded_parameter(model)
     if not name and not any(action.over_ranks for action in plan.actions):
         return
-    wrong = next((a.name for a in plan.actions if not a.on_shards or (name and a.by_ops)), "")
+    wrong = next((a.name for a in plan.actions if not a.on_shards or (name and (a.only_by_fit or a.by_ops))), "")
     if plan.about.precision or plan.about.recipe:
         wrong = f"precision {plan.about.recipe or plan.about.precision}"
     if plan.about.layout is not None:

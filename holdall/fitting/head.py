@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from holdall.actions.head import Head
-from holdall.errors import Unsupported, unknown_name
+from holdall.errors import Infeasible, Unsupported, unknown_name
 from holdall.runtime.head.lazy_logits import FEWEST, head_of, rows_for
 from holdall.types import Plan, Trace
 from holdall.units import GiB
 
+T = TypeVar("T")
 BIG_LOGITS = GiB  # bytes of float32 logits from which on the head is chunked
 
 
@@ -44,6 +47,38 @@ def fewest_rows(model: torch.nn.Module, batch: Any, head: str | int, allow: Iter
     rows = _rows_of_logits(batch) if found is None else found[1]
     is_less = rows > FEWEST if found is not None else rows >= 2 * FEWEST and head_of(model) is not None
     return FEWEST if is_less else None
+
+
+def or_in_chunks(
+    make: Callable[[str | int], tuple[T, bool]], head: str | int, rows: int | None, told: Callable[[str, int, int, str], object]
+) -> T:
+    """What is made with this head or, where that does not fit, with one of so many rows at a time. `make` also says whether the
+    loop can keep what the model returns; where it cannot, the chunks are tried too."""
+    try:
+        made, has_room = make(head)
+    except Infeasible as error:
+        if rows is None:
+            raise
+        told("nothing fits: planning with the vocabulary head in chunks", 0, 0, "")
+        try:
+            with least_of(error):
+                return make(rows)[0]
+        except Unsupported:  # the recipe has a head of its own
+            raise error from None
+    if not has_room and rows is not None:
+        told("little room: planning with the vocabulary head in chunks", 0, 0, "")
+        with suppress(Infeasible, Unsupported):
+            return make(rows)[0]
+    return made
+
+
+@contextmanager
+def least_of(first: Infeasible) -> Iterator[None]:
+    """Of two refusals, raise the one that names the smaller budget."""
+    try:
+        yield
+    except Infeasible as second:
+        raise min(first, second, key=lambda e: math.inf if e.smallest is None else e.smallest) from None
 
 
 def has_room_for_outputs(plan: Plan, trace: Trace) -> bool:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from holdall.actions.head import sum_in_place
 from holdall.errors import Unsupported
+from holdall.fitting.head import choose_head
 from holdall.parallel.sharding.build import RULED, WHOLE_OVER_NODES
 from holdall.parallel.ways import is_divided, way_for
 from holdall.precision import Recipe
 from holdall.problem import resolve_optimizer, resolve_precision, resolve_recipe
+from holdall.runtime.head.lazy_logits import chunk_head
 from holdall.tracing import trace_sharded
 from holdall.tracing.calls import Given
 from holdall.types import Mesh, Trace
+from holdall.types.info import ChunkedHead
+from holdall.types.mesh import BY_ENGINE
 
 Ranks = Mapping[str, int] | Mesh | None
 
@@ -40,11 +46,31 @@ def trace_on_mesh(
         )
     way = way_for(mesh, way)
     dtype = _dtype_over(way, precision)
-    if head not in ("auto", "whole"):
-        raise Unsupported("a chunked head does not work on a sharded model", hint='use head="whole"')
+    chunked = head_over(mesh, way, model, batch, head)
     rule = resolve_optimizer(optimizer, model)
     how: dict[str, Any] = {"device": device, "precision": dtype, "autocast": autocast, "given": given}
-    return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, **how)
+    if chunked is None:
+        return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, **how)
+    path, rows = chunked
+
+    def chunk(copied: torch.nn.Module) -> None:
+        chunk_head(copied.get_submodule(path), rows=rows)
+
+    traced = trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, chunk=chunk, **how)
+    if traced.about.device == "cuda":
+        traced = sum_in_place(traced)
+    return replace(traced, about=replace(traced.about, head=ChunkedHead(module=path, rows=rows)))
+
+
+def head_over(mesh: Mesh, way: str, model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
+    """(path of the vocabulary head, rows per chunk) of a model that is sharded; None: it stays whole."""
+    if mesh.is_by_engine(way):
+        return choose_head(model, batch, head)
+    if isinstance(head, int):
+        raise Unsupported(
+            f"a head in chunks is over one dimension of data alone, by {', '.join(BY_ENGINE)}", hint='use head="whole"'
+        )
+    return None
 
 
 def _dtype_over(way: str, precision: Any) -> torch.dtype | None:

@@ -14,7 +14,8 @@ from holdall.actions.shard import Shard
 from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.fitting.captured import correct_blocks, plan_captured
-from holdall.fitting.mesh import trace_on_mesh
+from holdall.fitting.head import fewest_rows, has_room_for_outputs, or_in_chunks
+from holdall.fitting.mesh import head_over, trace_on_mesh
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
@@ -62,29 +63,35 @@ def start_on_ranks(
     planner, given = request.planner, dict(request.options)
 
     called: dict[str, Given] = {}  # what each block was called with
-    how = request.loss, request.device, request.precision, request.autocast, request.head
-
-    def record() -> Trace:
-        return trace_on_mesh(model, batch, mesh, way, optimizer, *how, given=called)
+    how = request.loss, request.device, request.precision, request.autocast
+    asked: dict[str, Any] = {"allow": request.allow, "reads_gradients": request.reads_gradients}
+    asked["accumulate"] = request.accumulate
 
     def correct(trace: Trace, plan: Plan) -> Trace | None:
         return correct_blocks(trace, plan, model, called, resolve_precision(request.precision))
 
-    traced = together(record)
-    asked: dict[str, Any] = {"allow": request.allow, "reads_gradients": request.reads_gradients}
-    asked["accumulate"] = request.accumulate
-    shared = [(a.name, _json.pack(a)) for a in Shard.samples(traced)]
-    refuse_other("plan", (traced.about.signature, shared, [b.name for b in traced.blocks], planner), ALIKE)
+    def found(head: str | int) -> tuple[tuple[Trace, Plan, Hardware], bool]:
+        """The trace of this rank, the plan of the first and its machine; whether the loop can keep what the model returns."""
+        traced = together(lambda: trace_on_mesh(model, batch, mesh, way, optimizer, *how, head, given=called))
+        shared = [(a.name, _json.pack(a)) for a in Shard.samples(traced)]
+        refuse_other("plan", (traced.about.signature, shared, [b.name for b in traced.blocks], planner), ALIKE)
 
-    def make() -> tuple[Plan, Hardware]:
-        machine = hardware_for(traced, request.hardware, request.budget)
+        def make() -> tuple[Plan, Hardware, bool]:
+            machine = hardware_for(traced, request.hardware, request.budget)
 
-        def planned(trace: Trace) -> Plan:
-            return api.plan(trace, planner=planner, budget=request.budget, hardware=machine, progress=told, **asked, **given)
+            def planned(trace: Trace) -> Plan:
+                return api.plan(
+                    trace, planner=planner, budget=request.budget, hardware=machine, progress=told, **asked, **given
+                )
 
-        return plan_captured(traced, planned, correct)[0], machine
+            made, trace = plan_captured(traced, planned, correct)
+            return made, machine, has_room_for_outputs(made, trace)
 
-    first, machine = from_first(make)
+        first, machine, has_room = from_first(make)
+        return (traced, first, machine), has_room
+
+    head, rows = from_first(lambda: _heads(request, model, batch, mesh, way))
+    traced, first, machine = or_in_chunks(found, head, rows, told)
 
     def mine() -> Plan:
         """The actions of rank 0, with what this rank expects of them."""
@@ -97,6 +104,13 @@ def start_on_ranks(
     plan = together(mine)
     with _compared(request, model, batch, way):
         return api.apply(plan, model, optimizer, enforce=request.enforce, record=request.record, progress=told)
+
+
+def _heads(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, way: str) -> tuple[str | int, int | None]:
+    """How the head is computed on every rank, and the rows of its chunks where the step does not fit otherwise."""
+    chosen = head_over(mesh, way, model, batch, request.head)
+    rows = fewest_rows(model, batch, request.head, request.allow) if mesh.is_by_engine(way) else None
+    return "whole" if chosen is None else chosen[1], rows
 
 
 def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, way: str) -> AbstractContextManager[None]:
@@ -139,7 +153,6 @@ def _check(request: FitRequest) -> None:
         "layout": request.layout is not None,
         "lengths": request.lengths is not None,
         "compile": request.compile is not False,
-        "head": request.head not in ("auto", "whole"),
     }
     for name, is_given in given.items():
         if is_given:

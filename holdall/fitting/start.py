@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from holdall import api
-from holdall.errors import HoldallError, Infeasible, InvalidInput, Unsupported
+from holdall.errors import HoldallError, InvalidInput
 from holdall.fitting.arguments import check_arguments
-from holdall.fitting.head import fewest_rows, has_room_for_outputs
+from holdall.fitting.head import fewest_rows, has_room_for_outputs, or_in_chunks
 from holdall.fitting.plan_book import PlanBook
 from holdall.fitting.request import FitRequest
 from holdall.problem import make_problem, resolve_optimizer
@@ -96,29 +95,18 @@ def start(
 
     def prepare() -> Prepared:
         with nullcontext() if room is None else room.explaining():
-            sizes.set_head(request.head)
-            try:
-                made, has_room = found()
-            except Infeasible as error:
-                if rows is None:
-                    raise
-                told("nothing fits: planning with the vocabulary head in chunks", 0, 0, "")
-                sizes.set_head(rows)
-                try:
-                    with least_of(error):
-                        return found()[0]
-                except Unsupported:  # the recipe has a head of its own
-                    raise error from None
-            if not has_room and rows is not None:
-                told("little room: planning with the vocabulary head in chunks", 0, 0, "")
-                sizes.set_head(rows)
-                with suppress(Infeasible, Unsupported):
-                    return found()[0]
-                sizes.set_head(request.head)
-            return made
+            return or_in_chunks(found, request.head, rows, told)
 
-    def found() -> tuple[Prepared, bool]:
+    def found(head: str | int) -> tuple[Prepared, bool]:
         """What is applied, and whether the loop can keep what the model returns."""
+        sizes.set_head(head)
+        try:
+            return planned()
+        except HoldallError:
+            sizes.set_head(request.head)
+            raise
+
+    def planned() -> tuple[Prepared, bool]:
         if request.lengths is not None:
             made, buckets = sizes.buckets(request.lengths)
             return Prepared(plan=made, buckets=buckets), True
@@ -148,15 +136,6 @@ def start(
     if request.layout and made.plan.about.layout is None:
         harness.note()(f"no plan fits with layout `{request.layout}`: torch's allocator decides where tensors lie")
     return harness
-
-
-@contextmanager
-def least_of(first: Infeasible) -> Iterator[None]:
-    """Of two refusals, raise the one that names the smaller budget."""
-    try:
-        yield
-    except Infeasible as second:
-        raise min(first, second, key=lambda e: math.inf if e.smallest is None else e.smallest) from None
 
 
 def to_be_compiled(given: Mapping[str, Any], plan: Plan, trace: Trace) -> Plan:

@@ -85,9 +85,9 @@ def outcome_or_never(problem: Problem, actions: Sequence[Action]) -> Outcome:
 def with_traced(problem: Problem, actions: Sequence[Action]) -> list[Action]:
     """The actions with those implied by the trace: how it is sharded, its chunked head, and working copies in its precision."""
     shard = Shard.samples(problem.trace)
-    if shard:
-        return [*(s.over_backwards(problem.accumulate) for s in shard), *_on_shards(problem, actions)]
     head = [] if any(isinstance(a, Head) for a in actions) else Head.samples(problem.trace)
+    if shard:
+        return [*(s.over_backwards(problem.accumulate) for s in shard), *head, *_on_shards(problem, actions)]
     is_narrow = problem.trace.about.precision is not None
     is_placed = any(isinstance(a, Place) for a in actions)
     place = [Place.all(problem.trace)] if is_narrow and not is_placed else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -105,9 +105,10 @@ def trace_sharded(
     precision: torch.dtype | None = None,
     autocast: Autocast = None,
     given: dict[str, Given] | None = None,
+    chunk: Callable[[torch.nn.Module], object] = lambda _: None,
 ) -> Trace:
     """Record the step of one rank of `mesh`, with the model sharded; see `holdall.trace`. Fills `given` with the arguments of
-    each block."""
+    each block. `chunk`: chunks the head of a copy of the model."""
     from holdall.parallel.attempts import divided_and_recorded  # it imports torch.distributed, as does the last
     from holdall.parallel.ways import is_divided
     from holdall.tracing.shards import record_sharded_step
@@ -132,7 +133,7 @@ def trace_sharded(
                     model, mesh, way, plain, lambda groups, build: record_sharded_step(*step, groups, build, beside, casts)
                 )
             else:
-                recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=casts)
+                recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=casts, chunk=chunk)
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything

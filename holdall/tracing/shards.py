@@ -143,12 +143,13 @@ def record_sharded_step(
     build: Callable[[torch.nn.Module, Any], Division] | None = None,
     data_groups: tuple[str, ...] = (),
     casts: tuple[str, ...] = (),
+    chunk: Callable[[torch.nn.Module], object] = lambda _: None,
 ) -> tuple[Recorded, ShardedStep]:
     """Run one step of a fake copy of `model`, sharded over `mesh`; the model itself is not changed.
 
     `build`: divides the copy, on the part of torch's mesh that is for that; None: it is sharded over data alone. `groups`: the
     modules concerned. `data_groups`: those with collectives of their own over data, of a model that is divided too. `casts`:
-    modules that cast their inputs to `how.precision`.
+    modules that cast their inputs to `how.precision`. `chunk`: called with the copy before it is sharded, to chunk its head.
 
     A first step is run without recording: it makes the optimizer's states, and the engine prepares itself. Where the device is
     a GPU that is not here, fakes of a CPU stand in, and sizes are a GPU's.
@@ -168,6 +169,7 @@ def record_sharded_step(
         stack.enter_context(branches_of_a_real_run())
         stack.enter_context(mode)
         fake = _fake_copy(model, here)
+        chunk(fake)
         originals = {name: id(p) for name, p in model.named_parameters()}
         if how.precision is not None:
             cast_inputs(fake, how.precision, casts)

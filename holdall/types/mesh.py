@@ -15,6 +15,7 @@ DIVIDING = {
     "ep": "experts",
 }  # name of a dimension -> action that divides a step over its ranks
 REPLICAS = "replicate"  # dimension of ranks that have the same shards
+BY_ENGINE = ("ddp", "zero1", "zero2", "zero3", "fsdp")  # ways of torch's engine alone, by hooks around modules
 NODES = "nodes"  # dimension whose ranks are shards of one whole with those of the next, but farther from each other
 
 
@@ -79,6 +80,10 @@ class Mesh:
     def replicas(self) -> tuple[str, ...]:
         """Dimensions over which shards are repeated, by their name."""
         return tuple(dim.name for dim in self.dims if dim.name == REPLICAS)
+
+    def is_by_engine(self, way: str) -> bool:
+        """Does torch's engine alone shard a model over these ranks this way?"""
+        return len(self.dims) == 1 and way in BY_ENGINE
 
     @property
     def dividing(self) -> MeshDim | None:

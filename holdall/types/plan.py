@@ -90,6 +90,7 @@ class Action(Protocol):
     permitted_by: ClassVar[frozenset[str]]
     what: ClassVar[str]
     on_shards: ClassVar[bool]
+    only_by_fit: ClassVar[bool]
     over_ranks: ClassVar[bool]
 
     @property
@@ -137,6 +138,7 @@ class Facts:
     spares_activations: ClassVar[bool] = False  # blocks hold less for backward
     permitted_by: ClassVar[frozenset[str]] = frozenset()  # names of actions that it serves: whoever allows one allows it
     on_shards: ClassVar[bool] = False  # it works on a model that is sharded over ranks
+    only_by_fit: ClassVar[bool] = False  # and is planned for steps traced with the shards, not for models sharded by hand
     over_ranks: ClassVar[bool] = False  # several ranks carry it out together
     what: ClassVar[str] = ""  # one line for tables of features; empty: it is not in them
 

@@ -114,9 +114,7 @@ class Block:
     odd: str = ""  # class of an argument that is neither a tensor nor a plain value, such as a cache
     quiet: bool = False  # called without gradients
     wanted: tuple[int, ...] | None = None  # of what it returns, by leaf: what got a gradient; None: not known
-    beside: tuple[
-        OpId, ...
-    ] = ()  # of backward, count as its own and are not: sums with what others gave, and an engine's of shards
+    beside: tuple[OpId, ...] = ()  # in its backward, of others: sums with what those gave, what an engine of shards does
     apart: str = ""  # why its ops, captured by themselves, are not those of the trace
 
     @property

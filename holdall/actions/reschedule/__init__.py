@@ -37,6 +37,7 @@ class Reschedule(Facts):
     name: ClassVar[str] = "reschedule"
     exact: ClassVar[bool] = True
     on_shards: ClassVar[bool] = True
+    only_by_fit: ClassVar[bool] = True
     alone: ClassVar[bool] = True  # no other action may treat the same block
     beside: ClassVar[frozenset[str]] = frozenset({"offload", "offload_share", "layer_swap"})  # tensors that it keeps may leave
     rank: ClassVar[int] = 5

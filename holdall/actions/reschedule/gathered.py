@@ -6,17 +6,14 @@ from collections.abc import Sequence
 
 from holdall.types import Block, Trace
 
-WAYS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
-"""Ways in which torch's engine alone gathers parameters and takes gradients, by hooks around modules."""
-
 
 def sharded_obstacle(trace: Trace, block: Block) -> str:
     """Why a block of a sharded model cannot run op by op; empty if it can."""
     shards = trace.about.shards
     if shards is None:
         return ""
-    if shards.way not in WAYS or len(shards.mesh.dims) > 1:
-        return f"it is not tested under {shards.way} over {', '.join(d.name for d in shards.mesh.dims)}"
+    if not shards.mesh.is_by_engine(shards.way):
+        return f"{shards.way} over {' x '.join(d.name for d in shards.mesh.dims)} runs ops of its own inside of blocks"
     inside = f"{block.module}." if block.module else ""
     if not block.module or any(group.startswith(inside) for group in shards.groups):
         return "parts of it are gathered and reduced by themselves"

@@ -27,6 +27,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.runtime.head.chunked_loss import Asked, chunked_cross_entropy, no_autocast
 from holdall.runtime.head.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, Stretch, link_for, version_of
 from holdall.runtime.head.row_layout import TAKES
+from holdall.sharded import is_engines
 
 _CHUNK = 2**29  # bytes of float32 logits per chunk: large enough to keep a GPU busy, small against a model
 _STEP = 128  # rows; the tile size of matrix products
@@ -56,12 +57,12 @@ def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
     why_not = _obstacle(head)
     if why_not:
         raise Unsupported(f"{type(head).__name__} cannot be evaluated in chunks: {why_not}", hint='use head="whole"')
-    plain = head.forward
+    plain, is_on = head.forward, True
 
     def chunked(*args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())  # `input`, by position or by name
         # the current parameters: they may be replaced before the next call
-        call = _call(hidden, head.weight, head.bias, rows)  # type: ignore[arg-type]
+        call = _call(hidden, head.weight, head.bias, rows) if is_on else None  # type: ignore[arg-type]
         whole: Tensor
         if call is None:
             whole = plain(*args, **kwargs)
@@ -71,7 +72,10 @@ def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
     head.forward = chunked  # type: ignore[method-assign]
 
     def undo() -> None:
-        del head.forward
+        nonlocal is_on
+        is_on = False
+        if head.__dict__.get("forward") is chunked:  # others may have wrapped it, and stay
+            del head.forward
 
     return undo
 
@@ -167,6 +171,8 @@ class LazyLogits(torch.Tensor):
                 out = NotImplemented if step is None else step(first, func, args[1:], kwargs)
                 if out is not NotImplemented:
                     return out
+            if func is Tensor.register_hook and first._call.whole is None and is_engines(args[1]):
+                return None if first._call.spent else first._hidden.register_hook(args[1])
             if func in _HOOKS and first._call.spent:
                 raise Unsupported(
                     "a hook for the gradient of the logits was registered after their loss was computed in chunks",
@@ -420,7 +426,7 @@ _KNOWN = frozenset(
         *(getattr(Tensor, name) for name in ("__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size")),
         *(getattr(Tensor, name) for name in ("get_device", "is_inference", "is_floating_point", "is_complex", "is_signed")),
         *(getattr(torch, name) for name in ("numel", "is_floating_point", "is_complex", "is_inference")),
-        *map(_getter, ("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes")),
+        *map(_getter, ("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "_base")),
         *map(_getter, ("requires_grad", "is_leaf", "_version", "grad")),
         *map(_getter, ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized")),
     }
