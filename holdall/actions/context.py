@@ -9,12 +9,12 @@ Not the bits of one process: sums over positions are taken in parts (1e-15 in fl
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from holdall.actions.shard import Shard
+from holdall.actions.shard import Shard, of_step
 from holdall.types import Trace
-from holdall.types.mesh import DIVIDING
 
 if TYPE_CHECKING:
     import torch
@@ -30,22 +30,11 @@ class Context(Shard):
     def samples(trace: Trace) -> list[Shard]:
         """The division of the trace, if it has one."""
         shards = trace.about.shards
-        over = shards.mesh.dividing if shards is not None else None
-        if shards is None or over is None or DIVIDING[over.name] != Context.name:
+        if shards is None or shards.mesh.division != Context.name:
             return []
-        mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
-        return [
-            Context(
-                mesh=mesh,
-                way=shards.way,
-                groups=shards.groups,
-                data_groups=shards.data_groups,
-                precision=shards.precision,
-                casts=shards.casts,
-            )
-        ]
+        return [Context(**of_step(shards))]
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:
+    def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
         from holdall.parallel.context import divide_context
 
-        return divide_context(model, self.groups, device_mesh, way)
+        return divide_context(model, self.groups, meshes["cp"], ways)

@@ -9,12 +9,12 @@ Not the bits of one process: sums over tokens and experts are taken in another o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from holdall.actions.shard import Shard
+from holdall.actions.shard import Shard, of_step
 from holdall.types import Trace
-from holdall.types.mesh import DIVIDING
 
 if TYPE_CHECKING:
     import torch
@@ -30,22 +30,11 @@ class Experts(Shard):
     def samples(trace: Trace) -> list[Shard]:
         """The division of the trace, if it has one."""
         shards = trace.about.shards
-        over = shards.mesh.dividing if shards is not None else None
-        if shards is None or over is None or DIVIDING[over.name] != Experts.name:
+        if shards is None or shards.mesh.division != Experts.name:
             return []
-        mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
-        return [
-            Experts(
-                mesh=mesh,
-                way=shards.way,
-                groups=shards.groups,
-                data_groups=shards.data_groups,
-                precision=shards.precision,
-                casts=shards.casts,
-            )
-        ]
+        return [Experts(**of_step(shards))]
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:  # noqa: ARG002
+    def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:  # noqa: ARG002
         from holdall.parallel.experts import divide_experts
 
-        return divide_experts(model, self.groups, device_mesh)
+        return divide_experts(model, self.groups, meshes["ep"])

@@ -11,7 +11,7 @@ two single processes; of more, sums are taken in another order (3.7e-9 on four r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,8 +19,8 @@ from holdall.cost.collectives import collective_seconds, sent_bytes
 from holdall.errors import InvalidInput, Unsupported
 from holdall.registry import member_class
 from holdall.types import Collect, Facts, Mesh, Problem, Run, Schedule, Step, Trace, Wait
-from holdall.types.info import CollectiveOp
-from holdall.types.mesh import DIVIDING, REPLICAS
+from holdall.types.info import CollectiveOp, ShardedStep
+from holdall.types.mesh import REPLICAS
 
 if TYPE_CHECKING:
     import torch
@@ -53,19 +53,9 @@ class Shard(Facts):
         shards = trace.about.shards
         if shards is None:
             return []
-        if shards.mesh.dividing is not None:
-            return list(member_class("actions", DIVIDING[shards.mesh.dividing.name]).samples(trace))
-        mesh = tuple((d.name, d.size) for d in shards.mesh.dims)
-        return [
-            Shard(
-                mesh=mesh,
-                way=shards.way,
-                groups=shards.groups,
-                replicate=shards.replicate,
-                precision=shards.precision,
-                casts=shards.casts,
-            )
-        ]
+        if shards.mesh.division:
+            return list(member_class("actions", shards.mesh.division).samples(trace))
+        return [Shard(**of_step(shards))]
 
     def over_backwards(self, count: int) -> Shard:
         """The same for steps of so many backwards."""
@@ -102,8 +92,8 @@ class Shard(Facts):
         if data:
             shard_model(model, self.data_groups if division else self.groups, over_data, data, self.precision)
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:
-        """Divide the model itself, over the ranks of a mesh with one dimension."""
+    def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
+        """Divide the model itself, over torch's meshes of the dimensions that are for that, in these ways."""
         raise NotImplementedError
 
     def install(self, harness: Harness) -> None:
@@ -145,6 +135,12 @@ class Shard(Facts):
         counted = CollectiveBytes(mesh.dims[0].name, mesh.ranks, groups)
         harness.around(counted)
         harness.stores.counters.append(counted.sent)
+
+
+def of_step(shards: ShardedStep) -> dict[str, Any]:
+    """What the actions that divide a step have in common, as it was traced."""
+    names = ("way", "groups", "replicate", "data_groups", "precision", "casts")
+    return {"mesh": tuple((d.name, d.size) for d in shards.mesh.dims)} | {name: getattr(shards, name) for name in names}
 
 
 _Place = tuple[int, int]  # (op, number among the steps after it); number -1: the op itself

@@ -1,8 +1,9 @@
 """Tensor: divide linear layers over ranks, by columns and then by rows; with them the heads of attention and the words.
 
 After Megatron-LM (arXiv 1909.08053) and, with the way "sequence", Korthikanti et al. (arXiv 2205.05198), which divides what is
-between the layers along the sequence. The trace is taken with the model divided, as one rank; `parallel/tensor.py` has all of
-it. All ranks have the same batch. Installing the action divides the model, which stays divided when the harness is closed.
+between the layers along the sequence. On a mesh of `tp` and `cp` the sequence of the model's calls is divided too, as by the
+action `context`. The trace is taken with the model divided, as one rank; `parallel/tensor.py` has all of it. All ranks have the
+same batch. Installing the action divides the model, which stays divided when the harness is closed.
 
 Not the bits of one process, since sums over features are taken in parts: gradients differ by rounding (1e-15 in float64).
 Dropout between the layers draws other numbers on every rank, and in the whole other ones than one process does.
@@ -10,10 +11,11 @@ Dropout between the layers draws other numbers on every rank, and in the whole o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from holdall.actions.shard import Shard
+from holdall.actions.shard import Shard, of_step
 from holdall.types import Trace
 from holdall.types.info import TensorRegion
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 class Tensor(Shard):
     regions: tuple[TensorRegion, ...]
     vocabulary: tuple[str, ...]  # modules that are divided by words
+    attention: tuple[str, ...] = ()  # modules whose attention is over a sequence that is divided too
 
     name: ClassVar[str] = "tensor"
 
@@ -36,20 +39,13 @@ class Tensor(Shard):
         shards = trace.about.shards
         if shards is None or not shards.regions:
             return []
-        return [
-            Tensor(
-                mesh=tuple((d.name, d.size) for d in shards.mesh.dims),
-                way=shards.way,
-                groups=shards.groups,
-                regions=shards.regions,
-                vocabulary=shards.vocabulary,
-                data_groups=shards.data_groups,
-                precision=shards.precision,
-                casts=shards.casts,
-            )
-        ]
+        return [Tensor(**of_step(shards), regions=shards.regions, vocabulary=shards.vocabulary, attention=shards.attention)]
 
-    def divide(self, model: torch.nn.Module, device_mesh: Any, way: str) -> Division:  # noqa: ARG002
+    def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
+        from holdall.parallel.context import divide_context
         from holdall.parallel.tensor import divide
 
-        return divide(model, self.regions, self.vocabulary, device_mesh, stack=self.groups)
+        division = divide(model, self.regions, self.vocabulary, meshes["tp"], stack=self.groups)
+        if "cp" in meshes:
+            divide_context(model, self.attention, meshes["cp"], ways, beside=division)
+        return division

@@ -22,7 +22,7 @@ from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
 from holdall.parallel.checking import compared, refuse_other_batches
 from holdall.parallel.groups import connect, device_mesh, ranks_here
 from holdall.parallel.sharding.build import RULED
-from holdall.parallel.ways import DIVIDED, is_divided, is_one_batch, split_way, way_for
+from holdall.parallel.ways import is_divided, is_in_parts_of_sequence, is_one_batch, way_for
 from holdall.planning.finish import finish
 from holdall.problem import hardware_for, make_problem, resolve_precision
 from holdall.registry import build_member
@@ -54,7 +54,7 @@ def start_on_ranks(
     kind = target_device(model, on).type
     device_mesh(mesh, kind)  # refuses a run with other ranks before anything slow
     connect(kind)
-    if request.shard == "auto" and mesh.dividing is None:
+    if request.shard == "auto" and not mesh.dividing:
         way = from_first(lambda: _fastest_way(request, model, optimizer, batch, mesh))
     else:
         way = way_for(mesh, request.shard)
@@ -119,7 +119,7 @@ def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, way: str)
         return nullcontext()
     model.to(target_device(model, request.device))
     run = request.loss or default_loss
-    return compared(model, lambda: run(model, batch), outputs=split_way(way)[1] not in DIVIDED["cp"])
+    return compared(model, lambda: run(model, batch), outputs=not is_in_parts_of_sequence(way))
 
 
 def _fastest_way(

@@ -34,24 +34,23 @@ def divided_and_recorded(
 ) -> tuple[T, ShardedStep]:
     """What `record` makes of a copy of the model that is divided by a function that it is given, with the modules concerned.
     `plain`: the trace of the whole model."""
-    over = mesh.dividing
-    assert over is not None
-    way = split_way(way)[1]
-    if over.name == "cp":
-        return _by_context(model, way, plain, record)
-    if over.name == "ep":
-        return _by_experts(model, over, record)
-    return _by_tensors(model, over, way, plain, record)
+    ways, over = split_way(way)[1], {dim.name: dim for dim in mesh.dividing}
+    attention = _attention(model, plain) if "cp" in over else ()
+    if "tp" in over:
+        return _by_tensors(model, over["tp"], ways, attention, plain, record)
+    if "ep" in over:
+        return _by_experts(model, over["ep"], record)
+    return record(attention, lambda fake, meshes: divide_context(fake, attention, meshes["cp"], ways))
 
 
-def _by_context(model: torch.nn.Module, way: str, plain: Trace, record: Record[T]) -> tuple[T, ShardedStep]:
+def _attention(model: torch.nn.Module, plain: Trace) -> tuple[str, ...]:
     attention = find_attention(plain)
     if not attention:
         raise Unsupported(
             f"no module of {type(model).__name__} calls F.scaled_dot_product_attention, so its sequence cannot be divided",
             hint='let it: attn_implementation="sdpa" in Hugging Face\'s models',
         )
-    return record(attention, lambda fake, on: divide_context(fake, attention, on, way))
+    return attention
 
 
 def _by_experts(model: torch.nn.Module, over: MeshDim, record: Record[T]) -> tuple[T, ShardedStep]:
@@ -62,15 +61,23 @@ def _by_experts(model: torch.nn.Module, over: MeshDim, record: Record[T]) -> tup
             f"stacks of a multiple of {over.size} experts, called with (tokens, indices of experts, weights)",
             hint='shard its parameters instead: mesh={"dp": ...}',
         )
-    return record(experts, lambda fake, on: divide_experts(fake, experts, on))
+    return record(experts, lambda fake, meshes: divide_experts(fake, experts, meshes["ep"]))
 
 
-def _by_tensors(model: torch.nn.Module, over: MeshDim, way: str, plain: Trace, record: Record[T]) -> tuple[T, ShardedStep]:
-    """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit."""
+def _by_tensors(
+    model: torch.nn.Module,
+    over: MeshDim,
+    ways: tuple[str, ...],
+    attention: tuple[str, ...],
+    plain: Trace,
+    record: Record[T],
+) -> tuple[T, ShardedStep]:
+    """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit. `attention`:
+    modules whose attention is over a sequence that is divided too."""
     regions = find_regions(model, plain, over.size)
     vocabulary = find_vocabulary(model, plain, over.size)
-    stack = _stack(plain, regions) if way == "sequence" else ()
-    if way == "sequence" and not stack:
+    stack = _stack(plain, regions) if "sequence" in ways else ()
+    if "sequence" in ways and not stack:
         raise Unsupported(
             f"{type(model).__name__} has no stack of layers whose linear layers are all divided, so its sequence is not either",
             hint='use shard="tensor"',
@@ -81,7 +88,9 @@ def _by_tensors(model: torch.nn.Module, over: MeshDim, way: str, plain: Trace, r
         built: list[Division] = []
 
         def build(fake: torch.nn.Module, on: Any, regions: Any = regions, built: list[Division] = built) -> Division:
-            built.append(divide(fake, regions, vocabulary, on, stack=stack))
+            built.append(divide(fake, regions, vocabulary, on["tp"], stack=stack))
+            if attention:
+                divide_context(fake, attention, on["cp"], ways, beside=built[0])
             return built[0]
 
         try:
@@ -97,7 +106,7 @@ def _by_tensors(model: torch.nn.Module, over: MeshDim, way: str, plain: Trace, r
             tried[kind] += 1
             regions = _changed(model, regions, kind, tried[kind], over.size)
             continue
-        return recorded, replace(step, regions=regions, vocabulary=vocabulary)
+        return recorded, replace(step, regions=regions, vocabulary=vocabulary, attention=attention)
     raise Unsupported(
         f"{type(model).__name__} has no linear layers that can be divided over {over.size} ranks: none whose result only "
         f"another one reads, of a width (and a number of heads) that is a multiple of {over.size}",

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import prod
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
 
 def refuse_other_batches(batch: Any, mesh: Mesh) -> None:
     """Ranks that divide a model compute one batch together: those of each group, which are neighbours."""
-    assert mesh.dividing is not None
-    size = mesh.dividing.size
+    size = prod(dim.size for dim in mesh.dividing)
     said = [batch_digest(batch)] * ranks_here()
     if len(said) > 1:
         dist.all_gather_object(said, said[0])

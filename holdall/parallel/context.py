@@ -43,15 +43,22 @@ def find_attention(trace: Trace) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op.site.module for op in ops))
 
 
-def divide_context(model: torch.nn.Module, attention: Sequence[str], device_mesh: Any, way: str) -> Division:
-    """Divide the sequence of a model's calls, in place."""
+def divide_context(
+    model: torch.nn.Module, attention: Sequence[str], device_mesh: Any, ways: Sequence[str], *, beside: Division | None = None
+) -> Division:
+    """Divide the sequence of a model's calls, in place, by the first of the `ways` that is for that. `beside`: the model is
+    divided by tensors already, and those ranks have the same part of the sequence."""
     division = Division(device_mesh.get_group(), device_mesh)
-    division.split = 1  # always: gradients are partial sums
-    made: Made = {}
-    for module in list(model.modules()):
-        if next(module.parameters(recurse=False), None) is not None:
-            replicate(module, division, made)
-    avoid_fast_paths(model)
+    if beside is None:
+        division.split = 1  # always: gradients are partial sums
+        made: Made = {}
+        for module in list(model.modules()):
+            if next(module.parameters(recurse=False), None) is not None:
+                replicate(module, division, made)
+        avoid_fast_paths(model)
+    else:
+        beside.positions = division.group
+    way = next(w for w in ways if w in _ATTEND)
     ring = ring_of(division, way)
     for path in attention:
 
@@ -74,8 +81,7 @@ def ring_of(division: Division, way: str) -> Ring:
 
 def attention_over(ring: Ring, way: str) -> TorchFunctionMode:
     """Inside, `F.scaled_dot_product_attention` is computed together by the ranks."""
-    attend = {"ulysses": _ulysses, "balanced": _balanced, "queries": _by_queries}.get(way, _around_ring)
-    return _Replaced({F.scaled_dot_product_attention: _attention(attend, ring)})
+    return _Replaced({F.scaled_dot_product_attention: _attention(_ATTEND[way], ring)})
 
 
 class _Replaced(TorchFunctionMode):
@@ -146,6 +152,15 @@ def _balanced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, cau
 @_wide
 def _by_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool, scale: float) -> torch.Tensor:
     return QueryAttention.apply(q, k, v, ring, causal, scale, ring.ranks)  # type: ignore[no-any-return]
+
+
+_ATTEND = {
+    "ulysses": _ulysses,
+    "ring": _around_ring,
+    "zigzag": _around_ring,
+    "balanced": _balanced,
+    "queries": _by_queries,
+}
 
 
 def attend_by_heads_and_context(

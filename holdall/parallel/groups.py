@@ -47,14 +47,17 @@ def flat_mesh(on: Any) -> Any:
     return getattr(on, "holdall_flat", on)
 
 
-def split_mesh(on: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """The part of torch's mesh that is over data, and the one that divides the model; None: there is no such."""
-    if mesh.dividing is None:
-        return on, None
-    if mesh.data is None:
-        return None, on
-    *data, dividing = on.mesh_dim_names
-    return on[tuple(data) if len(data) > 1 else data[0]], on[dividing]
+def split_mesh(on: Any, mesh: Mesh) -> tuple[Any, dict[str, Any]]:
+    """The part of torch's mesh that is over data (None: there is none), and those that divide the model, by the names of their
+    dimensions."""
+    if not mesh.dividing:
+        return on, {}
+    if len(mesh.dims) == 1:
+        return None, {mesh.dims[0].name: on}
+    count = len(mesh.dims) - len(mesh.dividing)
+    data = on.mesh_dim_names[:count]
+    dividing = {dim.name: on[name] for dim, name in zip(mesh.dividing, on.mesh_dim_names[count:], strict=True)}
+    return (on[data if count > 1 else data[0]] if data else None), dividing
 
 
 def group_dims(on: Any, mesh: Mesh) -> dict[str, tuple[str, int]]:
@@ -153,22 +156,26 @@ def _own_group(rows: Sequence[Sequence[int]]) -> Any:
 
 
 def _check(mesh: Mesh) -> None:
-    first, *others = names = [d.name for d in mesh.dims]
-    special = (*DIVIDING, NODES, REPLICAS)
-    hint = f'use mesh={{"dp": 4}}, {{"dp": 2, "tp": 2}}, {{"{REPLICAS}": 2, "dp": 2}} or {{"{NODES}": 2, "dp": 2}}'
-    if len(names) == 2 and first in DIVIDING and others[0] not in special:
-        sizes = {d.name: d.size for d in reversed(mesh.dims)}
-        hint = f"use mesh={sizes}: ranks that divide a model are neighbours".replace("'", '"')
-    elif not others or (len(others) == 1 and _is_pair(first, others[0], special)):
+    over = [d.name for d in mesh.data.dims] if mesh.data is not None else []
+    dividing = [d.name for d in mesh.dividing]
+    if _is_data(over, bool(dividing)) and (len(dividing) < 2 or set(dividing) == {"tp", "cp"}):
         return
+    hint = f'use mesh={{"dp": 4}}, {{"dp": 2, "tp": 2}}, {{"{REPLICAS}": 2, "dp": 2}} or {{"{NODES}": 2, "dp": 2}}'
+    ordered = Mesh(dims=tuple(sorted(mesh.dims, key=lambda d: (d.name in DIVIDING, d.name not in (NODES, REPLICAS)))))
+    if ordered != mesh:
+        sizes = {d.name: d.size for d in ordered.dims}
+        hint = f"use mesh={sizes}: ranks that divide a model are neighbours".replace("'", '"')
     raise Unsupported(
-        "a mesh has one dimension, or replicas or nodes and one of data, or one of data and one that divides the model, "
-        f"not {' x '.join(names)}",
+        "a mesh has one dimension of data, before it replicas or nodes, and after it one that divides the model, or `tp` and "
+        f"`cp`; nodes are for whole models. This one is {' x '.join(d.name for d in mesh.dims)}",
         hint=hint,
     )
 
 
-def _is_pair(first: str, second: str, special: tuple[str, ...]) -> bool:
-    if first in (NODES, REPLICAS):
-        return second not in special
-    return first not in special and second in DIVIDING
+def _is_data(names: Sequence[str], divides: bool) -> bool:
+    """Are these dimensions that a mesh may have over data?"""
+    *outer, last = names or ["dp"]
+    if not outer:
+        return not (divides and last in (NODES, REPLICAS))
+    is_outer = outer == [REPLICAS] or (outer == [NODES] and not divides)
+    return is_outer and last not in (*DIVIDING, NODES, REPLICAS)

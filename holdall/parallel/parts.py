@@ -28,6 +28,7 @@ class Division:
         self.failed: Any = None  # the last one that did not come to its end
         self.split = 0  # depth of modules whose activations are parts of the sequence
         self.is_mean = False  # ranks have batches of their own: gradients are means over them
+        self.positions: Any = None  # group whose ranks have other parts of the sequence; see `context.py`
         self.dtype: torch.dtype | None = None  # in which modules compute; None: that of their parameters
 
     @property
@@ -44,7 +45,7 @@ class Division:
     ) -> AbstractContextManager[None]:
         """`local_parameters` in the dtype in which modules compute. `is_partial`: gradients are partial sums."""
         group = self.group if is_partial else None
-        return local_parameters(module, group, names, mean_of=mean_of, dtype=self.dtype)
+        return local_parameters(module, group, names, mean_of=mean_of, positions=self.positions, dtype=self.dtype)
 
 
 class Fork:
@@ -135,15 +136,16 @@ def keep_whole(model: torch.nn.Module, over_data: Any) -> set[torch.nn.Parameter
     made: Made = {}
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            if is_uncuttable(p) and (p.dim() == 1 or local_of(p).shape[1] % over_data.size()):
+            if is_uncuttable(p) and (p.dim() == 1 or local_of(p).shape[1] % over_data.size(-1)):
                 if p not in made:
                     both = DeviceMesh._concatenate([over_data, p.device_mesh])  # type: ignore[attr-defined]
-                    places = [Replicate(), *p.placements]  # type: ignore[attr-defined]
+                    places = [*[Replicate()] * over_data.ndim, *p.placements]  # type: ignore[attr-defined]
                     spread = DTensor.from_local(
                         local_of(p).detach(), both, places, run_check=False, shape=p.shape, stride=p.stride()
                     )
                     made[p] = torch.nn.Parameter(spread, requires_grad=p.requires_grad)
-                    made[p].holdall_data = over_data.get_group(), over_data.size()  # type: ignore[attr-defined]
+                    groups = [(over_data.get_group(n), over_data.size(n)) for n in range(over_data.ndim)]
+                    made[p].holdall_data = groups  # type: ignore[attr-defined]
                 module.register_parameter(name, made[p])
     return set(made.values())
 
@@ -181,18 +183,22 @@ def local_parameters(
     names: Sequence[str] | None = None,
     *,
     mean_of: int = 0,
+    positions: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Inside, the module's own parameters are this rank's parts; with a `group`, gradients are summed over its ranks.
-    `mean_of`: they are divided by so many. `dtype`: float32 ones are copies in it, whose gradients are summed in float32."""
+    """Inside, the module's own parameters are this rank's parts; gradients are summed over the ranks of `group` and of
+    `positions`. `mean_of`: they are divided by so many. `dtype`: float32 ones are copies in it, whose gradients are summed in
+    float32."""
     modules = module.modules() if isinstance(module, torch.nn.MultiheadAttention) else (module,)  # reads those of its child
     shards = [
         (m, name, p) for m in modules for name, p in m._parameters.items() if is_shard(p) and (names is None or name in names)
     ]
     for m, name, p in shards:
         local = p.to_local()  # type: ignore[union-attr, operator]
-        if (over := getattr(p, "holdall_data", None)) is not None:  # see `keep_whole`
-            local = Averaged.apply(local, *over)
+        for over, ranks in getattr(p, "holdall_data", ()):  # see `keep_whole`
+            local = Averaged.apply(local, over, ranks)
+        if positions is not None:
+            local = Averaged.apply(local, positions, 1)
         if mean_of or group is not None:
             local = Averaged.apply(local, group, max(1, mean_of))
         m._parameters[name] = local.to(dtype) if dtype is not None and local.dtype == torch.float32 else local

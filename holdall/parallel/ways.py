@@ -11,6 +11,7 @@ it there may be one of two:
     nodes       ranks with more shards, which are farther from each other
 
 A dimension of data may also come before one that divides: {"dp": 2, "tp": 2}. The way is then that of both, "fsdp+tensor".
+Tensors and the sequence may be divided at once, {"tp": 2, "cp": 2}: "tensor+ring"; also after data: "fsdp+tensor+ring".
 """
 
 from __future__ import annotations
@@ -31,42 +32,47 @@ BESIDE = ("fsdp", "ddp", "zero2", "zero3")  # ways over data of a model that is 
 
 
 def way_for(mesh: Mesh, way: str) -> str:
-    """The way that is meant by `shard=way` on this mesh."""
-    dim = mesh.dividing
-    if dim is None:
+    """The way that is meant by `shard=way` on this mesh; of several dimensions, one that is left out is the first there is."""
+    if not mesh.dividing:
         check_way(way, mesh)
         return way
-    ways = DIVIDED[dim.name]
+    data, given = split_way(way)
+    found, left = [], list(given)
+    for dim in mesh.dividing:
+        own = next((w for w in left if w in DIVIDED[dim.name]), None)
+        found.append(own or DIVIDED[dim.name][0])
+        if own is not None:
+            left.remove(own)
+    names = " and ".join(f"`{dim.name}`" for dim in mesh.dividing)
+    ways = [w for dim in mesh.dividing for w in DIVIDED[dim.name]]
+    if left:
+        raise unknown_name(f"way to divide a model over {names}", left[0], ways)
+    if "+" in data and data not in WAYS:
+        raise unknown_name(f"way to divide a model over {names}", data.rpartition("+")[2], ways)
     if mesh.data is not None:
-        return _way_of_both(mesh.data.dims[-1].name, dim.name, way)
-    if way == "fsdp":  # the default of `fit`
-        return ways[0]
-    if way not in ways:
-        raise unknown_name(f"way to divide a model over `{dim.name}`", way, ways)
-    return way
+        return "+".join((_beside(data or BESIDE[0], mesh, found), *found))
+    if data and (data != "fsdp" or given):  # the default of `fit`
+        raise unknown_name(f"way to divide a model over {names}", data, ways)
+    return "+".join(found)
 
 
-def _way_of_both(over: str, name: str, way: str) -> str:
-    """One that is left out is the first that there is."""
-    ways = DIVIDED[name]
-    data, division = split_way(way)
-    if not division and "+" in way:
-        raise unknown_name(f"way to divide a model over `{name}`", way.rpartition("+")[2], ways)
-    data, division = data or BESIDE[0], division or ways[0]
-    if division not in ways:
-        raise unknown_name(f"way to divide a model over `{name}`", division, ways)
+def _beside(data: str, mesh: Mesh, division: list[str]) -> str:
+    """A way over data of a model that is divided too."""
+    assert mesh.data is not None
+    over, names = mesh.data.dims[-1].name, " and ".join(f"`{dim.name}`" for dim in mesh.dividing)
+    if data not in BESIDE and (data in WAYS or data == "auto"):
+        what = f'shard="{data}" is not for models that are divided over {names} too'
+        raise Unsupported(what, hint=f'use shard="{"+".join(("zero2", *division))}", or a mesh of `{over}` alone')
     if data not in BESIDE:
-        if data in WAYS or data == "auto":
-            what = f'shard="{data}" is not for models that are divided over `{name}` too'
-            raise Unsupported(what, hint=f'use shard="zero2+{division}", or a mesh of `{over}` alone')
         raise unknown_name(f"way to shard over `{over}`", data, BESIDE)
-    return f"{data}+{division}"
+    check_way(data, mesh.data)
+    return data
 
 
-def split_way(way: str) -> tuple[str, str]:
+def split_way(way: str) -> tuple[str, tuple[str, ...]]:
     """(how model states are over ranks with other data, how the model is divided over the others); empty: not at all."""
-    data, _, division = way.rpartition("+")
-    return (data, division) if division in DIVISIONS else (way, "")
+    parts = way.split("+")
+    return "+".join(p for p in parts if p not in DIVISIONS), tuple(p for p in parts if p in DIVISIONS)
 
 
 def is_divided(way: str) -> bool:
@@ -76,4 +82,9 @@ def is_divided(way: str) -> bool:
 
 def is_one_batch(way: str) -> bool:
     """Do the ranks that divide the model have the same batch?"""
-    return split_way(way)[1] in (*DIVIDED["tp"], *DIVIDED["cp"])
+    return bool({*DIVIDED["tp"], *DIVIDED["cp"]} & {*split_way(way)[1]})
+
+
+def is_in_parts_of_sequence(way: str) -> bool:
+    """Do calls of the model compute a part of the sequence, and return that?"""
+    return bool({*DIVIDED["cp"]} & {*split_way(way)[1]})

@@ -147,9 +147,10 @@ def record_sharded_step(
 ) -> tuple[Recorded, ShardedStep]:
     """Run one step of a fake copy of `model`, sharded over `mesh`; the model itself is not changed.
 
-    `build`: divides the copy, on the part of torch's mesh that is for that; None: it is sharded over data alone. `groups`: the
-    modules concerned. `data_groups`: those with collectives of their own over data, of a model that is divided too. `casts`:
-    modules that cast their inputs to `how.precision`. `chunk`: called with the copy before it is sharded, to chunk its head.
+    `build`: divides the copy, on the parts of torch's mesh that are for that; None: it is sharded over data alone. `groups`:
+    the modules concerned. `data_groups`: those with collectives of their own over data, of a model that is divided too.
+    `casts`: modules that cast their inputs to `how.precision`. `chunk`: called with the copy before it is sharded, to chunk its
+    head.
 
     A first step is run without recording: it makes the optimizer's states, and the engine prepares itself. Where the device is
     a GPU that is not here, fakes of a CPU stand in, and sizes are a GPU's.
@@ -177,7 +178,7 @@ def record_sharded_step(
             build(fake, dividing).dtype = how.precision
         if over_data is not None:
             # where meshes are joined, numbers of ranks are read; parameters stay fake
-            with unset_fake_temporarily() if dividing is not None else contextlib.nullcontext():
+            with unset_fake_temporarily() if dividing else contextlib.nullcontext():
                 shard_model(fake, groups if build is None else data_groups, over_data, split_way(way)[0], precision)
         made: dict[int, torch.Tensor] = {}
         fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, here, values, made), batch)

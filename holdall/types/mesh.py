@@ -86,14 +86,21 @@ class Mesh:
         return len(self.dims) == 1 and way in BY_ENGINE
 
     @property
-    def dividing(self) -> MeshDim | None:
-        """The dimension over which the model itself is divided, by its name: the last one, whose ranks are neighbours."""
-        return self.dims[-1] if self.dims[-1].name in DIVIDING else None
+    def dividing(self) -> tuple[MeshDim, ...]:
+        """The dimensions over which the model itself is divided, by their names: the last ones, whose ranks are neighbours."""
+        others = max((n for n, dim in enumerate(self.dims, 1) if dim.name not in DIVIDING), default=0)
+        return self.dims[others:]
+
+    @property
+    def division(self) -> str:
+        """The action that divides a step over them; empty: none does. That of tensors divides the sequence too."""
+        names = [dim.name for dim in self.dividing]
+        return next((action for name, action in DIVIDING.items() if name in names), "")
 
     @property
     def data(self) -> Mesh | None:
         """The other dimensions, over which batches differ and model states may be in shards."""
-        dims = self.dims if self.dividing is None else self.dims[:-1]
+        dims = self.dims[: len(self.dims) - len(self.dividing)]
         return Mesh(dims=dims) if dims else None
 
     def dim(self, name: str) -> MeshDim:

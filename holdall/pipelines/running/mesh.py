@@ -164,7 +164,8 @@ class PipeMesh:
 
 def _ways(asked: str | Sequence[str], dividing: str) -> tuple[Sharing, str]:
     """How replicas share a stage, and how the others divide it; what is left out is the first that there is."""
-    data, division = split_way(asked) if isinstance(asked, str) else (asked, "")
+    data, named = split_way(asked) if isinstance(asked, str) else (asked, ())
+    division = "+".join(named)
     ways = DIVIDED.get(dividing, ())
     if division and division not in ways:
         if not ways:
