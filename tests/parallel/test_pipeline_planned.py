@@ -44,7 +44,7 @@ def planned():
     made = pipeline("interleaved", ranks=2, micro_batches=N)
     layers = []
     for block in build():
-        (found,) = try_stage(nn.Sequential(block), torch.randn(ROWS // N, WIDTH, requires_grad=True))
+        (found,) = try_stage(nn.Sequential(block), torch.randn(ROWS // N, WIDTH, requires_grad=True), torch.device("cpu"))
         nbytes = ROWS // N * WIDTH * 4
         saved = sum(found.saved.values()) + nbytes
         layers.append(YuanLayer(forward=1.0, backward=2.0, saved=saved, input=nbytes))

@@ -31,11 +31,13 @@ class Fused(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).split(self.inner_dim, dim=-1)
         q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v))
-        return (x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))).square().mean()
+        return (
+            (x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))).square().mean()
+        )
 
 
 def made(case, number):
-    layers, mesh, _, options = CASES[case]
+    layers, _, _, options = CASES[case]
     torch.manual_seed(0)
     dtype = torch.float32 if "precision" in options else torch.float64
     generator = torch.Generator().manual_seed(number)
@@ -113,7 +115,7 @@ def ran(request, case):
 def alone(case):
     """Clipped gradients of the first step, their norm, and the weights after all, of one process that has all batches; in
     bf16, of one under a plan."""
-    _, mesh, _, options = CASES[case]
+    options = CASES[case][3]
     numbers = range({"three": 2, "replicas": 4}.get(case, 1))
     model, optimizer, _ = made(case, 0)
     batches, backwards = [made(case, number)[2] for number in numbers], options.get("accumulate", 1)
@@ -148,10 +150,10 @@ def test_gradients_and_weights_are_those_of_one_process(ran, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_peaks_and_bytes_are_the_predicted_ones(ran, case):
-    """The bytes of a step of one backward: to replicas the last backward alone sends."""
+    """Peaks but for a scalar; bytes of steps of one backward, since the last alone sends to replicas."""
     for rank in ran:
         predicted = rank["predicted"]
-        assert predicted.peak["cpu"] <= min(rank["peaks"]) <= predicted.peak["cpu"] + LARGEST
+        assert predicted.peak["cpu"] - 4 <= min(rank["peaks"]) <= predicted.peak["cpu"] + LARGEST
         if case != "replicas":
             assert rank["traffic"] == {link: size for link, size in predicted.traffic.items() if "->" not in link}
             assert {link.split()[0] for link in rank["traffic"]} == set(CASES[case][1])
