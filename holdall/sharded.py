@@ -55,6 +55,21 @@ def part_of_parameter(part: torch.nn.Parameter) -> torch.nn.Parameter:
     return getattr(part, "holdall_whole", part)  # type: ignore[no-any-return]
 
 
+def state_room(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a state of the optimizer: where the parameter is, or where a plan keeps its states."""
+    make: Callable[[torch.dtype], torch.Tensor] | None = getattr(parameter, "holdall_state_room", None)
+    return torch.zeros_like(parameter.detach(), dtype=dtype) if make is None else make(dtype)
+
+
+def set_state_room(parameter: torch.Tensor, make: Callable[[torch.dtype], torch.Tensor]) -> None:
+    """Let `make` give that room."""
+    parameter.holdall_state_room = make  # type: ignore[attr-defined]
+
+
+def forget_state_room(parameter: torch.Tensor) -> None:
+    parameter.__dict__.pop("holdall_state_room", None)
+
+
 def gather(module: torch.nn.Module) -> None:
     """Have a module under `fully_shard` gather its parameters, if it has not; its own hooks reshard them after backward."""
     kind = _class(_MODULES, "FSDPModule")

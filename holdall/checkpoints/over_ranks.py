@@ -26,7 +26,7 @@ from holdall.checkpoints import folders
 from holdall.checkpoints.plain import pack, unpack
 from holdall.checkpoints.states import check_groups, read_groups, unwrapped, weights_of
 from holdall.errors import InvalidInput
-from holdall.sharded import in_stages, is_shard, part_of_parameter
+from holdall.sharded import in_stages, is_shard, part_of_parameter, state_room
 from holdall.types import _json
 
 SHARDED = "sharded"
@@ -217,7 +217,7 @@ def _state_like(
     if isinstance(before, torch.Tensor) and tuple(before.shape) == size and before.dtype == dtype:
         return before
     if size:
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
+        return state_room(parameter, dtype)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.zeros((), dtype=dtype, device="cpu" if on_host else parameter.device)

@@ -65,8 +65,10 @@ class Far(Blocking, InHostMemory):
             self._buffers.give(ticket.buffer)
             ticket.buffer = None
 
-    def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:  # noqa: ARG002
+    def push(self, ticket: Ticket, source: torch.Tensor, *, after: Any = None) -> None:
         chaos = current()
+        if after is not None:
+            after.wait()
         self._buffers.sent += min(ticket.nbytes, source.nbytes)
         if chaos is None:
             copy_tensor(self.memory(ticket), source)
@@ -77,8 +79,10 @@ class Far(Blocking, InHostMemory):
         ticket.source = source.untyped_storage()
         ticket.out = chaos.copy(self.memory(ticket), source, self._out)
 
-    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:  # noqa: ARG002
+    def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:
         chaos = current()
+        if after is not None:
+            after.wait()
         self._buffers.fetched += min(ticket.nbytes, target.nbytes)
         if chaos is None and ticket.out is None:
             copy_tensor(target, self.memory(ticket))

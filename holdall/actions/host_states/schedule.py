@@ -112,9 +112,7 @@ def _updates(trace: Trace) -> tuple[ParameterUpdate, ...]:
     )
 
 
-def rewrite_with_states_on_host(
-    schedule: Schedule, problem: Problem, pieces: Sequence[Sequence[str]], slots: int
-) -> Schedule:
+def rewrite_with_states_on_host(schedule: Schedule, problem: Problem, pieces: Sequence[Sequence[str]], slots: int) -> Schedule:
     known = {u.name: u for u in updates(problem.trace)}
     return _Rewrite(schedule, problem, [[known[name] for name in piece] for piece in pieces]).apply(slots)
 

@@ -22,6 +22,7 @@ from holdall.errors import Infeasible, Unsupported
 from holdall.planners.auto.across_blocks import plans_across_blocks
 from holdall.planners.auto.placements import Guesses, Placements, PlacementShape
 from holdall.planners.auto.search import CLOSE, Candidate, Search, usable
+from holdall.planners.auto.sharded_states import ShardedStates
 from holdall.planning.finish import NEVER, finish, over_budget
 from holdall.planning.last_resorts import or_last_resort
 from holdall.planning.updates_in_backward import plan_with_updates
@@ -119,6 +120,7 @@ class PlacementSearch(Search):
         super().__init__(problem)
         self.via_device = via_device
         self.placements = Placements(problem)
+        self.sharded = ShardedStates(problem)
         is_narrow = problem.trace.about.precision is not None
         self._may_be_ahead = ahead and is_narrow and self.placements.when == "overlap_forward"
         self._sizes = {u.name: u.numel for u in problem.trace.units}
@@ -161,9 +163,24 @@ class PlacementSearch(Search):
             if self.fastest(problem) is None and self.placements.streamable:
                 spread = self._least_of_all()
                 self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
+        for count in self._counts_on_host(problem):
+            self.mixes(problem, self.sharded.at(count), self.sharded.describe(count))
         for around in self.best_placements(problem):
             self.hide(problem, around)
         self._across_blocks(problem)
+
+    def _counts_on_host(self, problem: Problem) -> list[int]:
+        """Of pieces of the optimizer states of a sharded step."""
+        if not self.sharded.is_possible:
+            return []
+
+        def peak(count: int, choices: Sequence[Choice]) -> int:
+            found = (self.outcome((*self.uniform(choice), *self.sharded.at(count))) for choice in choices)
+            return min((outcome.peak[problem.home] for outcome in found if outcome is not None), default=NEVER)
+
+        return self.sharded.counts(
+            problem.limit(problem.home), partial(peak, choices=self._least), partial(peak, choices=(KEEP,))
+        )
 
     def _across_blocks(self, problem: Problem) -> None:
         """Plans of members that plan across blocks, if faster by more than `CLOSE`. Where no choice for each block fits, last
@@ -342,7 +359,7 @@ class PlacementSearch(Search):
     def tightest(self) -> list[tuple[Action, ...]]:
         """Placements that take the least device memory."""
         if not self.placements.is_possible:
-            return [()]
+            return [self.sharded.at(self.sharded.most)]
         spreads = [self._least_of_all(), PlacementShape(0, 0, via_device=False)]
         return [(self.placements.at(spread),) for spread in spreads]
 

@@ -2,8 +2,8 @@
 
 Parameters and gradients stay where torch's engine has them. Before the optimizer's own step, every piece is copied into a slot
 on the device, its update is made there, and it is copied back, while the next is on its way into another slot. The update is
-the user's rule over this rank's parts: plain tensors that share memory with the shards (`updates/parts.py`). The optimizer's own
-step then updates what is left.
+the user's rule over this rank's parts: plain tensors that share memory with the shards (`updates/parts.py`). The optimizer's
+own step then updates what is left.
 
 `optimizer.state` holds the states as ever, as DTensors whose local part is in host memory; when a step is over, so are its
 copies. States that the loop loads or makes itself move there before they are next used.
@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.states.packing import Layout, like
-from holdall.sharded import from_local, is_shard, local_of, spec_of
+from holdall.sharded import forget_state_room, from_local, is_shard, local_of, set_state_room, spec_of
 from holdall.tiers import Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
@@ -62,7 +63,7 @@ class Piece:
     part: Part
     ticket: Ticket | None = None
     layout: Layout = field(default_factory=lambda: Layout((), 0))
-    keys: list[tuple[int, str]] = field(default_factory=list)  # in the layout's order: (parameter, name of the state)
+    there: dict[tuple[int, str], int] = field(default_factory=dict)  # (parameter, name of the state) -> address, in its order
 
     @property
     def due(self) -> list[int]:
@@ -92,6 +93,9 @@ class StatesOnHost:
         self._slots = slots
         self._quiet = quiet
         self._elsewhere = elsewhere
+        self._loaded: dict[int, list[Ticket]] = {}  # id of a parameter -> room of states that a checkpoint has filled
+        for p in (p for piece in self._pieces for p in piece.parameters):
+            set_state_room(p, partial(self._make_room, p))
         self._aside: list[list[torch.Tensor]] = []  # the optimizer's groups, while its own step runs
         self._undo = [
             optimizer.register_step_pre_hook(self._before).remove,
@@ -109,7 +113,8 @@ class StatesOnHost:
                     for key, value in state.items():
                         if isinstance(value, torch.Tensor) and value.dim():
                             state[key] = _as(p, local_of(value).to(local_of(p).device, copy=True))
-                self._free(piece)
+        for p in (p for piece in self._pieces for p in piece.parameters):
+            forget_state_room(p)
 
     # around the optimizer's own step
 
@@ -133,23 +138,23 @@ class StatesOnHost:
             group["params"] = params
 
     def _update_all(self, groups: Groups) -> None:
-        due = [piece for piece in self._pieces if piece.due]
+        chaos = current()
+        due = [piece for piece in (self._pieces if chaos is None else chaos.shuffled(self._pieces)) if piece.due]
         for piece in due:
             self._adopt(piece)
         slots = self._room(due)
         try:
-            for _ in self._passing(due, slots):
-                self._update(*_, groups)
+            for piece, views in self._passing(due, slots):
+                self._update(piece, views, groups)
         finally:
             for piece in due:
                 if piece.ticket is not None:
                     self._lane.wait(piece.ticket)  # the slots are free for others
                     self._lane.arrived(piece.ticket)  # the loop may read the states
-            chaos = current()
             if chaos is not None:
                 chaos.poison(*slots)
         for piece in due:
-            self._adopt(piece)  # states that this step has made
+            self._adopt(piece)  # with states that are new
 
     def _room(self, due: Sequence[Piece]) -> list[torch.Tensor]:
         """Device memory, which pieces take by turns."""
@@ -169,8 +174,9 @@ class StatesOnHost:
             if coming[n] is not None:
                 let_wait(coming[n], self._device)
             yield piece, piece.layout.views(memory)
+            free = None
             if piece.ticket is None:
-                free = None
+                self._adopt(piece)  # its first states; those of the next are made in their place
             else:
                 self._lane.push(piece.ticket, memory[: piece.layout.nbytes])
                 free = piece.ticket.out
@@ -186,7 +192,7 @@ class StatesOnHost:
     def _update(self, piece: Piece, views: Sequence[torch.Tensor], groups: Groups) -> None:
         own, due = self._states(piece), piece.due
         states = [dict(state) for state in own]
-        there = dict(zip(piece.keys, views, strict=True))
+        there = dict(zip(piece.there, views, strict=True))
         for (n, key), view in there.items():
             states[n][key] = view
         values = [local_of(piece.parameters[n]).detach() for n in due]
@@ -211,32 +217,52 @@ class StatesOnHost:
             self._adopt(piece)
 
     def _adopt(self, piece: Piece) -> None:
-        """Move states that are not in the piece's host memory there; into another piece of it if there are others now."""
+        """Move states that are not in the piece's host memory there; all into another, if there are others than before."""
         states = self._states(piece)
-        keys = [(n, key) for n, s in enumerate(states) for key, v in s.items() if isinstance(v, torch.Tensor) and v.dim()]
-        if not keys and not piece.keys:
+        local = {
+            (n, key): local_of(value)
+            for n, state in enumerate(states)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dim()
+        }
+        before = piece.there
+        if {at: t.data_ptr() for at, t in local.items()} == before:
             return
-        local = [local_of(states[n][key]) for n, key in keys]
-        layout = Layout.of(like(t) for t in local)
-        is_new = layout != piece.layout or keys != piece.keys
-        ticket = self._lane.reserve(layout.nbytes) if is_new or piece.ticket is None else piece.ticket
-        memory = self._lane.memory(ticket)
-        self._elsewhere().add(memory.untyped_storage()._cdata)
-        for (n, key), t, view in zip(keys, local, layout.views(memory), strict=True):
-            if t.data_ptr() == view.data_ptr() and t.device == view.device:
-                continue
-            copy_tensor(view, t)
-            with self._quiet():
+        layout = Layout.of(like(t) for t in local.values())
+        old = piece.ticket
+        is_same = old is not None and layout == piece.layout and local.keys() == before.keys()
+        ticket = old if is_same else self._reserve(layout)
+        assert ticket is not None
+        for (n, key), view in zip(local, layout.views(self._lane.memory(ticket)), strict=True):
+            if not is_same or local[n, key].data_ptr() != before[n, key]:
+                copy_tensor(view, local[n, key])
                 states[n][key] = _as(piece.parameters[n], view)
-        if is_new:
-            self._free(piece)
-        piece.ticket, piece.layout, piece.keys = ticket, layout, keys
+        if not is_same and old is not None:
+            self._free(old)
+        for p in piece.parameters:
+            for loaded in self._loaded.pop(id(p), ()):
+                self._free(loaded)
+        piece.ticket, piece.layout = ticket, layout
+        piece.there = {(n, key): local_of(states[n][key]).data_ptr() for n, key in local}
 
-    def _free(self, piece: Piece) -> None:
-        if piece.ticket is not None:
-            self._elsewhere().discard(self._lane.memory(piece.ticket).untyped_storage()._cdata)
-            self._lane.free(piece.ticket)
-            piece.ticket = None
+    def _make_room(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """Room for a state that a checkpoint holds; see `sharded.state_room`."""
+        layout = Layout.of([like(local_of(parameter), dtype)])
+        ticket = self._reserve(layout)
+        self._loaded.setdefault(id(parameter), []).append(ticket)
+        (view,) = layout.views(self._lane.memory(ticket))
+        return _as(parameter, view)
+
+    def _reserve(self, layout: Layout) -> Ticket:
+        ticket = self._lane.reserve(layout.nbytes)
+        if layout.nbytes:
+            self._elsewhere().add(self._lane.memory(ticket).untyped_storage()._cdata)
+        return ticket
+
+    def _free(self, ticket: Ticket) -> None:
+        if ticket.nbytes:
+            self._elsewhere().discard(self._lane.memory(ticket).untyped_storage()._cdata)
+        self._lane.free(ticket)
 
 
 def _as(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
@@ -246,11 +272,11 @@ def _as(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None
-    grad = local_of(parameter.grad)
-    if grad.shape != local_of(parameter).shape:
+    grad, shape = local_of(parameter.grad), local_of(parameter).shape
+    if grad.shape != shape:
         raise Unsupported(
-            f"a gradient of shape {list(grad.shape)} is not in the shards of its parameter, which is {list(local_of(parameter).shape)} here",
-            hint='leave gradients as they are, or use fit(..., allow=["recompute", "offload"])',
+            f"a gradient has the shape {list(grad.shape)} on this rank, and its parameter {list(shape)}",
+            hint='leave gradients in their shards, or use fit(..., allow=["recompute", "offload"])',
         )
     return grad
 
