@@ -1,10 +1,10 @@
 """The sharded path on one GPU (one rank, NCCL) beside the unsharded one, in one budget.
 
 python benchmarks/ranks_on_gpu.py [--shape llama-3.2-3b] [--budget 24] [--ways fsdp,zero2] [--rows 1] [--tokens 2048]
-                                  [--steps 8] [--out DIR] [--row-seconds 150] [--smoke]
+                                  [--steps 8] [--optimizer sgd|adamw] [--out DIR] [--row-seconds 150] [--smoke]
 
-Weights, gradients and the update (SGD) are in bf16: states on the host are not planned for shards yet, and in 24 GiB a model of
-3B parameters has no room for AdamW's beside its weights and gradients. Both paths have the whole head. Every row is a process
+Weights, gradients and the update are in bf16. With `adamw`, whose states a model of 3B parameters has no room for in 24 GiB
+beside its weights and gradients, both paths keep states on the host. Both have the whole head. Every row is a process
 of its own: plain training without a budget, `fit` without a mesh, and `fit(..., mesh={"dp": 1})` for every way; `of_plain` is
 the step's time of plain training over that of the row. `--smoke`: a tiny twin on the CPU, by gloo.
 """
@@ -24,14 +24,15 @@ import torch
 from families_on_gpu import GIB, Cell, Table, compare, guarded, loss_of, ours, timed
 from families_shapes import SHAPES
 
-RECIPE = "bf16-weights"
+RECIPES = {"sgd": "bf16-weights", "adamw": "bf16-weights-adamw"}
 
 
 class NarrowCell(Cell):
-    """The shape with weights in bf16 and a rule without states, on a part of its batch."""
+    """The shape with weights in bf16, on a part of its batch."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        super().__init__({**asked, "recipe": RECIPE}, lambda _: None)
+        self._rule = asked["optimizer"]
+        super().__init__({**asked, "recipe": RECIPES[self._rule]}, lambda _: None)
 
     def build(self) -> tuple[torch.nn.Module, dict[str, Any]]:
         model, batch = super().build()
@@ -40,6 +41,8 @@ class NarrowCell(Cell):
         return model, batch
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self._rule == "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         return torch.optim.SGD(parameters, lr=0.1, foreach=False)
 
 
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--optimizer", default="sgd", choices=list(RECIPES))
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--row-seconds", type=float, default=150.0)
     parser.add_argument("--smoke", action="store_true")
@@ -97,12 +101,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     table = Table(folder / ("ranks_smoke.csv" if options.smoke else "ranks_on_gpu.csv"), options.smoke)
     budget = int(options.budget * GIB)
+    recipe = RECIPES[options.optimizer]
     asked = {"shape": options.shape, "rows": options.rows, "tokens": options.tokens, "steps": options.steps, "budget": budget}
+    asked["optimizer"] = options.optimizer
     for method in ("plain", "unsharded", *options.ways.split(",")):
-        if table.has(options.shape, RECIPE, method):
+        if table.has(options.shape, recipe, method):
             continue
         one = json.dumps({**asked, "method": method, "smoke": options.smoke})
-        head = {"shape": options.shape, "recipe": RECIPE, "method": method}
+        head = {"shape": options.shape, "recipe": recipe, "method": method}
         began = time.monotonic()
         try:
             command = [sys.executable, __file__, "--one", one]
@@ -116,11 +122,11 @@ def main() -> None:
         made["row_s"] = time.monotonic() - began
         if method != "plain" and made["result"] == "ran":
             made.setdefault("budget_gib", options.budget)
-            compare(made, table.get(options.shape, RECIPE, "plain"), None)
+            compare(made, table.get(options.shape, recipe, "plain"), None)
         table.add(made)
-    base = table.get(options.shape, RECIPE, "unsharded")
+    base = table.get(options.shape, recipe, "unsharded")
     for way in options.ways.split(","):
-        mine = table.get(options.shape, RECIPE, way)
+        mine = table.get(options.shape, recipe, way)
         if base and mine and base["result"] == mine["result"] == "ran":
             same = mine["losses"] == base["losses"]
             print(f"{way}: {mine['step_s'] / base['step_s']:.3f} of the unsharded step, losses equal: {same}")

@@ -115,6 +115,38 @@ def test_one_rank_trains_the_same_bits_in_the_predicted_memory(plain, whole, cas
     assert bool(actions) == (case != "whole")
 
 
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_states_on_the_host_train_the_same_bits_in_the_predicted_memory(plain, whole, share):
+    """Updates run on the device, by the same fused kernel. The budget is between the least that is found and all of it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model, batch, optimizer = world()
+    trace = holdall.trace(model, batch, optimizer=optimizer, mesh={"dp": 1})
+    with pytest.raises(holdall.Infeasible) as error:
+        holdall.plan(trace, budget="1GiB", allow=["place"])
+    least = error.value.smallest
+    budget = int(1.02 * (least + share * (whole - least)))
+    with holdall.fit(model, optimizer, batch, budget=budget, mesh={"dp": 1}, shard="fsdp", allow=["place"]) as harness:
+        losses = train(model, batch, optimizer)
+        actions, said, seen = harness.plan.count(), harness.plan.predicted, harness.measured()
+        states = [v.to_local() for s in optimizer.state.values() for v in s.values() if v.dim()]
+        on_host = sum(v.nbytes for v in states if v.device.type == "cpu")
+        weights = [p.full_tensor().detach().cpu() for p in model.parameters()]
+    peak, measured = said.peak["gpu"], harness.step_peaks[-1]
+    print(
+        f"states on the host: {actions}; budget {budget / 2**30:.2f} GiB; {on_host / 2**30:.3f} GiB there; "
+        f"peak {peak / 2**30:.3f} GiB predicted, {measured / 2**30:.3f} measured; "
+        f"step {said.seconds:.4f} s predicted, {seen.seconds:.4f} measured"
+    )
+    assert actions == {"shard": 1, "host_states": 1}
+    assert losses == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain[1], strict=True))
+    assert abs(measured / peak - 1) <= PEAK
+    part = on_host / sum(v.nbytes for v in states)
+    assert part > 0.9 if share == 0 else 0 < part < 0.9
+    assert {v.to_local().device.type for s in optimizer.state.values() for v in s.values() if v.dim()} == {"cuda"}
+
+
 def test_a_model_on_the_host_is_sharded_onto_the_gpu(plain):
     gc.collect()
     torch.cuda.empty_cache()

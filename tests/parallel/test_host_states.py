@@ -9,6 +9,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import holdall
+from holdall.actions.host_states import HostStates
+from holdall.planners.nop import Nop
+from holdall.planning.finish import finish
+from holdall.problem import make_problem
 from holdall.testing.chaos import chaos
 from holdall.testing.ranks import on_ranks
 from holdall.testing.worlds import machine
@@ -216,3 +220,45 @@ def test_states_go_there_and_back_once_in_a_step(ran, case):
         moved = {k: v for k, v in predicted.items() if "far" in k}
         assert set(moved) == {"cpu->far", "far->cpu"}
         assert rank[case, "calm"]["traffic"] == {k: (STEPS - 2) * v // (STEPS - 1) for k, v in moved.items()}
+
+
+def resumed(budget, folder):
+    """Weights after steps with a checkpoint in the middle, and after going on from it with and without states on the host."""
+    found = {}
+    for how, asked in {"whole": budget, "again": budget, "without": "1GiB"}.items():
+        model, optimizer, schedule, harness = fitted("all", asked)
+        begin = holdall.load_checkpoint(folder, model, optimizer, scheduler=schedule).step if how != "whole" else 0
+        for nth in range(begin, 6):
+            one_step("all", model, optimizer, schedule, nth, {})
+            if how == "whole" and nth == 3:
+                holdall.save_checkpoint(folder, model, optimizer, scheduler=schedule, step=4)
+        found[how] = weights_of(model), harness.measured().peak["cpu"], harness.plan.predicted.peak["cpu"]
+        harness.close()
+    return found
+
+
+def test_checkpoints_hold_states_of_the_host_and_are_read_into_it(tmp_path):
+    for rank in on_ranks(2, resumed, budget_of("all"), tmp_path):
+        whole, _, _ = rank["whole"]
+        for how in ("again", "without"):
+            weights, peak, predicted = rank[how]
+            assert all(torch.equal(a, b) for a, b in zip(weights, whole, strict=True)), how
+            assert peak <= 1.02 * predicted, how
+
+
+@pytest.mark.parametrize(
+    ("way", "rule", "why"),
+    [
+        ("zero1", torch.optim.AdamW, "not planned for `zero1` over `dp`"),
+        ("fsdp", torch.optim.Adafactor, "Adafactor does not update each element separately"),
+        ("fsdp", torch.optim.SGD, "SGD has none"),
+    ],
+)
+def test_what_is_not_planned_is_refused(way, rule, why):
+    model = build("stack")
+    trace = holdall.trace(model, batch(0, "stack"), optimizer=rule(model.parameters()), mesh={"dp": 2}, shard=way)
+    problem = make_problem(trace, hardware=machine())
+    with pytest.raises(holdall.HoldallError, match=why):
+        finish(Nop(), problem, [HostStates(pieces=(("layers.0.weight",),))])
+    with pytest.raises(holdall.Infeasible):
+        holdall.plan(trace, budget=1000, hardware=machine(), allow=["place"])

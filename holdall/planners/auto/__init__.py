@@ -163,24 +163,11 @@ class PlacementSearch(Search):
             if self.fastest(problem) is None and self.placements.streamable:
                 spread = self._least_of_all()
                 self.mixes(problem, (self.placements.at(spread),), _describe(spread, len(self.placements.movable)))
-        for count in self._counts_on_host(problem):
+        for count in self.sharded.counts(self, problem, self._least):
             self.mixes(problem, self.sharded.at(count), self.sharded.describe(count))
         for around in self.best_placements(problem):
             self.hide(problem, around)
         self._across_blocks(problem)
-
-    def _counts_on_host(self, problem: Problem) -> list[int]:
-        """Of pieces of the optimizer states of a sharded step."""
-        if not self.sharded.is_possible:
-            return []
-
-        def peak(count: int, choices: Sequence[Choice]) -> int:
-            found = (self.outcome((*self.uniform(choice), *self.sharded.at(count))) for choice in choices)
-            return min((outcome.peak[problem.home] for outcome in found if outcome is not None), default=NEVER)
-
-        return self.sharded.counts(
-            problem.limit(problem.home), partial(peak, choices=self._least), partial(peak, choices=(KEEP,))
-        )
 
     def _across_blocks(self, problem: Problem) -> None:
         """Plans of members that plan across blocks, if faster by more than `CLOSE`. Where no choice for each block fits, last

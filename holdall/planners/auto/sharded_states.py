@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from holdall.actions.host_states import HostStates, obstacle, pieces_of
-from holdall.types import Problem
-from holdall.types.trace import Bytes
+from holdall.planners.auto.search import Search
+from holdall.types import KEEP, Choice, Problem
 
-_BETWEEN = (1 / 3, 2 / 3)  # counts that are tried between the fewest and as many as let all activations stay
+_BETWEEN = (1 / 3, 2 / 3)  # counts that are tried between the two ends
 
 
 class ShardedStates:
@@ -32,12 +32,20 @@ class ShardedStates:
     def describe(self, count: int) -> str:
         return f"{count} of {self.most} pieces of optimizer states on the host"
 
-    def counts(self, limit: Bytes, least: Callable[[int], Bytes], plain: Callable[[int], Bytes]) -> list[int]:
-        """Those worth a search, by the peak for a count: with activations in the least memory, and with all of them kept."""
-        fewest, enough = self._fewest(limit, least), self._fewest(limit, plain)
-        between = (fewest + round(share * (enough - fewest)) for share in _BETWEEN)
-        return sorted({fewest, *between, enough} - {0})
+    def counts(self, search: Search, problem: Problem, least: Sequence[Choice]) -> list[int]:
+        """Those worth a search under the budget of `problem`, from as few as fit if activations take the `least` memory to as
+        few as let all of them stay."""
+        if not self.is_possible:
+            return []
 
-    def _fewest(self, limit: Bytes, peak: Callable[[int], Bytes]) -> int:
-        """The fewest that fit; all, if none do."""
-        return min(bisect_left(range(self.most + 1), True, key=lambda count: peak(count) <= limit), self.most)
+        def fewest(choices: Sequence[Choice]) -> int:
+            """All, if none fit."""
+
+            def fits(count: int) -> bool:
+                found = (search.outcome((*search.uniform(choice), *self.at(count))) for choice in choices)
+                return any(o is not None and o.peak[problem.home] <= problem.limit(problem.home) for o in found)
+
+            return min(bisect_left(range(self.most + 1), True, key=fits), self.most)
+
+        low, high = fewest(least), fewest((KEEP,))
+        return sorted({low, *(low + round(share * (high - low)) for share in _BETWEEN), high} - {0})

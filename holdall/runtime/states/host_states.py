@@ -56,7 +56,7 @@ def put_states_on_host(harness: Harness, pieces: Sequence[Sequence[str]], *, slo
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class StatePiece:
     """Parameters whose states are one piece of host memory."""
 
     parameters: Sequence[torch.nn.Parameter]
@@ -86,7 +86,7 @@ class StatesOnHost:
         elsewhere: Callable[[], set[int]],
     ) -> None:
         self._optimizer = optimizer
-        self._pieces = [Piece(parameters, Part(optimizer, parameters)) for parameters in pieces]
+        self._pieces = [StatePiece(parameters, Part(optimizer, parameters)) for parameters in pieces]
         self._own = {id(p) for piece in self._pieces for p in piece.parameters}
         self._lane = store.lane()
         self._device = device
@@ -107,6 +107,7 @@ class StatesOnHost:
         """Give the states back to the device."""
         for undo in self._undo:
             undo()
+        self._after(self._optimizer, (), {})  # a step may have failed
         with self._quiet():
             for piece in self._pieces:
                 for p, state in zip(piece.parameters, self._states(piece), strict=True):
@@ -134,8 +135,9 @@ class StatesOnHost:
             group["params"] = [p for p in group["params"] if id(p) not in self._own]
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        for group, params in zip(optimizer.param_groups, self._aside, strict=True):
+        for group, params in zip(optimizer.param_groups, self._aside, strict=False):  # none but in a step
             group["params"] = params
+        self._aside = []
 
     def _update_all(self, groups: Groups) -> None:
         chaos = current()
@@ -156,7 +158,7 @@ class StatesOnHost:
         for piece in due:
             self._adopt(piece)  # with states that are new
 
-    def _room(self, due: Sequence[Piece]) -> list[torch.Tensor]:
+    def _room(self, due: Sequence[StatePiece]) -> list[torch.Tensor]:
         """Device memory, which pieces take by turns."""
         count = min(self._slots, len(due))
         sizes = [piece.layout.nbytes for piece in due]
@@ -166,7 +168,9 @@ class StatesOnHost:
             chaos.poison(*slots)
         return slots
 
-    def _passing(self, due: Sequence[Piece], slots: Sequence[torch.Tensor]) -> Iterator[tuple[Piece, list[torch.Tensor]]]:
+    def _passing(
+        self, due: Sequence[StatePiece], slots: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[StatePiece, list[torch.Tensor]]]:
         """Every piece with its states on the device, as they are when this goes on; they are then copied back."""
         coming = [self._fetch(piece, memory, None) for piece, memory in zip(due, slots, strict=False)]
         for n, piece in enumerate(due):
@@ -183,15 +187,15 @@ class StatesOnHost:
             if n + len(slots) < len(due):
                 coming.append(self._fetch(due[n + len(slots)], memory, free))
 
-    def _fetch(self, piece: Piece, memory: torch.Tensor, after: Any) -> Any:
+    def _fetch(self, piece: StatePiece, memory: torch.Tensor, after: Any) -> Any:
         """The event after which its states are on the device. `after`: who used the memory before is through with it."""
         if piece.ticket is None:
             return None
         return self._lane.pull(piece.ticket, memory[: piece.layout.nbytes], after=after)
 
-    def _update(self, piece: Piece, views: Sequence[torch.Tensor], groups: Groups) -> None:
+    def _update(self, piece: StatePiece, views: Sequence[torch.Tensor], groups: Groups) -> None:
         own, due = self._states(piece), piece.due
-        states = [dict(state) for state in own]
+        states = [{k: local_of(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()} for state in own]
         there = dict(zip(piece.there, views, strict=True))
         for (n, key), view in there.items():
             states[n][key] = view
@@ -200,23 +204,23 @@ class StatesOnHost:
         piece.part.update(values, grads, [states[n] for n in due], groups, due)
         for n in due:
             for key, value in states[n].items():
-                view = there.get((n, key))
-                if view is None:
+                here = there.get((n, key))
+                if here is None:
                     own[n][key] = value  # a counter, or a state that is new
-                elif value is not view:
-                    view.copy_(value)
+                elif value is not here:
+                    here.copy_(value)
             self._optimizer.state[piece.parameters[n]] = own[n]
 
     # where states are
 
-    def _states(self, piece: Piece) -> list[_State]:
+    def _states(self, piece: StatePiece) -> list[_State]:
         return [self._optimizer.state.get(p) or {} for p in piece.parameters]
 
     def _adopt_all(self) -> None:
         for piece in self._pieces:
             self._adopt(piece)
 
-    def _adopt(self, piece: Piece) -> None:
+    def _adopt(self, piece: StatePiece) -> None:
         """Move states that are not in the piece's host memory there; all into another, if there are others than before."""
         states = self._states(piece)
         local = {
@@ -229,6 +233,10 @@ class StatesOnHost:
         if {at: t.data_ptr() for at, t in local.items()} == before:
             return
         layout = Layout.of(like(t) for t in local.values())
+        if not layout.nbytes:  # this rank has no part of them
+            for (n, key), t in local.items():
+                states[n][key] = _as(piece.parameters[n], t)
+            return
         old = piece.ticket
         is_same = old is not None and layout == piece.layout and local.keys() == before.keys()
         ticket = old if is_same else self._reserve(layout)
@@ -248,6 +256,8 @@ class StatesOnHost:
     def _make_room(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Room for a state that a checkpoint holds; see `sharded.state_room`."""
         layout = Layout.of([like(local_of(parameter), dtype)])
+        if not layout.nbytes:
+            return torch.zeros_like(parameter.detach(), dtype=dtype)
         ticket = self._reserve(layout)
         self._loaded.setdefault(id(parameter), []).append(ticket)
         (view,) = layout.views(self._lane.memory(ticket))
@@ -255,13 +265,11 @@ class StatesOnHost:
 
     def _reserve(self, layout: Layout) -> Ticket:
         ticket = self._lane.reserve(layout.nbytes)
-        if layout.nbytes:
-            self._elsewhere().add(self._lane.memory(ticket).untyped_storage()._cdata)
+        self._elsewhere().add(self._lane.memory(ticket).untyped_storage()._cdata)
         return ticket
 
     def _free(self, ticket: Ticket) -> None:
-        if ticket.nbytes:
-            self._elsewhere().discard(self._lane.memory(ticket).untyped_storage()._cdata)
+        self._elsewhere().discard(self._lane.memory(ticket).untyped_storage()._cdata)
         self._lane.free(ticket)
 
 
