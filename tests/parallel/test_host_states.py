@@ -1,7 +1,6 @@
 """Optimizer states on the host beside shards: bits, peaks and bytes on two real ranks, under chaos too."""
 
-from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from holdall.testing.ranks import on_ranks
 from holdall.testing.worlds import machine
 
 STEPS = 5
+SHAKEN = ("all", "some")
 CASES = {  # model, way, rule, backwards of a step, what may be done, and how near the budget is to the least that it takes
     "all": ("stack", "zero3", "adamw", 2, ["place"], 0.0),
     "some": ("stack", "fsdp", "momentum", 2, ["place"], 0.5),
@@ -163,9 +163,10 @@ def trained_all(budgets):
     found = {}
     for case, budget in budgets.items():
         found[case, "plain"] = trained(case, "1GiB")
-        for how, around in {"calm": nullcontext(), "chaos": chaos(5, longest=0.001)}.items():
-            with around:
-                found[case, how] = trained(case, budget)
+        found[case, "calm"] = trained(case, budget)
+        if case in SHAKEN:
+            with chaos(5, longest=0.001):
+                found[case, "chaos"] = trained(case, budget)
     return found
 
 
@@ -177,8 +178,7 @@ def ran():
 each_case = pytest.mark.parametrize("case", CASES)
 
 
-@each_case
-@pytest.mark.parametrize("how", ["calm", "chaos"])
+@pytest.mark.parametrize(("case", "how"), [*((case, "calm") for case in CASES), *((case, "chaos") for case in SHAKEN)])
 def test_weights_and_states_are_those_of_ranks_without_a_plan(ran, case, how):
     for rank in ran:
         plain, found = rank[case, "plain"], rank[case, how]
@@ -250,7 +250,7 @@ def test_checkpoints_hold_states_of_the_host_and_are_read_into_it(tmp_path):
     ("way", "rule", "why"),
     [
         ("zero1", torch.optim.AdamW, "not planned for `zero1` over `dp`"),
-        ("fsdp", torch.optim.Adafactor, "Adafactor does not update each element separately"),
+        ("fsdp", partial(torch.optim.AdamW, foreach=True), "temporaries of all parameters together"),
         ("fsdp", torch.optim.SGD, "SGD has none"),
     ],
 )
