@@ -56,7 +56,12 @@ def trace_on_mesh(
     def chunk(copied: torch.nn.Module) -> None:
         chunk_head(copied.get_submodule(path), rows=rows)
 
-    traced = trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, chunk=chunk, **how)
+    try:
+        traced = trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, chunk=chunk, **how)
+    except Unsupported:
+        if head != "auto":
+            raise
+        return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, **how)
     if traced.about.device == "cuda":
         traced = sum_in_place(traced)
     return replace(traced, about=replace(traced.about, head=ChunkedHead(module=path, rows=rows)))
