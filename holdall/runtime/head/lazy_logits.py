@@ -115,7 +115,7 @@ class _Call:
             if tensor.numel() and not tensor.untyped_storage().nbytes():
                 raise Unsupported(
                     "the logits were read after the head's weight or its input left the device",
-                    hint='compute the loss before reading them elsewhere (under zero3: in the model), or call fit(..., head="whole")',
+                    hint='compute the loss before that (under zero3: in the model), or call fit(..., head="whole")',
                 )
 
     def logits(self, hidden: Tensor) -> Tensor:
