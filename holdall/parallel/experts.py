@@ -67,7 +67,8 @@ def _divide_stack(module: Any, division: Division, made: Made) -> None:
             results = plain(arrived, route.experts(arrived.device).unsqueeze(1), ones)
         back = Sent.apply(results, route.there, route.here, division.group)
         weighted = back * weights.flatten()[route.order].unsqueeze(1).to(back.dtype)
-        return weighted.new_zeros(tokens.shape).index_add(0, route.rows, weighted)
+        merged: torch.Tensor = weighted.new_zeros(tokens.shape).index_add(0, route.rows, weighted)
+        return merged
 
     wrap(module, forward)
 
