@@ -55,6 +55,7 @@ def start(
     sample: Any = None,
     recompute: bool | Sequence[int] | None = None,
     offload: bool | Sequence[int] | None = None,
+    place: bool | Sequence[int] | None = None,
     budget: str | int | None = None,
     **options: Any,
 ) -> PipeRun:
@@ -74,9 +75,10 @@ def start(
     for a prediction.
     `recompute`, `offload`: True, or numbers of pieces. `budget`: bytes that autograd may hold on each rank; as few layers as
     will do are recomputed, or also offloaded if `offload` says so. `pipe.saving` has what was chosen, predicted and held.
+    `place`: True, or numbers of pieces whose optimizer states are in host memory, with the optimizer of `pipe.optimizer(rule)`.
     """
     from holdall.pipelines.running.pipe import start as start_here
 
     given: dict[str, Any] = {"loss": loss, "cut": cut, "optimizer": optimizer, "group": group, "mesh": mesh, "shard": shard}
-    saving = {"sample": sample, "recompute": recompute, "offload": offload, "budget": budget}
+    saving = {"sample": sample, "recompute": recompute, "offload": offload, "place": place, "budget": budget}
     return start_here(model, schedule=schedule, micro_batches=micro_batches, **given, **saving, **options)

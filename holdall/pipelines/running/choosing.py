@@ -23,6 +23,18 @@ Ways = dict[int, tuple[str, ...]]  # stage -> the way of each of its layers
 Some = bool | Sequence[int] | None  # all, none, or some of the model's layers by number
 
 
+def named(name: str, some: Some, layers: int) -> frozenset[int]:
+    """The layers that an argument of this name means."""
+    if some is None or isinstance(some, bool):
+        return frozenset(range(layers) if some else ())
+    wrong = [n for n in some if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < layers]
+    if wrong:
+        raise InvalidInput(
+            f"`{name}` names layer {wrong[0]!r}, but the model's are 0 to {layers - 1}", hint=f"use {name}=True for all"
+        )
+    return frozenset(some)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
     """What `start` was asked for."""
@@ -34,13 +46,7 @@ class Wishes:
     @staticmethod
     def of(recompute: Some, offload: Some, budget: str | int | None, layers: int) -> Wishes:
         for name, some in (("recompute", recompute), ("offload", offload)):
-            if some is None or isinstance(some, bool):
-                continue
-            wrong = [n for n in some if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < layers]
-            if wrong:
-                raise InvalidInput(
-                    f"`{name}` names layer {wrong[0]!r}, but the model's are 0 to {layers - 1}", hint=f"use {name}=True for all"
-                )
+            named(name, some, layers)
         most = None if budget is None else parse_bytes(budget)
         wishes = Wishes(recompute=recompute, offload=offload, budget=most)
         if most is None:

@@ -15,10 +15,12 @@ from holdall.parallel.agree import together
 from holdall.pipelines.cuts import check_bounds, even_cut
 from holdall.pipelines.lowering import lower
 from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
-from holdall.pipelines.running.choosing import Some, Wishes
+from holdall.pipelines.running.choosing import Some, Wishes, named
 from holdall.pipelines.running.faults import ends_with_the_others
+from holdall.pipelines.running.hosts import host_of
 from holdall.pipelines.running.mesh import PipeMesh
 from holdall.pipelines.running.pieces import check_shared, check_whole, pieces_of
+from holdall.pipelines.running.placing import PlacedStates
 from holdall.pipelines.running.saving import StageSaving
 from holdall.pipelines.running.stage_ranks.by_context import ByContext
 from holdall.pipelines.running.stage_ranks.by_experts import ByExperts
@@ -44,6 +46,7 @@ class PipePlan:
     pieces: list[torch.nn.Module]
     bounds: tuple[int, ...]
     wishes: Wishes
+    place: frozenset[int]  # layers whose optimizer states are at the host
     sample: Sample | None  # a micro-batch
     device: torch.device
 
@@ -98,10 +101,23 @@ class PipeRun:
         self.optimizers = {s: optimizer(m.parameters()) for s, m in self.modules.items()} if optimizer is not None else {}
         for rule in self.optimizers.values() if made.weights == PREDICTED else ():
             check_predictable(rule)
+        self._place: dict[int, list[torch.nn.Parameter]] = {}  # layers whose optimizer states are to be at the host
+        for stage, whole in self.modules.items():
+            for n, layer in enumerate(whole.children(), plan.cut(stage)[0]):
+                if n in plan.place:
+                    self._place.setdefault(n, []).extend(layer.parameters())
+        self.placed: PlacedStates | None = None  # by `optimizer`
         self._loss = loss if self.saving is None else self.saving.counted(loss)
         self._device, self._lists = plan.device, lower(made)
         self._runtimes: dict[Any, ListRuntime] = {}  # shapes of a batch -> torch's runtime, which knows one size of messages
         self.stages: dict[int, Any] = {}  # of the last step
+
+    def optimizer(self, rule: MakeOptimizer) -> torch.optim.Optimizer:
+        """The optimizer that `rule` makes of this rank's parameters, with the states of the layers in `place` at the host."""
+        made = rule(list(self.parameters()))
+        if self._place:
+            self.placed = PlacedStates(made, self._place, host_of(self._device))
+        return made
 
     def _runtime(self, shapes: Any) -> ListRuntime:
         if shapes not in self._runtimes:
@@ -177,6 +193,11 @@ class PipeRun:
         if not self._runtimes:
             with ends_with_the_others(self._group):
                 self.mesh.refuse_other_batches((inputs, targets))
+        if self._place and self.placed is None:
+            raise InvalidInput(
+                "`place` names layers of this rank, but no optimizer has been made that keeps their states at the host",
+                hint="use optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters))",
+            )
         before = [p.grad for p in self.parameters()]
         for p in self.parameters():
             p.grad = None
@@ -215,7 +236,8 @@ class PipeRun:
         """Add the gradients of the same layers on the rank that has their other copy."""
         (down, up) = (self.modules[stage] for stage in sorted(self.modules))
         peer = self._global(self.pipeline.ranks - 1 - self.rank)
-        mine = [_flat(module.parameters()) for module in (down, up)]
+        trained = [[p for p in module.parameters() if p.requires_grad] for module in (down, up)]
+        mine = [_flat(parameters) for parameters in trained]
         theirs = [torch.empty_like(mine[1]), torch.empty_like(mine[0])]
         work = [
             op
@@ -227,10 +249,10 @@ class PipeRun:
         ]
         for done in dist.batch_isend_irecv(work):
             done.wait()
-        for module, own, other in ((down, mine[0], theirs[1]), (up, mine[1], theirs[0])):
+        for parameters, own, other in zip(trained, mine, reversed(theirs), strict=True):
             total = own + other
             at = 0
-            for p in module.parameters():
+            for p in parameters:
                 p.grad = total[at : at + p.numel()].view_as(p).clone()
                 at += p.numel()
 
@@ -246,7 +268,7 @@ class PipeRun:
         return self.mesh.mean(each.mean()).float()
 
 
-def _flat(parameters: Iterator[torch.nn.Parameter]) -> torch.Tensor:
+def _flat(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
 
 
@@ -287,6 +309,7 @@ def start(
     sample: Any = None,
     recompute: Some = None,
     offload: Some = None,
+    place: Some = None,
     budget: str | int | None = None,
     **options: Any,
 ) -> PipeRun:
@@ -322,6 +345,12 @@ def start(
                 f"`{made.name}` computes with several versions of weights, and a recomputed layer would take the newest",
                 hint="leave `recompute`, `offload` and `budget` out, or use a schedule that flushes, such as 1f1b",
             )
+        placed = named("place", place, len(pieces))
+        if placed and (made.weights != ONE or not on.sharing.is_whole or on.dividing):
+            raise Unsupported(
+                "`place` keeps states of whole parameters at the host, and updates them between steps",
+                hint='use shard="ddp", a mesh of `pp` and `dp`, and a schedule that flushes, such as 1f1b, or leave `place` out',
+            )
         if wishes.budget is not None and on.dividing == "ep":
             raise Unsupported(
                 "what a rank holds for its experts differs from batch to batch, so that no budget of it can be kept",
@@ -332,7 +361,16 @@ def start(
         _check_backend(device, group)
         check_whole(model, pieces)
         part = sample_of(sample, micro_batches, device) if asks or sample is not None else None
-        return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), wishes=wishes, sample=part, device=device)
+        return PipePlan(
+            made=made,
+            mesh=on,
+            pieces=pieces,
+            bounds=tuple(bounds),
+            wishes=wishes,
+            place=placed,
+            sample=part,
+            device=device,
+        )
 
     plan = together(make)
     plan.mesh.connect(plan.device)

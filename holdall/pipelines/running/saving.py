@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdall.pipelines.running.choosing import RankBytes, Ways, chosen, refuse_together
+from holdall.pipelines.running.hosts import host_of
 from holdall.pipelines.running.saved import KEEP, HeldBytes, LayerSaves, StageLayers, keep_counted, try_stage
 from holdall.pipelines.tasks import INPUT
 from holdall.runtime.activations.offload import storages_of
-from holdall.tiers import Store
 
 if TYPE_CHECKING:
     from holdall.pipelines.running.pipe import PipePlan
@@ -46,7 +46,7 @@ class StageSaving:
                 found, self._smallest = chosen(wishes, bytes_of, firsts, counts)
                 self._fits, self.ways = found is not None, found or self.ways
             self.predicted = bytes_of.peak(self.ways)
-        store = _host(plan.device)
+        store = host_of(plan.device)
         for stage, module in modules.items():
             changed = [layer.changed for layer in saves[stage][: counts[stage]]] if stage in saves else None
             StageLayers(module, self.ways[stage], self.held, store, changed)
@@ -73,14 +73,6 @@ class StageSaving:
             return keep_counted(loss, (output, target), {}, set(storages_of(target)), self.held)  # type: ignore[no-any-return]
 
         return run
-
-
-def _host(device: torch.device) -> Store:
-    """Where what is offloaded from a device goes."""
-    from holdall.tiers.cpu import Cpu
-    from holdall.tiers.far import Far
-
-    return Cpu(device=device) if device.type == "cuda" else Far()
 
 
 def _as_received(value: Any, *, is_first: bool) -> Any:
