@@ -349,7 +349,7 @@ def start(
         if placed and (made.weights != ONE or not on.sharing.is_whole or on.dividing):
             raise Unsupported(
                 "`place` keeps states of whole parameters at the host, and updates them between steps",
-                hint='use shard="ddp", a mesh of `pp` and `dp`, and a schedule that flushes, such as 1f1b, or leave `place` out',
+                hint='use shard="ddp", a mesh of `pp` and `dp`, and a schedule that flushes, such as 1f1b',
             )
         if wishes.budget is not None and on.dividing == "ep":
             raise Unsupported(
