@@ -135,9 +135,12 @@ def is_engines(hook: Any) -> bool:
 
 def watch_engine(inside: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
     """Have `fully_shard` gather, free and reduce inside `inside`; returns the function that ends it."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    except ImportError:  # another version of torch: blocks then seem to have other ops than they have alone
+        return lambda: None
 
-    plain = {name: getattr(FSDPParamGroup, name) for name in _ENGINE}
+    plain = {name: getattr(FSDPParamGroup, name) for name in _ENGINE if hasattr(FSDPParamGroup, name)}
 
     def watched(run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

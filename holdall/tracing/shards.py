@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, record_optimizer, state_tensors
 from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.values.known import KnownValues
-from holdall.types import Block, Kind, Mesh, Op, Phase
+from holdall.types import Block, Kind, Mesh, Op
 from holdall.types.info import CollectiveOp, ShardedStep
 from holdall.types.layout import block_of
 from holdall.updates.parts import clone_optimizer
@@ -215,7 +215,7 @@ def record_sharded_step(
         del held
         recorder.close()
         ops, tensors, saves = recorder.finish(align=block_of(device.type))
-        blocks = tuple(with_beside(block, ops, recorder.engine) for block in blocks)
+        blocks = tuple(block.with_engine(ops, recorder.engine) for block in blocks)
     timed = recorder.trials.is_timed
     recorder.trials.close()
     recorded = Recorded(
@@ -256,14 +256,6 @@ def without_gathering(block: Block, ops: Sequence[Op], fillings: Iterable[Iterab
     if last >= block.last or any(x in block.inputs for op in before for x in op.reads):
         return block  # it has a group inside, whose parameters are gathered later
     return replace(block, first=last + 1)
-
-
-def with_beside(block: Block, ops: Iterable[Op], engine: Collection[int]) -> Block:
-    """The block, which knows which ops of its backward are the engine's: they count as its own where their hooks are its."""
-    inside = f"{block.module}." if block.module else ""
-    mine = (op for op in ops if op.id in engine and op.site.phase is Phase.BACKWARD)
-    beside = tuple(op.id for op in mine if op.site.module == block.module or op.site.module.startswith(inside))
-    return replace(block, beside=(*block.beside, *beside))
 
 
 def _prepare(

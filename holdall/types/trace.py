@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -120,6 +120,12 @@ class Block:
     @property
     def name(self) -> str:
         return self.module if self.nth == 0 else f"{self.module}#{self.nth}"
+
+    def with_engine(self, ops: Sequence[Op], engine: Iterable[OpId]) -> Block:
+        """The block, which knows which ops of backward count as its own, and are an engine's of shards, by hooks of modules."""
+        inside = f"{self.module}." if self.module else ""
+        back = (ops[k] for k in sorted(engine) if ops[k].site.phase is Phase.BACKWARD)
+        return replace(self, beside=(*self.beside, *(op.id for op in back if f"{op.site.module}.".startswith(inside))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

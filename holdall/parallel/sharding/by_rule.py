@@ -276,7 +276,6 @@ class _Sharding:
         new = self._reduce()
         self._shrink()
         number: dict[int, int] = {}  # op of the trace -> its number now
-        mine: dict[str, list[int]] = {}  # group -> ops put into its backward
         last: dict[int, int] = {-1: -1}  # and that of the last op that was put after it
         ops: list[Op] = []
         made: dict[int, int] = {}  # new op (by identity) -> its number
@@ -284,8 +283,6 @@ class _Sharding:
         def put(inserted: Iterable[Op]) -> None:
             for op in inserted:
                 made[id(op)] = len(ops)
-                if op.site.phase is Phase.BACKWARD:
-                    mine.setdefault(op.site.module, []).append(len(ops))
                 ops.append(replace(op, id=len(ops)))
 
         filling = {x: g.filled[x] for g in self.groups for x in g.filled}
@@ -314,7 +311,7 @@ class _Sharding:
             self.trace,
             ops=tuple(ops),
             tensors=self.tensors,
-            blocks=tuple(_block(b, number, last, renumbered, mine.get(b.module, ())) for b in self.trace.blocks),
+            blocks=tuple(_block(b, number, last, renumbered).with_engine(ops, made.values()) for b in self.trace.blocks),
             whole=None if whole is None else _block(whole, number, last, renumbered),
             saves=saves,
             units=(),
@@ -392,14 +389,12 @@ def _save(save: Save, number: Mapping[int, int], last: Mapping[int, int], end: i
     return replace(save, packed=number.get(save.packed, -1), unpacked=unpacked, released=released)
 
 
-def _block(
-    block: Block, number: Mapping[int, int], last: Mapping[int, int], saves: Mapping[int, int], mine: Iterable[int] = ()
-) -> Block:
+def _block(block: Block, number: Mapping[int, int], last: Mapping[int, int], saves: Mapping[int, int]) -> Block:
     return replace(
         block,
         first=number[block.first],
         last=number[block.last],
         backward=None if block.backward is None else last[block.backward],
         saves=tuple(saves[n] for n in block.saves if n in saves),
-        beside=(*(number[k] for k in block.beside), *mine),
+        beside=tuple(number[k] for k in block.beside),
     )

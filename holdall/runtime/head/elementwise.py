@@ -136,3 +136,17 @@ def _is_same_for_every_row(operand: Tensor, logits: Tensor) -> bool:
         return False
     *lead, last = operand.shape or (1,)
     return operand.dim() <= logits.dim() and all(n == 1 for n in lead) and last in (1, logits.shape[-1])
+
+
+def pulled_back(g: torch.Tensor, z: torch.Tensor, chain: Chain) -> torch.Tensor:
+    """Turn the gradient of a chain's result into that of its input logits."""
+    before = Stretch(chain.before, z, differentiable=True)
+    before.apply(z)
+    p = z.to(g.dtype)
+    after = Stretch(chain.after, p, differentiable=True)
+    after.apply(p)
+    g = g.clone()
+    after.pull_back(g)
+    g = g.to(z.dtype)
+    before.pull_back(g)
+    return g

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.runtime.head.chunked_loss import Asked, chunked_cross_entropy, no_autocast
-from holdall.runtime.head.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, Stretch, link_for, version_of
+from holdall.runtime.head.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, link_for, pulled_back, version_of
 from holdall.runtime.head.row_layout import TAKES
 from holdall.sharded import is_engines
 
@@ -273,7 +273,7 @@ class _Graph(torch.autograd.Function):
         call.check()
         with no_autocast(hidden.device.type):
             g = incoming.reshape(-1, weight.shape[0])
-            g = _pulled_back(g, call.logits(hidden).view_as(g), chain) if chain != NO_CHAIN else g.to(call.dtype)
+            g = pulled_back(g, call.logits(hidden).view_as(g), chain) if chain != NO_CHAIN else g.to(call.dtype)
             h = hidden.reshape(-1, weight.shape[1]).to(call.dtype)
             wants = ctx.needs_input_grad
             return (
@@ -284,20 +284,6 @@ class _Graph(torch.autograd.Function):
                 None,
                 None,
             )
-
-
-def _pulled_back(g: Tensor, z: Tensor, chain: Chain) -> Tensor:
-    """Turn the gradient of a chain's result into that of its input logits."""
-    before = Stretch(chain.before, z, differentiable=True)
-    before.apply(z)
-    p = z.to(g.dtype)
-    after = Stretch(chain.after, p, differentiable=True)
-    after.apply(p)
-    g = g.clone()
-    after.pull_back(g)
-    g = g.to(z.dtype)
-    before.pull_back(g)
-    return g
 
 
 # lazy ops: each returns its result, or NotImplemented if the logits must be computed
