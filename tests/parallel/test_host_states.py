@@ -146,15 +146,18 @@ def trained(case, budget):
     found = {
         "loss": held["loss"].item(),
         "weights": weights_of(model),
-        "peaks": harness.step_peaks,
+        "peaks": list(harness.step_peaks),
         "host": harness.measured().peak.get("far", 0),
         "predicted": harness.plan.predicted,
         "traffic": sent[-1],
         "actions": harness.plan.count(),
         "pieces": [piece for a in harness.plan.actions if a.name == "host_states" for piece in a.pieces],
     }
-    harness.close()
+    optimizer.state.clear()  # begins anew
     one_step(case, model, optimizer, schedule, STEPS, held)
+    one_step(case, model, optimizer, schedule, STEPS + 1, held)
+    harness.close()
+    one_step(case, model, optimizer, schedule, STEPS + 2, held)
     states = [v for p in model.parameters() for v in optimizer.state[p].values()]
     return {**found, "afterwards": weights_of(model), "states": [v.full_tensor() if v.dim() else v for v in states]}
 

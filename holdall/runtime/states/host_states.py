@@ -26,7 +26,7 @@ from holdall.tiers import Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
 from holdall.tiers._keepers import Keepers
-from holdall.updates.parts import Groups, Part, snapshot
+from holdall.updates.parts import ELEMENTWISE, Groups, Part, snapshot
 
 if TYPE_CHECKING:
     from holdall.runtime.harness import Harness
@@ -38,6 +38,11 @@ def put_states_on_host(harness: Harness, pieces: Sequence[Sequence[str]], *, slo
     """For the model and the optimizer of a harness, until its plan leaves the model."""
     if harness.optimizer is None:
         return
+    if type(harness.optimizer) not in ELEMENTWISE:
+        raise Unsupported(
+            f"{type(harness.optimizer).__name__} may not update parts of a parameter, which ranks do with states on the host",
+            hint='use a rule of torch.optim, such as AdamW, or fit(..., allow=["recompute", "offload"])',
+        )
     named = dict(harness.model.named_parameters())
 
     def elsewhere() -> set[int]:
@@ -232,12 +237,14 @@ class StatesOnHost:
         before = piece.there
         if {at: t.data_ptr() for at, t in local.items()} == before:
             return
-        layout = Layout.of(like(t) for t in local.values())
-        if not layout.nbytes:  # this rank has no part of them
+        layout, old = Layout.of(like(t) for t in local.values()), piece.ticket
+        if not layout.nbytes:  # the loop has dropped them, or this rank has no part of any
             for (n, key), t in local.items():
                 states[n][key] = _as(piece.parameters[n], t)
+            piece.ticket, piece.layout, piece.there = None, layout, {}
+            if old is not None:
+                self._free(old)
             return
-        old = piece.ticket
         is_same = old is not None and layout == piece.layout and local.keys() == before.keys()
         ticket = old if is_same else self._reserve(layout)
         assert ticket is not None
