@@ -52,6 +52,7 @@ def start(
     group: Any = None,
     mesh: Mapping[str, int] | Mesh | None = None,
     shard: str | Sequence[str] = "ddp",
+    replicas: Sequence[int] | None = None,
     sample: Any = None,
     recompute: bool | Sequence[int] | None = None,
     offload: bool | Sequence[int] | None = None,
@@ -71,8 +72,9 @@ def start(
     `mesh`: sizes of `pp` and, beside it, of `dp` (pipelines with batches of their own) and of one of `tp`, `cp` and `ep` (ranks
     that divide the layers, the sequence or the experts of a stage). `shard`: how data ranks share a stage: "ddp", "zero2", or
     "zero3" (also "fsdp"), or a list with one of them for each piece of the model; for `cp` also how attention is divided:
-    "ring", "zero2+ring". `sample`: a batch `(inputs, targets)`, as `step` takes it: needed for `tp`, `cp` and `budget`, and
-    for a prediction.
+    "ring", "zero2+ring". `replicas`, in place of a mesh: ranks of each rank of the pipeline, as in [2, 1], which split the rows
+    of every micro-batch. `sample`: a batch `(inputs, targets)`, as `step` takes it: needed for `tp`, `cp`,
+    `replicas` and `budget`, and for a prediction.
     `recompute`, `offload`: True, or numbers of pieces. `budget`: bytes that autograd may hold on each rank; as few layers as
     will do are recomputed, or also offloaded if `offload` says so. `pipe.saving` has what was chosen, predicted and held.
     `place`: True, or numbers of pieces whose optimizer states are in host memory, with the optimizer of `pipe.optimizer(rule)`.
@@ -80,5 +82,6 @@ def start(
     from holdall.pipelines.running.pipe import start as start_here
 
     given: dict[str, Any] = {"loss": loss, "cut": cut, "optimizer": optimizer, "group": group, "mesh": mesh, "shard": shard}
+    given["replicas"] = replicas
     saving = {"sample": sample, "recompute": recompute, "offload": offload, "place": place, "budget": budget}
     return start_here(model, schedule=schedule, micro_batches=micro_batches, **given, **saving, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from holdall.errors import HoldallError, Unsupported
@@ -19,16 +20,20 @@ def start_arguments(plan: HybridPlan, model: Any) -> dict[str, Any]:
     from holdall.pipelines.running.pieces import check_shared, pieces_of
 
     mesh = plan.mesh
-    if mesh is None:
-        raise Unsupported("stages have different numbers of GPUs, or layers are divided differently", hint=_HINT)
+    if mesh is None and not _is_unequal(plan):
+        raise Unsupported(
+            "layers are divided differently, or stages have different numbers of GPUs and are sharded", hint=_HINT
+        )
     if plan.pipes == 1:
         raise Unsupported("there is one stage, so it is no pipeline", hint=_HINT)
-    each = [s.way if mesh["dp"] > 1 else DDP for s in plan.strategies]
+    each = [s.way if mesh is not None and mesh["dp"] > 1 else DDP for s in plan.strategies]
     ways = set(each)
-    if mesh["tp"] > 1 and len(ways) > 1:
+    if mesh is not None and mesh["tp"] > 1 and len(ways) > 1:
         what = f"layers are sharded differently ({', '.join(sorted(ways))}), and tensor ranks divide them"
         raise Unsupported(what, hint=_HINT)
     made = pipeline(plan.schedule, ranks=plan.pipes, micro_batches=plan.micro_batches)
+    if mesh is None and is_split(made):
+        raise Unsupported(f"`{made.name}` does not run on stages with different numbers of GPUs", hint=_HINT)
     if ZERO3 in ways and is_split(made):
         raise Unsupported(f"`{made.name}` does not run with zero3", hint=_HINT)
     pieces = pieces_of(model)
@@ -40,13 +45,24 @@ def start_arguments(plan: HybridPlan, model: Any) -> dict[str, Any]:
         "schedule": plan.schedule,
         "micro_batches": plan.micro_batches,
         "cut": list(plan.cut[1:-1]),
-        "mesh": {name: size for name, size in mesh.items() if name == "pp" or size > 1},
     }
+    if mesh is None:
+        found["replicas"] = list(plan.devices)
+    else:
+        found["mesh"] = {name: size for name, size in mesh.items() if name == "pp" or size > 1}
     if ways != {DDP}:
         found["shard"] = each if len(ways) > 1 else each[0]
     if again:
         found["recompute"] = True if len(again) == len(pieces) else again
     return found
+
+
+def _is_unequal(plan: HybridPlan) -> bool:
+    """Have stages different numbers of ranks, each of which has all of its stage?"""
+    found = [
+        (plan.strategies[n], own) for own, (a, b) in zip(plan.devices, pairwise(plan.cut), strict=True) for n in range(a, b)
+    ]
+    return all(s.tensor == 1 and s.data == own and (s.way == DDP or own == 1) for s, own in found)
 
 
 def start_call(plan: HybridPlan, model: Any) -> tuple[str, str]:
@@ -55,7 +71,7 @@ def start_call(plan: HybridPlan, model: Any) -> tuple[str, str]:
         given = start_arguments(plan, model)
     except HoldallError as error:
         return "", error.fact
-    sample = ", sample=batch" if "tp" in given["mesh"] else ""
+    sample = ", sample=batch" if "tp" in given.get("mesh", ()) or "replicas" in given else ""
     words = ", ".join(f"{name}={_written(value)}" for name, value in given.items())
     return f"holdall.pipelines.start(model, loss=loss, {words}{sample})", ""
 

@@ -29,6 +29,7 @@ from holdall.types.mesh import Mesh
 
 DIVIDED = {"tp": DIVISIONS["tp"][:1], "cp": DIVISIONS["cp"], "ep": DIVISIONS["ep"]}  # ways; the first is the default
 DIMS = ("pp", "dp", *DIVIDED)  # the slowest network first; of those that divide there is one at most
+BATCHES = ("dp", "ep")  # those whose ranks have batches of their own
 
 
 class PipeMesh:
@@ -42,8 +43,7 @@ class PipeMesh:
         self.dividing = next((name for name in DIVIDED if self.sizes[name] > 1), "")
         self.parts = self.sizes.get(self.dividing, 1)
         self.sharing, self.division = _ways(shard, self.dividing)
-        self.own = ("dp", "ep")  # dimensions whose ranks have batches of their own
-        self.replicas = prod(self.sizes[name] for name in self.own)
+        self.replicas = prod(self.sizes[name] for name in BATCHES)
         if not self.sharing.is_whole and self.sizes["dp"] == 1:
             raise InvalidInput(
                 f"shard={_written(shard)} is for stages that several ranks share",
@@ -70,6 +70,21 @@ class PipeMesh:
             for name in there:  # torch gives groups of a mesh its own default
                 limit = timedelta(seconds=timeout_of())
                 dist.distributed_c10d._set_pg_timeout(limit, self.on.get_group(name))
+
+    @property
+    def place_in_pipe(self) -> int:
+        """This rank's number in its pipeline."""
+        return dist.get_rank(self.pipe_group)
+
+    def rows(self, value: Any) -> Any:
+        """What this rank has of the rows of a micro-batch."""
+        return value
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse micro-batches of so many rows if they do not split."""
+
+    def check_pieces(self, pieces: Sequence[torch.nn.Module], device: torch.device) -> None:
+        """Refuse models whose rows do not split."""
 
     def place(self, dim: str) -> int:
         """This rank's number along a dimension."""
@@ -123,24 +138,8 @@ class PipeMesh:
         self._reduce(found, "cp", mean=False)
 
     def _reduce(self, parameters: Sequence[torch.nn.Parameter], dim: str, *, mean: bool) -> None:
-        """In one all-reduce for each dtype."""
-        if self.sizes[dim] == 1 or not parameters:
-            return
-        group, device = self.on.get_group(dim), local_of(parameters[0]).device
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
-        dist.all_reduce(used, group=group)  # a parameter that no rank used has no gradient
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for p, count in zip(parameters, used.tolist(), strict=True):
-            if count:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                by_dtype.setdefault(p.grad.dtype, []).append(local_of(p.grad))
-        for grads in by_dtype.values():
-            flat = torch.cat([g.flatten() for g in grads])
-            dist.all_reduce(flat, group=group)
-            if mean:
-                flat /= self.sizes[dim]
-            for g, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                g.copy_(total.view_as(g))
+        if self.sizes[dim] > 1:
+            sum_gradients(parameters, self.on.get_group(dim), mean_of=self.sizes[dim] if mean else 1)
 
     def same_buffers(self, module: torch.nn.Module) -> None:
         """Give all replicas the first one's buffers, such as averages of batch norms, as DistributedDataParallel does."""
@@ -159,7 +158,28 @@ class PipeMesh:
 
     def _with_others(self) -> list[str]:
         """The dimensions whose ranks have other batches."""
-        return [name for name in self.own if self.sizes[name] > 1]
+        return [name for name in BATCHES if self.sizes[name] > 1]
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Any, *, mean_of: int = 1) -> None:
+    """Add gradients over the ranks of a group, in one all-reduce for each dtype, and divide them by `mean_of`."""
+    if not parameters:
+        return
+    device = local_of(parameters[0]).device
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(used, group=group)  # a parameter that no rank used has no gradient
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for p, count in zip(parameters, used.tolist(), strict=True):
+        if count:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            by_dtype.setdefault(p.grad.dtype, []).append(local_of(p.grad))
+    for grads in by_dtype.values():
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat, group=group)
+        if mean_of > 1:
+            flat /= mean_of
+        for g, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            g.copy_(total.view_as(g))
 
 
 def _ways(asked: str | Sequence[str], dividing: str) -> tuple[Sharing, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.parallel.agree import together
@@ -27,14 +28,16 @@ from holdall.pipelines.running.stage_ranks.by_experts import ByExperts
 from holdall.pipelines.running.stage_ranks.by_tensors import ByTensors
 from holdall.pipelines.running.stage_ranks.divided import Divider, Sample, evaluated, sample_of
 from holdall.pipelines.running.stage_ranks.sharing import ZERO3
+from holdall.pipelines.running.stage_ranks.unequal import ROWS, ByRows, RowsRuntime, UnequalMesh, borders_of
 from holdall.pipelines.running.torch_names import ChainedStage, ListRuntime, ShardedStage
 from holdall.pipelines.running.versions import VersionedStage, check_predictable
 from holdall.pipelines.schedules import pipeline
 from holdall.types.mesh import Mesh
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Runtime = ListRuntime | RowsRuntime
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-_DIVIDERS: dict[str, Callable[..., Divider]] = {"tp": ByTensors, "cp": ByContext, "ep": ByExperts}
+_DIVIDERS: dict[str, Callable[..., Divider]] = {"tp": ByTensors, "cp": ByContext, "ep": ByExperts, ROWS: ByRows}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +73,13 @@ class PipeRun:
     ) -> None:
         self.pipeline, self.mesh, self.bounds = plan.made, plan.mesh, plan.bounds
         made, mesh = plan.made, plan.mesh
-        self._group = group = mesh.pipe_group
-        self.rank = dist.get_rank(group)  # in its pipeline
+        self._group = mesh.pipe_group
+        self.rank = mesh.place_in_pipe
         self.replica, self.replicas = mesh.replica, mesh.replicas
         pieces = plan.pieces
         before: Sequence[Any] | None = evaluated(pieces, plan.sample[0]) if plan.sample is not None else None  # what pieces get
         divider = _DIVIDERS[mesh.dividing](pieces, plan.sample, before, loss, mesh) if mesh.dividing else None
+        self._before = tree_map_only(torch.Tensor, lambda t: t.to("meta"), before)  # for shapes
         if divider is not None:
             before = divider.before
         root = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleList(pieces)
@@ -93,7 +97,8 @@ class PipeRun:
             divider.divide(whole, *plan.cut(stage))  # type: ignore[union-attr]
         self._fused = divider.fused if divider is not None else ""
         known = before if mesh.dividing != "ep" else None  # other batches give experts other loads
-        self.saving = StageSaving(plan, self.modules, self.rank, known, loss) if plan.wishes.are_any else None
+        rows = replace(plan, sample=mesh.rows(plan.sample))
+        self.saving = StageSaving(rows, self.modules, self.rank, known, loss) if plan.wishes.are_any else None
         for stage, whole in self.modules.items() if not mesh.sharing.is_whole else ():
             mesh.sharing.share(whole, mesh.sharing.of(*plan.cut(stage)), mesh.on["dp"])
         ways = {stage: mesh.sharing.of(*plan.cut(stage)) for stage in self.modules}
@@ -109,7 +114,7 @@ class PipeRun:
         self.placed: PlacedStates | None = None  # by `optimizer`
         self._loss = loss if self.saving is None else self.saving.counted(loss)
         self._device, self._lists = plan.device, lower(made)
-        self._runtimes: dict[Any, ListRuntime] = {}  # shapes of a batch -> torch's runtime, which knows one size of messages
+        self._runtimes: dict[Any, Runtime] = {}  # by shapes of a batch: a runtime knows one size of messages
         self.stages: dict[int, Any] = {}  # of the last step
 
     def optimizer(self, rule: MakeOptimizer) -> torch.optim.Optimizer:
@@ -119,26 +124,32 @@ class PipeRun:
             self.placed = PlacedStates(made, self._place, host_of(self._device))
         return made
 
-    def _runtime(self, shapes: Any) -> ListRuntime:
+    def _made_runtime(self, inputs: torch.Size) -> Runtime:
+        if isinstance(self.mesh, UnequalMesh):
+            assert self._before is not None
+            borders = borders_of(self.bounds, self._before, inputs, self.pipeline.micro_batches)
+            return RowsRuntime(self.pipeline, self._lists, self.modules, self._loss, self.mesh, borders)
+        update = None
+        if not self.mesh.sharing.is_whole:
+            made: list[ChainedStage] = [
+                ShardedStage(m, s, self.pipeline, self._device, self._group, again=self._again[s])
+                for s, m in self.modules.items()
+            ]
+        elif self.pipeline.weights == ONE:
+            made = [ChainedStage(m, s, self.pipeline, self._device, self._group) for s, m in self.modules.items()]
+        else:
+            made = [
+                VersionedStage(m, s, self.pipeline, self._device, self._group, self.optimizers[s])
+                for s, m in self.modules.items()
+            ]
+            update = self._update
+        return ListRuntime(self.pipeline, self._lists, made, self._loss, update)
+
+    def _runtime(self, shapes: Any) -> Runtime:
         if shapes not in self._runtimes:
-            if not self.mesh.sharing.is_whole:
-                made: dict[int, ChainedStage] = {
-                    s: ShardedStage(m, s, self.pipeline, self._device, self._group, again=self._again[s])
-                    for s, m in self.modules.items()
-                }
-                update = None
-            elif self.pipeline.weights == ONE:
-                made = {s: ChainedStage(m, s, self.pipeline, self._device, self._group) for s, m in self.modules.items()}
-                update = None
-            else:
-                made = {
-                    s: VersionedStage(m, s, self.pipeline, self._device, self._group, self.optimizers[s])
-                    for s, m in self.modules.items()
-                }
-                update = self._update
-            self._runtimes[shapes] = ListRuntime(self.pipeline, self._lists, list(made.values()), self._loss, update)
+            self._runtimes[shapes] = self._made_runtime(shapes[0])
         runtime = self._runtimes[shapes]
-        self.stages = {stage.stage_index: stage for stage in runtime._stages}
+        self.stages = {stage.stage_index: stage for stage in runtime.own_stages}
         return runtime
 
     def _update(self, stage: int, _: int) -> None:
@@ -190,6 +201,8 @@ class PipeRun:
                 f"a batch of {len(inputs)} rows does not split into {count} equal micro-batches",
                 hint=f"use a multiple of {count} rows, or other `micro_batches`",
             )
+        for given in (inputs, targets):
+            self.mesh.check_rows(len(given) // count)
         if not self._runtimes:
             with ends_with_the_others(self._group):
                 self.mesh.refuse_other_batches((inputs, targets))
@@ -306,6 +319,7 @@ def start(
     group: Any = None,
     mesh: Mapping[str, int] | Mesh | None = None,
     shard: str | Sequence[str] = "ddp",
+    replicas: Sequence[int] | None = None,
     sample: Any = None,
     recompute: Some = None,
     offload: Some = None,
@@ -321,7 +335,9 @@ def start(
         )
 
     def make() -> PipePlan:
-        on = PipeMesh(mesh, shard, group)
+        if replicas is not None and (mesh is not None or shard != "ddp"):
+            raise InvalidInput("`replicas` lays out all ranks, without `mesh` and `shard`", hint="leave one of them out")
+        on = PipeMesh(mesh, shard, group) if replicas is None else UnequalMesh(replicas, group)
         made = pipeline(schedule, ranks=on.sizes["pp"], micro_batches=micro_batches, **options)
         on.check(made)
         if made.weights != ONE and optimizer is None:
@@ -346,7 +362,7 @@ def start(
                 hint="leave `recompute`, `offload` and `budget` out, or use a schedule that flushes, such as 1f1b",
             )
         placed = named("place", place, len(pieces))
-        if placed and (made.weights != ONE or not on.sharing.is_whole or on.dividing):
+        if placed and (made.weights != ONE or not on.sharing.is_whole or on.dividing or replicas is not None):
             raise Unsupported(
                 "`place` keeps states of whole parameters at the host, and updates them between steps",
                 hint='use shard="ddp", a mesh of `pp` and `dp`, and a schedule that flushes, such as 1f1b',
@@ -356,21 +372,16 @@ def start(
                 "what a rank holds for its experts differs from batch to batch, so that no budget of it can be kept",
                 hint="name the layers: recompute=True, or offload=[...]",
             )
-        asks = on.dividing in ("tp", "cp") or wishes.budget is not None
+        asks = replicas is not None or on.dividing in ("tp", "cp") or wishes.budget is not None
         device = _device_of(pieces)
         _check_backend(device, group)
         check_whole(model, pieces)
+        on.check_pieces(pieces, device)
         part = sample_of(sample, micro_batches, device) if asks or sample is not None else None
-        return PipePlan(
-            made=made,
-            mesh=on,
-            pieces=pieces,
-            bounds=tuple(bounds),
-            wishes=wishes,
-            place=placed,
-            sample=part,
-            device=device,
-        )
+        if part is not None:
+            on.check_rows(len(part[0]))
+        how: dict[str, Any] = {"wishes": wishes, "place": placed, "sample": part, "device": device}
+        return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), **how)
 
     plan = together(make)
     plan.mesh.connect(plan.device)

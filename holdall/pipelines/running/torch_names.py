@@ -63,6 +63,11 @@ class ListRuntime(_Runtime):
         self._loss_of = loss
         self._graphs: dict[int, torch.Tensor] = {}
 
+    @property
+    def own_stages(self) -> list[Any]:
+        """The stages of this rank."""
+        return self._stages  # type: ignore[no-any-return]
+
     def _assert_unsharded(self, stage: Any) -> None:
         """`fully_shard`'s own hooks gather parameters where they are needed."""
 

@@ -1,8 +1,10 @@
 """Stages that several ranks divide among them, in one of the ways of `parallel/ways.py`: what the ways have in common.
 
-tp   the linear layers inside each piece of the model; what stages send is whole (`by_tensors.py`)
-cp   the sequence; stages send each rank's part of it (`by_context.py`)
-ep   the experts; every rank has a batch of its own (`by_experts.py`)
+    tp   the linear layers inside each piece of the model; what stages send is whole (`by_tensors.py`)
+    cp   the sequence; stages send each rank's part of it (`by_context.py`)
+    ep   the experts; every rank has a batch of its own (`by_experts.py`)
+
+and, where stages have different numbers of ranks, the rows of micro-batches (`unequal.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Divider:
             )
 
     def _divide(self, module: torch.nn.Module, low: int, high: int) -> None:
-        raise NotImplementedError
+        """In place."""
 
 
 def sample_of(sample: Any, micro_batches: int, device: torch.device) -> Sample:
