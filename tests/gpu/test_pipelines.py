@@ -160,6 +160,28 @@ def test_offloading_frees_memory_of_the_device():
     assert peaks[0] - peaks[1] > (held[0] - held[1]) / 2 > 0
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_v"])
+def test_states_at_the_host_change_no_bits(schedule):
+    found = []
+    for place in (None, [0, 3, 4]):
+        given = {"micro_batches": N, "loss": nn.functional.mse_loss, "place": place}
+        pipe = holdall.pipelines.start(build(), schedule=schedule, **given)
+        optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+        for step in range(STEPS):
+            pipe.step(*batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [t for p in pipe.parameters() for t in optimizer.state[p].values() if t.dim()]
+        found.append(
+            ([t.detach().cpu() for t in (*pipe.parameters(), *states)], [t for t in states if t.device.type == DEVICE])
+        )
+    (plain, there), (placed, left) = found
+    assert len(plain) == len(placed) and all(torch.equal(a, b) for a, b in zip(plain, placed, strict=True))
+    assert pipe.placed.predicted == pipe.placed.used > 0
+    if DEVICE == "cuda":
+        assert sum(t.nbytes for t in there) - sum(t.nbytes for t in left) == pipe.placed.used
+
+
 def test_a_model_on_another_device_than_the_group_is_refused():
     with pytest.raises(InvalidInput, match="the process group is of cuda:nccl"):
         holdall.pipelines.start(build().cpu(), micro_batches=N, loss=nn.functional.mse_loss)

@@ -136,7 +136,8 @@ class _HostTensor:
         """Copy a tensor of the device there."""
         same = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         self._store.push(self._ticket, _bytes_of(same))
-        self._store.arrived(self._ticket)
+        self._store.arrived(self._ticket)  # for whoever reads `view`
+        self._store.wait(self._ticket)  # lets go of the device's memory
         return self.view
 
     def fetch(self) -> torch.Tensor:
