@@ -95,7 +95,8 @@ def step(name, mesh, asked, folder):
     assert pipe.saving is None or pipe.saving.predicted == pipe.saving.held.most
     local = sum(p.to_local().nbytes for p in pipe.parameters())
     gradients = {key: whole(p.grad).clone() for key, p in pipe.named_parameters()}
-    return mean, gradients, local, is_saved(pipe, folder)
+    norm = pipe.clip_grad_norm_(1e9).item()
+    return mean, gradients, local, is_saved(pipe, folder), norm
 
 
 def refusals():
@@ -139,7 +140,8 @@ def test_gradients_are_those_of_one_process(ran, case):
     mean, gradients = expected(name, mesh.get("dp", 1))
     seen = set()
     for found, _ in ran:
-        loss_here, own, _, is_same = found[case]
+        loss_here, own, _, is_same, norm = found[case]
+        assert norm == pytest.approx(torch.cat([g.flatten() for g in gradients.values()]).norm().item(), rel=1e-6)
         assert is_same is True if name == "llama" else "`1.attention.qkv` is several matrices side by side" in is_same
         assert loss_here == pytest.approx(mean, rel=1e-6)  # a float32
         for key, gradient in own.items():

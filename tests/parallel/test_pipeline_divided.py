@@ -108,8 +108,9 @@ def step(name, mesh, asked):
     mean = pipe.step(*batch(pipe.replica)).item()  # gradients are added up
     saving = pipe.saving and (pipe.saving.predicted, pipe.saving.held.most, sum(pipe.saving.layers.values()))
     gradients = {key: whole(p.grad).clone() for key, p in pipe.named_parameters()}
+    norms = [pipe.clip_grad_norm_(0.01).item() for _ in range(2)]
     local = {key: p.to_local().numel() for key, p in pipe.named_parameters() if ".experts." in key}
-    return mean, gradients, pipe.replicas, saving, shapes, local
+    return mean, gradients, pipe.replicas, saving, shapes, local, norms
 
 
 def dropped():
@@ -212,6 +213,9 @@ def test_gradients_are_those_of_one_process(ran, case):
     for found, *_ in ran:
         loss_here, own, *_ = found[case]
         assert loss_here == pytest.approx(mean, rel=1e-6)  # a float32
+        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+        assert norm > 0.02 and found[case][6] == pytest.approx([norm, 0.01], rel=1e-3)
+        assert found[case][6][0] == pytest.approx(norm, rel=1e-6)
         for key, gradient in own.items():
             seen.add(key)
             error = (gradient - gradients[key]).abs().max().item()

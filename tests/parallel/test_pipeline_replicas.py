@@ -76,7 +76,7 @@ def step(name, shard):
     gradients = {i: [whole(p.grad) for p in module.parameters()] for i, module in pipe.modules.items()}
     names = [key for key, _ in pipe.named_parameters()]
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, foreach=True)
-    norm = whole(torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e9))
+    norm = whole(torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e9)), pipe.clip_grad_norm_(1e9).item()
     optimizer.step()
     return means, gradients, held, names, [whole(p.detach()) for p in pipe.parameters()], counted.sent, norm
 
@@ -184,6 +184,9 @@ def test_gradients_are_the_bits_of_one_process(ran, case):
         for stage, own in found.items():
             seen.add(stage)
             assert all(torch.equal(a, b) for a, b in zip(own, gradients[stage], strict=True))
+        chain = pipeline(case[0], ranks=2, micro_batches=N).chain
+        once = [g.flatten() for stage in range(chain) for g in gradients[stage]]
+        assert ranks[case][6][1] == pytest.approx(torch.cat(once).norm().item(), rel=1e-6)
     assert seen == set(gradients)
 
 
@@ -204,7 +207,7 @@ def test_replicas_stay_alike_and_shards_are_halves(ran):
             share = 1 if shard == "ddp" else 2
             assert rank[2] == (mixed_bytes(name, n // 2) if shard == "mixed" else copies * parameters // share,) * 2
             gradients = [g for own in rank[1].values() for g in own]
-            assert torch.allclose(rank[6], torch.cat([g.flatten() for g in gradients]).norm(), rtol=1e-14, atol=0)
+            assert torch.allclose(rank[6][0], torch.cat([g.flatten() for g in gradients]).norm(), rtol=1e-14, atol=0)
         for first, second in ((0, 1), (2, 3)):  # of one stage
             assert ranks[first][3] == ranks[second][3]
             assert all(torch.equal(a, b) for a, b in zip(ranks[first][4], ranks[second][4], strict=True))

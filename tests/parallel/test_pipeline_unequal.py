@@ -12,6 +12,7 @@ from holdall.pipelines.hybrid.strategies import Strategy
 from holdall.testing.ranks import on_ranks
 
 LAYERS, WIDTH, N, ROWS, STEPS = 6, 8, 3, 36, 3
+CLIP = 0.05  # of a norm that is larger
 CASES = {
     "2 1": ("1f1b", [2, 1], {}),
     "1 2": ("gpipe", [1, 2], {"recompute": [1, 3], "offload": [4]}),
@@ -74,16 +75,17 @@ def optimizer_of(parameters):
 def train(schedule, replicas, asked):
     given = {"micro_batches": N, "loss": loss, "sample": batch(0), "replicas": replicas} | asked
     pipe = holdall.pipelines.start(build(), schedule=schedule, **given)
-    optimizer, losses, seen = optimizer_of(pipe.parameters()), [], []
+    optimizer, losses, seen, norms = optimizer_of(pipe.parameters()), [], [], []
     for step in range(STEPS):
         losses.append(pipe.step(*batch(step, ROWS * (1 + step % 2))).item())  # other numbers of rows
         if pipe.saving is not None and step % 2 == 0:
             seen.append((pipe.saving.predicted, pipe.saving.held.most, pipe.saving.held.now))
         if step < STEPS - 1:
+            norms.append(pipe.clip_grad_norm_(CLIP).item())
             optimizer.step()
             optimizer.zero_grad()
     gradients = {key: p.grad for key, p in pipe.named_parameters()}
-    return losses, gradients, dict(pipe.named_parameters()), seen
+    return losses + norms, gradients, dict(pipe.named_parameters()), seen
 
 
 def refusals():
@@ -161,7 +163,7 @@ def ran():
 
 
 def plain(micro_batches, steps=STEPS):
-    model, losses = build(), []
+    model, losses, norms = build(), [], []
     optimizer = optimizer_of(model.parameters())
     for step in range(steps):
         values = []
@@ -171,9 +173,10 @@ def plain(micro_batches, steps=STEPS):
             values.append(value.item())
         losses.append(sum(values) / len(values))
         if step < steps - 1:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
             optimizer.step()
             optimizer.zero_grad()
-    return losses, {key: p.grad for key, p in model.named_parameters()}, dict(model.named_parameters())
+    return losses + norms, {key: p.grad for key, p in model.named_parameters()}, dict(model.named_parameters())
 
 
 def near(found, expected):
@@ -188,7 +191,7 @@ def test_training_is_that_of_one_process(ran, case):
     seen = set()
     for found, *_ in ran:
         own = found[case]
-        assert own[0] == pytest.approx(losses, rel=1e-6)  # float32
+        assert own[0] == pytest.approx(losses, rel=1e-6) and min(losses[STEPS:]) > CLIP  # float32
         assert near(own[1], gradients) and near(own[2], weights)
         seen |= own[1].keys()
     assert seen == gradients.keys()

@@ -183,7 +183,7 @@ def refused(what):
         "layout": lambda: holdall.pipelines.start(Block(), **given),
         "few": lambda: holdall.pipelines.start(build(1), **given),
         "cut": lambda: holdall.pipelines.start(model, cut=[3, 2], **given),
-        "rows": lambda: holdall.pipelines.start(model, **given).step(*batch(6)),
+        "rows": lambda: holdall.pipelines.start(build(4), **given).step(*batch(6)),
         "optimizer": lambda: holdall.pipelines.start(model, **{**given, "schedule": "pipedream"}),
         "gradients": lambda: holdall.pipelines.start(model, optimizer=torch.optim.SGD, **given),
         "predict": lambda: holdall.pipelines.start(model, optimizer=torch.optim.Adagrad, **{**given, "schedule": "xpipe"}),

@@ -76,6 +76,11 @@ class PipeMesh:
         """This rank's number in its pipeline."""
         return dist.get_rank(self.pipe_group)
 
+    @property
+    def holders(self) -> int:
+        """Ranks that have each stage, or parts of it."""
+        return prod(self.sizes.values()) // self.sizes["pp"]
+
     def rows(self, value: Any) -> Any:
         """What this rank has of the rows of a micro-batch."""
         return value

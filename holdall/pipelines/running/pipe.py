@@ -17,6 +17,7 @@ from holdall.pipelines.cuts import check_bounds, even_cut
 from holdall.pipelines.lowering import lower
 from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
 from holdall.pipelines.running.choosing import Some, Wishes, named
+from holdall.pipelines.running.clipping import clip_over_stages
 from holdall.pipelines.running.faults import ends_with_the_others
 from holdall.pipelines.running.hosts import host_of
 from holdall.pipelines.running.mesh import PipeMesh
@@ -228,6 +229,15 @@ class PipeRun:
             if self.pipeline.weights == ONE:
                 self._finish(before)
             return self._mean_loss(runtime.losses)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As torch's function of that name, by the norm over all stages, which it returns; all ranks call it."""
+        if self.pipeline.weights != ONE:
+            raise Unsupported(f"`{self.pipeline.name}` updates inside a step", hint="use a schedule that flushes, such as 1f1b")
+        group = self._group if self.mesh.is_alone else None
+        with ends_with_the_others(group):
+            holders = self.mesh.holders * self.pipeline.copies
+            return clip_over_stages(list(self.parameters()), max_norm, holders=holders, group=group)
 
     def _finish(self, before: list[torch.Tensor | None]) -> None:
         """Add the copies' gradients, divide by the micro-batches, and add what was there before."""

@@ -61,6 +61,10 @@ class UnequalMesh(PipeMesh):
         return False
 
     @property
+    def holders(self) -> int:
+        return self.count
+
+    @property
     def count(self) -> int:
         """Ranks that this rank's stages have."""
         return self.each[self._place]
