@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdall import api
 from holdall.cost.roofline import cost_trace
-from holdall.errors import Infeasible, InvalidInput, MissingExtra
+from holdall.errors import Infeasible, InvalidInput, MissingExtra, Unsupported
 from holdall.fitting.replan import MARGIN, margin_of
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch, start
@@ -30,6 +30,7 @@ from holdall.reporting import Report
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss, call_model, default_loss
 from holdall.types import Hardware, Phase, Plan, Trace
+from holdall.types.mesh import DIVIDING
 from holdall.units import GiB, format_bytes
 
 log = logging.getLogger("holdall")
@@ -145,6 +146,16 @@ class Fitting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def refuse_divided(mesh: Any) -> None:
+    """Refuse meshes over which a model is divided, for trainers on several processes."""
+    others = [name for name in mesh if name in DIVIDING] if isinstance(mesh, Mapping) else []
+    if others:
+        raise Unsupported(
+            f"the trainer gives every process a batch of its own, and `{others[0]}` divides one",
+            hint='use mesh="auto", or a loop of your own with holdall.fit',
+        )
 
 
 def _run_hooks_since(model: torch.nn.Module, before: Collection[int], args: Any, kwargs: Any) -> Any:

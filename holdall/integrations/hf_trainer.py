@@ -9,19 +9,17 @@ in: accelerate prepares it as for an evaluation when the trainer is built, and l
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from importlib import import_module
 from types import TracebackType
 from typing import Any
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.fitting.request import FitRequest
-from holdall.integrations._fitting import Fitting, need
+from holdall.integrations._fitting import Fitting, need, refuse_divided
 from holdall.problem import Budget
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
 from holdall.tracing.step import Loss
-from holdall.types.mesh import DIVIDING
 
 _transformers = need("transformers", what="HoldallCallback", package="transformers", extra="hf")
 
@@ -135,12 +133,7 @@ def _refuse_over_ranks(args: Any, mesh: Any) -> None:
             f"the trainer saves from one process (save_strategy={args.save_strategy.value!r}), which has a part of the model",
             hint='set save_strategy="no", and call holdall.save_checkpoint on all processes',
         )
-    others = [name for name in mesh if name in DIVIDING] if isinstance(mesh, Mapping) else []
-    if others:
-        raise Unsupported(
-            f"the trainer gives every process a batch of its own, and `{others[0]}` divides one",
-            hint='use mesh="auto", or a loop of your own with holdall.fit',
-        )
+    refuse_divided(mesh)
 
 
 def _refuse_saving(model: Any) -> None:

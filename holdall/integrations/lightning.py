@@ -2,6 +2,8 @@
 
 trainer = L.Trainer(..., callbacks=[holdall.integrations.lightning.HoldallCallback(budget="24GiB")])
 fitting = holdall.integrations.lightning.fit(fabric, model, optimizer, budget="24GiB")
+
+On several processes the callback has Lightning's DDPStrategy leave the module unwrapped, and the first step shards it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import torch
 
 from holdall.errors import InvalidInput, MissingExtra, Unsupported
 from holdall.fitting.request import FitRequest
-from holdall.integrations._fitting import Fitting, need
+from holdall.integrations._fitting import Fitting, need, refuse_divided
 from holdall.problem import Budget
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
+from holdall.sharded import sharded_parameter
 from holdall.tracing.step import Loss
 
 
@@ -43,7 +46,8 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
     """Trains a `LightningModule` inside a budget: plans at the first step, removes the plan at the end or when training raises.
 
     `batch`: plan for this one instead of the first in training; pass the largest if lengths differ. `options`: other arguments
-    of `holdall.fit`; accumulation is taken from the trainer. While it is on, gradients are freed right after the update instead
+    of `holdall.fit`; accumulation is taken from the trainer. On several processes the module is sharded over them by `shard`,
+    with `mesh="auto"` unless given, and stays so. While it is on, gradients are freed right after the update instead
     of during the next step, where they would add to the activations.
     """
 
@@ -78,11 +82,24 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
 
     # events
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.world_size > 1 and sharded_parameter(pl_module):
+            what = "the module is sharded over processes already, and the trainer would copy its weights from one of them"
+            raise Unsupported(what, hint="build it again, and load a checkpoint of holdall.save_checkpoint into it")
+        if stage == "fit" and trainer.world_size > 1:
+            _refuse_over_ranks(trainer, self._asked.get("mesh"))
+            self._undo.append(_put(trainer.strategy, "configure_ddp", lambda: None))
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.close()
         _refuse(trainer, pl_module)
         optimizer = trainer.optimizers[0]
-        self._undo += [_through_call(pl_module, name) for name in _STEPS]
+        through = [_through_call(pl_module, name) for name in _STEPS]
+        if trainer.world_size > 1:  # the module stays sharded: its parts are gathered in calls, and no process can save it
+            self._asked.setdefault("mesh", "auto")
+            _put(trainer.strategy, "save_checkpoint", _refuse_saving)
+        else:
+            self._undo += through
         self._undo.append(_close_before_step(optimizer))
         self._fitting = Fitting(
             pl_module,
@@ -124,7 +141,8 @@ def fit(
     `batch`: plan for this one, now; otherwise for the first batch in training. `accumulate`: backwards per step.
     """
     if fabric.world_size > 1:
-        raise Unsupported(f"Fabric uses {fabric.world_size} devices", hint="use `Fabric(devices=1)`")
+        what = f"Fabric wraps the model for its {fabric.world_size} devices by itself"
+        raise Unsupported(what, hint='use `Fabric(devices=1)`, or holdall.fit(..., mesh="auto") in the place of `fabric.setup`')
     request = FitRequest.of(budget=budget, planner=planner, loss=loss, accumulate=accumulate, **options)
     own = getattr(model, "module", model)  # inside Fabric's wrappers
     fitting = Fitting(own, getattr(optimizer, "optimizer", optimizer), request, tracing=fabric.autocast)
@@ -145,8 +163,28 @@ def _refuse(trainer: Any, module: Any) -> None:
         raise Unsupported(f"the module has {len(trainer.optimizers)} optimizers", hint="use one, with several parameter groups")
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         raise Unsupported("LBFGS runs several forwards and backwards per update", hint="use another optimizer")
-    if trainer.world_size > 1:
-        raise Unsupported(f"the trainer uses {trainer.world_size} devices", hint="use `Trainer(devices=1)`")
+    if trainer.world_size > 1 and trainer.strategy.model is not module:
+        what = "the trainer has wrapped the module for several processes, and holdall shards it itself"
+        raise Unsupported(what, hint="pass the callback to the trainer: Trainer(..., callbacks=[callback])")
+
+
+def _refuse_over_ranks(trainer: Any, mesh: Any) -> None:
+    """Refuse settings that do not work on a module that holdall shards."""
+    kind = type(trainer.strategy).__name__
+    if kind != "DDPStrategy":
+        raise Unsupported(f"the trainer's strategy is {kind}", hint='use Trainer(strategy="ddp"): holdall shards the module')
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise Unsupported("loss scaling has not been tried on several processes", hint='use precision="bf16-mixed"')
+    if trainer.checkpoint_callbacks:
+        _refuse_saving()
+    refuse_divided(mesh)
+
+
+def _refuse_saving(*_: Any, **__: Any) -> None:
+    raise Unsupported(
+        "the trainer saves from one process, which has a part of the module",
+        hint="use Trainer(enable_checkpointing=False), and call holdall.save_checkpoint on all processes",
+    )
 
 
 def _through_call(module: Any, name: str) -> Callable[[], object]:
@@ -155,19 +193,37 @@ def _through_call(module: Any, name: str) -> Callable[[], object]:
 
     @wraps(step)
     def called(*args: Any, **kwargs: Any) -> Any:
-        forward = module.__dict__.get("forward")
-
-        def as_forward(*args: Any, **kwargs: Any) -> Any:
-            with _attribute(module, "forward", forward):  # a step may call the module itself
-                return step(*args, **kwargs)
-
-        as_forward.is_detour = True  # type: ignore[attr-defined]
-        with _attribute(module, "forward", as_forward):
+        with _attribute(module, "forward", _Detour(module, step)):
             return module(*args, **kwargs)
 
-    patch = _attribute(module, name, called)
-    patch.__enter__()
-    return lambda: patch.__exit__(None, None, None)
+    return _put(module, name, called)
+
+
+class _Detour:
+    """A step of a module as its forward, in a call of the module. A copy of the module, as is traced over ranks, gets its own,
+    and Lightning takes the trainer from it."""
+
+    is_detour = True
+
+    def __init__(self, module: Any, step: Callable[..., Any]) -> None:
+        self._module, self._step = module, step
+        self._forward = module.__dict__.get("forward")
+        self._trainer = _Shared(module._trainer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._module._trainer = self._trainer.own
+        with _attribute(self._module, "forward", self._forward):  # a step may call the module itself
+            return self._step(*args, **kwargs)
+
+
+class _Shared:
+    """Holds what copies of its owner share with it."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
 
 
 def _close_before_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
@@ -184,14 +240,11 @@ def _close_before_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]
         optimizer.zero_grad()
         return loss
 
-    patch = _attribute(optimizer, "step", step)
-    patch.__enter__()
-    return lambda: patch.__exit__(None, None, None)
+    return _put(optimizer, "step", step)
 
 
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute for a while; None: remove it, so that the class's is used."""
+def _put(owner: Any, name: str, value: Any) -> Callable[[], object]:
+    """Set an instance attribute; None: remove it, so that the class's is used. Returns the undo."""
     before = owner.__dict__.get(name)
 
     def put(value: Any) -> None:
@@ -201,10 +254,17 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             owner.__dict__[name] = value
 
     put(value)
+    return lambda: put(before)
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`_put` for a while."""
+    undo = _put(owner, name, value)
     try:
         yield
     finally:
-        put(before)
+        undo()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
@@ -279,8 +279,9 @@ def _fake_copy(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = torch.nn.Parameter(_like(p, device), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = _like(b, device)
+    attributes = (t for m in model.modules() for t in tree_leaves(vars(m)) if isinstance(t, torch.Tensor))
+    for t in (*model.buffers(), *attributes):  # of metrics, lists of losses
+        memo.setdefault(id(t), _like(t, device))
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # a module may hold anything
