@@ -138,7 +138,7 @@ def _fastest_way(
         loss=request.loss,
         device=request.device,
         autocast=request.autocast,
-        head=request.head if request.head != "auto" else "whole",
+        head=_heads(request, model, batch, mesh, "fsdp")[0],
     )
     machine = hardware_for(plain, request.hardware, request.budget)
     named = [name for name in RULED if name != "ddp" or len(mesh.dims) == 1]
