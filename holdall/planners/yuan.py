@@ -14,7 +14,7 @@ Parallelism" (USENIX ATC 2024, kwai/Megatron-Kwai), on one rank: a block takes t
 - The search is over the checkpointing ("none", "balanced", "full", which recomputes blocks whole and offloads nothing), each
   with its alpha; the fastest that fits is taken.
 
-Not here, since it needs several ranks: the gap between forward and backward that a pipeline makes, and the search over tensor,
+The gap between forward and backward that a pipeline makes is `pipelines/swapping/yuan.py`'s. Not here: the search over tensor,
 context and pipeline parallelism.
 """
 
