@@ -19,10 +19,10 @@ from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
 from holdall.pipelines.running.choosing import Some, Wishes, named
 from holdall.pipelines.running.clipping import clip_over_stages
 from holdall.pipelines.running.faults import ends_with_the_others
-from holdall.pipelines.running.hosts import host_of
+from holdall.pipelines.running.host.memory import host_of
+from holdall.pipelines.running.host.states import PlacedStates, parameters_of
 from holdall.pipelines.running.mesh import PipeMesh
 from holdall.pipelines.running.pieces import check_shared, check_whole, pieces_of
-from holdall.pipelines.running.placing import PlacedStates
 from holdall.pipelines.running.saving import StageSaving
 from holdall.pipelines.running.stage_ranks.by_context import ByContext
 from holdall.pipelines.running.stage_ranks.by_experts import ByExperts
@@ -107,11 +107,7 @@ class PipeRun:
         self.optimizers = {s: optimizer(m.parameters()) for s, m in self.modules.items()} if optimizer is not None else {}
         for rule in self.optimizers.values() if made.weights == PREDICTED else ():
             check_predictable(rule)
-        self._place: dict[int, list[torch.nn.Parameter]] = {}  # layers whose optimizer states are to be at the host
-        for stage, whole in self.modules.items():
-            for n, layer in enumerate(whole.children(), plan.cut(stage)[0]):
-                if n in plan.place:
-                    self._place.setdefault(n, []).extend(layer.parameters())
+        self._place = parameters_of(plan.place, {plan.cut(stage)[0]: module for stage, module in self.modules.items()})
         self.placed: PlacedStates | None = None  # by `optimizer`
         self._loss = loss if self.saving is None else self.saving.counted(loss)
         self._device, self._lists = plan.device, lower(made)

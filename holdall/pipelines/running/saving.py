@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdall.pipelines.running.choosing import RankBytes, Ways, chosen, refuse_together
-from holdall.pipelines.running.hosts import host_of
+from holdall.pipelines.running.host.memory import host_of
 from holdall.pipelines.running.saved import KEEP, HeldBytes, LayerSaves, StageLayers, keep_counted, try_stage
 from holdall.pipelines.tasks import INPUT
 from holdall.runtime.activations.offload import storages_of

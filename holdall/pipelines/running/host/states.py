@@ -10,7 +10,7 @@ the same rule, so weights have the bits of plain training for every rule that tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ from holdall.tiers import Keeper
 from holdall.updates.parts import Groups, Part, is_separable, snapshot
 
 State = dict[str, Any]
+
+
+def parameters_of(place: Collection[int], modules: Mapping[int, torch.nn.Module]) -> dict[int, list[torch.nn.Parameter]]:
+    """Number of a layer that is to be placed -> its parameters. `modules`: number of a stage's first layer -> the stage."""
+    layers = ((n, layer) for first, module in modules.items() for n, layer in enumerate(module.children(), first))
+    return {n: list(layer.parameters()) for n, layer in layers if n in place}
 
 
 class PlacedStates:

@@ -1,0 +1,1 @@
+"""What a stage leaves in the memory of its host."""
