@@ -1,13 +1,17 @@
 """Collectives in the cost model and in the simulator."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import holdall
 from holdall.cost.collectives import KINDS, collective_seconds, messages, sent_bytes
 from holdall.machine.networks import network, network_names
+from holdall.parallel.counting import CollectiveBytes
 from holdall.simulator.check import Illegal, check
 from holdall.simulator.lower import close
 from holdall.simulator.replay import replay
+from holdall.testing.ranks import on_ranks
 from holdall.testing.worlds import chain, machine
 from holdall.types import Collect, Mesh, MeshDim, Network, Run, Schedule, Wait
 
@@ -132,3 +136,23 @@ def test_the_checker_knows_a_collective():
     early.insert(-1, [Collect(tensors=(made,), seconds=1.0, **GATHER)])
     with pytest.raises(Illegal, match="which is not there"):
         legal(early)
+
+
+def counted():
+    other, x = 1 - dist.get_rank(), torch.ones(8)
+    with CollectiveBytes("dp", 2) as outer:
+        dist.all_reduce(x)
+        with CollectiveBytes("dp", 2) as inner:
+            dist.all_gather_into_tensor(torch.empty(16), x)
+            dist.reduce_scatter_tensor(torch.empty(4), x)
+            dist.all_to_all_single(torch.empty(8), x)
+            ends = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty(8), other)]
+            for work in dist.batch_isend_irecv(ends):
+                work.wait()
+    dist.all_reduce(x)
+    return outer.sent, inner.sent
+
+
+def test_collectives_are_counted_where_they_are_called():
+    sent = {"dp all_gather": 32, "dp reduce_scatter": 16, "dp all_to_all": 16, "dp shift": 32}
+    assert on_ranks(2, counted) == [({"dp all_reduce": 32, **sent}, sent)] * 2
