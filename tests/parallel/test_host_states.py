@@ -210,7 +210,7 @@ def test_peaks_are_the_predicted_ones(ran, case):
         for how in ("plain", "calm"):
             found = rank[case, how]
             predicted = found["predicted"].peak["cpu"]
-            assert predicted <= max(found["peaks"]) <= 1.02 * predicted
+            assert min(found["peaks"][1:]) <= predicted <= max(found["peaks"]) <= 1.05 * predicted
         assert rank[case, "calm"]["host"] == rank[case, "calm"]["predicted"].peak["far"]
 
 

@@ -30,7 +30,7 @@ def obstacle(trace: Trace) -> str:
     shards = trace.about.shards
     if shards is None:
         return "the model is not sharded (`place` is for one process)"
-    if len(shards.mesh.dims) > 1 or shards.mesh.dividing is not None or shards.way not in _WAYS:
+    if len(shards.mesh.dims) > 1 or shards.mesh.dividing or shards.way not in _WAYS:
         return f"not planned for `{shards.way}` over {' and '.join(f'`{d.name}`' for d in shards.mesh.dims)} yet"
     if trace.about.optimizer not in ELEMENTWISE_NAMES:
         return f"{trace.about.optimizer or 'no optimizer'} does not update each element separately"

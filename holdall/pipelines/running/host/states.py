@@ -17,7 +17,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.states.packing import Layout, like
-from holdall.tiers import Keeper
+from holdall.tiers import Keeper, let_wait
 from holdall.updates.parts import Groups, Part, is_separable, snapshot
 
 State = dict[str, Any]
@@ -150,8 +150,9 @@ class _HostTensor:
         """Copy it to the device."""
         shape, stride, dtype = self._like
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
-        self._store.pull(self._ticket, _bytes_of(tensor))
-        self._store.wait_in(self._ticket)
+        arrival = self._store.pull(self._ticket, _bytes_of(tensor))
+        if arrival is not None:  # `wait_in` waits for what a store makes itself
+            let_wait(arrival, self._device)
         return tensor
 
     def free(self) -> None:
