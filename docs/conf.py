@@ -62,7 +62,8 @@ class CommandLine(Directive):
 
 
 class Systems(Directive):
-    """The published systems as a table: `built` or `missing`, and then the families that are meant (all, if none is named)."""
+    """The published systems as a table, and then the families that are meant (all, if none is named). `built`: those with a
+    file; `missing`: those without one, or with parts of the paper left out."""
 
     required_arguments = 1
     optional_arguments = 10
@@ -71,11 +72,12 @@ class Systems(Directive):
         from holdall.catalog import systems
 
         which, *families = self.arguments
-        heads = ("system", "what it does", "source", "lives in" if which == "built" else "family")
+        heads = ("system", "what it does" if which == "built" else "what is missing", "source", "lives in")
         rows = [
-            (s.name, s.idea, s.source, ", ".join(s.lives or s.families))
+            (s.name, s.idea if which == "built" else "; ".join(s.missing) or "all of it", s.source, ", ".join(s.lives))
             for s in systems()
-            if bool(s.lives) == (which == "built") and (not families or set(families) & set(s.families))
+            if (bool(s.lives) if which == "built" else s.missing or not s.lives)
+            and (not families or set(families) & set(s.families))
         ]
         return [_table(heads, rows) if rows else nodes.paragraph("", "None.")]
 

@@ -379,7 +379,7 @@ def test_planners_lists_options_and_shows_why_one_is_broken(monkeypatch, tmp_pat
 
 def test_systems_are_listed_by_family():
     said = holdall_says("systems").stdout
-    assert "not yet" in said and "holdall/planners/chen.py" in said
+    assert "are implemented here" in said and "holdall/planners/chen.py" in said
     rows = json.loads(holdall_says("systems", "--family", "swap", "--json").stdout)
     assert rows and all("swap" in row["families"] for row in rows)
 
