@@ -253,8 +253,8 @@ def test_the_smallest_group_that_holds_the_model_is_taken():
         (REPLICAS, "hpz", "hpz is for a mesh of `nodes`, not of `replicate`"),
         ({"dp": 4}, "iig", "iig is for a mesh of `replicate`, not of `dp`"),
         ({"nodes": 4}, "zero3", "a mesh of `nodes` has a dimension of data after it"),
-        ({"cp": 2, "tp": 2}, "zero3", "not cp x tp"),
-        ({"replicate": 2, "nodes": 2, "dp": 2}, "zero3", "not replicate x nodes x dp"),
+        ({"cp": 2, "tp": 2}, "zero3", "unknown way to divide a model over `cp` and `tp` `zero3`"),
+        ({"replicate": 2, "nodes": 2, "dp": 2}, "zero3", "This one is replicate x nodes x dp"),
     ],
 )
 def test_meshes_that_a_way_is_not_for_are_refused(mesh, way, fact):

@@ -161,7 +161,7 @@ def test_the_plan_does_what_it_is_asked_to(ran, case):
     for rank in ran:
         found = rank[case]["actions"]
         assert found.pop("shard") == 1
-        assert set(found) == {"offload" if plan == "offload" else "recompute"}
+        assert set(found) in ([{"offload"}] if plan == "offload" else [{"recompute"}, {"reschedule"}])
         assert rank[case]["predicted"].peak["cpu"] < whole(name, way).peak["cpu"]
 
 
