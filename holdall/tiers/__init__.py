@@ -193,7 +193,8 @@ class Keeper(Store, Protocol):
     def arrived(self, ticket: Ticket) -> None: ...
 
     def pull(self, ticket: Ticket, target: torch.Tensor, *, after: Any = None) -> Any:
-        """As many bytes as the target has, from the beginning. The event after which it may be read; None: now."""
+        """As many bytes as the target has, from the beginning. The event after which it may be read, for `let_wait`; None: now.
+        `wait_in` does not wait for it: the target is the caller's."""
         ...
 
     def load(self, ticket: Ticket, begin: int, target: torch.Tensor, *, after: Sequence[Any] = ()) -> Any:
