@@ -27,18 +27,32 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing import connection, get_context
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
-PRELOADED = [
+PRELOADED = [  # what is not installed is left out
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
     "holdall.api",
+    "holdall.analysis",
+    "holdall.fitting.on_ranks",
     "holdall.fitting.start",
-    "transformers.models.llama.modeling_llama",  # a module that is not installed is left out
+    "holdall.parallel.attempts",
+    "holdall.pipelines",
+    "holdall.testing.worlds",
+    "holdall.tracing.shards",
+    "pytest",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
 ]
+_MEMBERS = ("actions", "precision")  # folders of which a first `fit` imports every file
 _GRACE = 3.0  # seconds that the other ranks have to report after one has failed
 
 _Named = tuple[str, str, str]  # a function: its module, its file, its name
@@ -55,7 +69,7 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: floa
     failed.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(_preloaded())
     named = (function.__module__, inspect.getfile(function), function.__qualname__)
     job = pickle.dumps((named, args))
     with tempfile.TemporaryDirectory(prefix="holdall-ranks-") as folder:
@@ -74,6 +88,13 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: floa
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+@cache
+def _preloaded() -> list[str]:
+    """A rank would import them again, each rank by itself, which takes longer than many a job."""
+    folders = [(kind, Path(__file__).parent.parent / kind) for kind in _MEMBERS]
+    return PRELOADED + [f"holdall.{kind}.{found.name}" for kind, folder in folders for found in iter_modules([str(folder)])]
 
 
 def _gather(pipes: list[connection.Connection], ranks: list[Any], timeout: float) -> list[Any]:

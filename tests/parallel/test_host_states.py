@@ -18,6 +18,7 @@ from holdall.testing.worlds import machine
 
 STEPS = 5
 SHAKEN = ("all", "some")
+HELD = 2 * 4 * 34 * 34  # bytes: two layers of the stack, padded for two ranks, which is more than two of the Llama
 CASES = {  # model, way, rule, backwards of a step, what may be done, and how near the budget is to the least that it takes
     "all": ("stack", "zero3", "adamw", 2, ["place"], 0.0),
     "some": ("stack", "fsdp", "momentum", 2, ["place"], 0.5),
@@ -205,12 +206,12 @@ def test_states_are_on_the_host_only_where_the_budget_asks_for_it(ran, case):
 
 @each_case
 def test_peaks_are_the_predicted_ones(ran, case):
-    """To the byte, but for what gloo holds."""
+    """To the byte; a thread of gloo may hold what it has gathered for a layer or two for a moment longer."""
     for rank in ran:
         for how in ("plain", "calm"):
             found = rank[case, how]
             predicted = found["predicted"].peak["cpu"]
-            assert min(found["peaks"][1:]) <= predicted <= max(found["peaks"]) <= 1.05 * predicted
+            assert min(found["peaks"][1:]) <= predicted <= max(found["peaks"]) <= predicted + HELD
         assert rank[case, "calm"]["host"] == rank[case, "calm"]["predicted"].peak["far"]
 
 
@@ -246,7 +247,7 @@ def test_checkpoints_hold_states_of_the_host_and_are_read_into_it(tmp_path):
         for how in ("again", "without"):
             weights, peak, predicted = rank[how]
             assert all(torch.equal(a, b) for a, b in zip(weights, whole, strict=True)), how
-            assert peak <= 1.02 * predicted, how
+            assert peak <= predicted + HELD, how
 
 
 @pytest.mark.parametrize(
