@@ -168,21 +168,10 @@ def test_a_hugging_face_decoder_is_cut_by_its_layers():
 # refusals
 
 
-class Tied(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x):
-        return x @ self.weight
-
-
 def refused(what):
-    shared = nn.Parameter(torch.eye(WIDTH))
     given = {"schedule": "1f1b", "micro_batches": 4, "loss": loss}
     model = build(4)
     changes = {
-        "tied": lambda: holdall.pipelines.start([Tied(shared), Tied(shared)], **given),
         "layout": lambda: holdall.pipelines.start(Block(), **given),
         "few": lambda: holdall.pipelines.start(build(1), **given),
         "cut": lambda: holdall.pipelines.start(model, cut=[3, 2], **given),
@@ -200,7 +189,6 @@ def refused(what):
 
 
 REFUSALS = {
-    "tied": "is shared by stages 0 and 1",
     "layout": "neither an nn.Sequential nor laid out like Llama",
     "few": "1 layers do not make 2 stages",
     "cut": "does not make 2 stages of 4 layers",

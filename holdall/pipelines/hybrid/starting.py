@@ -17,7 +17,8 @@ _HINT = "ask another search, or run the nearest mesh that can be run"
 
 def start_arguments(plan: HybridPlan, model: Any) -> dict[str, Any]:
     """What `start` is to be called with, besides model, loss and a sample; `Unsupported` says why it cannot be."""
-    from holdall.pipelines.running.pieces import check_shared, pieces_of
+    from holdall.pipelines.running.pieces import pieces_of
+    from holdall.pipelines.running.stage_ranks.copies import refuse_divided, tied_over_ranks
 
     mesh = plan.mesh
     if mesh is None and not _is_unequal(plan):
@@ -39,7 +40,9 @@ def start_arguments(plan: HybridPlan, model: Any) -> dict[str, Any]:
     pieces = pieces_of(model)
     if len(pieces) != len(plan.strategies):
         raise Unsupported(f"the model is cut into {len(pieces)} pieces, not {len(plan.strategies)} layers", hint=_HINT)
-    check_shared(pieces, plan.cut)
+    tied = tied_over_ranks(pieces, plan.cut, made)
+    is_undivided = mesh is not None and mesh["tp"] == 1
+    refuse_divided(tied, is_whole=is_undivided and ways == {DDP}, dividing="")
     again = [n for n, s in enumerate(plan.strategies) if s.recompute]
     found: dict[str, Any] = {
         "schedule": plan.schedule,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,15 +14,17 @@ from holdall.sharded import is_shard, local_of
 _TINY = 1e-6  # as in torch's clip_grad_norm_
 
 
-def clip_over_stages(parameters: Sequence[Any], most: float, *, holders: int, group: Any) -> torch.Tensor:
+def clip_over_stages(
+    parameters: Sequence[Any], most: float, *, holders: int, again: Mapping[int, int], group: Any
+) -> torch.Tensor:
     """Scale gradients so that their norm over the ranks of `group` is `most` or less, and return what it was. `holders`: ranks
-    that have each stage, or parts of it."""
+    that have each stage, or parts of it; `again`: stages that have a parameter, by its identity, where there are several."""
     found = [p for p in parameters if p.grad is not None]
     device = local_of(parameters[0]).device if parameters else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for p in found:
         grad = local_of(p.grad).detach()
-        squares += grad.double().square().sum() / (holders / _parts(p.grad))
+        squares += grad.double().square().sum() / (holders * again.get(id(p), 1) / _parts(p.grad))
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     scale = (most / (norm + _TINY)).clamp(max=1.0)

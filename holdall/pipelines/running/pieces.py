@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ _AS_LIST = "pass a list of modules, each of which takes what the one before retu
 
 
 def pieces_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Modules of an `nn.Sequential`, a list as it is, or the layers of a Hugging Face decoder with Llama's layout. A module
-    that is there twice is two pieces."""
+    """Modules of an `nn.Sequential`, a list as it is, or the layers of a Hugging Face decoder laid out like Llama or GPT-2. A
+    module that is there twice is two pieces."""
     if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.Sequential):
         return _decoder(model)
     found: list[torch.nn.Module] = []
@@ -25,34 +24,23 @@ def pieces_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.
     return found
 
 
-def check_shared(pieces: Sequence[torch.nn.Module], bounds: Sequence[int]) -> None:
-    """Refuse parameters that stages of several ranks would share."""
-    seen: dict[int, int] = {}
-    for stage, (low, high) in enumerate(pairwise(bounds)):
-        for piece in pieces[low:high]:
-            for name, p in piece.named_parameters():
-                if seen.setdefault(id(p), stage) != stage:
-                    raise Unsupported(
-                        f"the parameter `{name}` is shared by stages {seen[id(p)]} and {stage}",
-                        hint="untie the weights (tie_word_embeddings=False), or cut so that one stage has all that share it",
-                    )
-
-
 def _decoder(model: torch.nn.Module) -> list[torch.nn.Module]:
-    body: Any = getattr(model, "model", None)
+    body: Any = getattr(model, "model", getattr(model, "transformer", None))
     head: Any = getattr(model, "lm_head", None)
-    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    if body is None or head is None or not all(hasattr(body, part) for part in parts):
-        raise Unsupported(
-            f"a {type(model).__name__} cannot be cut into stages: it is neither an nn.Sequential nor laid out like Llama",
-            hint=_AS_LIST,
-        )
-    longest = _window(getattr(model, "config", None))
-    return [
-        body.embed_tokens,
-        *(DecoderPiece(layer, body.rotary_emb, longest) for layer in body.layers),
-        HeadPiece(body.norm, head),
-    ]
+    if head is not None and _has(body, "embed_tokens", "layers", "norm", "rotary_emb"):
+        longest = _window(getattr(model, "config", None))
+        layers = (DecoderPiece(layer, body.rotary_emb, longest) for layer in body.layers)
+        return [body.embed_tokens, *layers, HeadPiece(body.norm, head)]
+    if head is not None and _has(body, "wte", "wpe", "drop", "h", "ln_f"):
+        return [PlacesPiece(body.wte, body.wpe, body.drop), *map(BlockPiece, body.h), HeadPiece(body.ln_f, head)]
+    raise Unsupported(
+        f"a {type(model).__name__} cannot be cut into stages: it is neither an nn.Sequential nor laid out like Llama or GPT-2",
+        hint=_AS_LIST,
+    )
+
+
+def _has(body: Any, *parts: str) -> bool:
+    return all(hasattr(body, part) for part in parts)
 
 
 def _window(config: Any) -> int | None:
@@ -129,6 +117,32 @@ class DecoderPiece(torch.nn.Module):
             position_embeddings=self.rotary(hidden, positions),
             use_cache=False,
         )
+        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+class PlacesPiece(torch.nn.Module):
+    """Words and positions, which count from 0."""
+
+    def __init__(self, words: torch.nn.Module, places: torch.nn.Module, drop: torch.nn.Module) -> None:
+        super().__init__()
+        self.words = words
+        self.places = places
+        self.drop = drop
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        return self.drop(self.words(ids) + self.places(places))  # type: ignore[no-any-return]
+
+
+class BlockPiece(torch.nn.Module):
+    """One decoder layer that needs no positions; attention is causal without padding."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found: Any = self.layer(hidden, attention_mask=None, use_cache=False)
         return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
 
 

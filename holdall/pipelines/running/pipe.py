@@ -22,11 +22,12 @@ from holdall.pipelines.running.faults import ends_with_the_others
 from holdall.pipelines.running.host.memory import host_of
 from holdall.pipelines.running.host.states import PlacedStates, parameters_of
 from holdall.pipelines.running.mesh import PipeMesh
-from holdall.pipelines.running.pieces import check_shared, check_whole, pieces_of
+from holdall.pipelines.running.pieces import check_whole, pieces_of
 from holdall.pipelines.running.saving import StageSaving
 from holdall.pipelines.running.stage_ranks.by_context import ByContext
 from holdall.pipelines.running.stage_ranks.by_experts import ByExperts
 from holdall.pipelines.running.stage_ranks.by_tensors import ByTensors
+from holdall.pipelines.running.stage_ranks.copies import Tied, add_tied, add_twins, holders_of, refuse_divided, tied_over_ranks
 from holdall.pipelines.running.stage_ranks.divided import Divider, Sample, evaluated, sample_of
 from holdall.pipelines.running.stage_ranks.sharing import ZERO3
 from holdall.pipelines.running.stage_ranks.unequal import ROWS, ByRows, RowsRuntime, UnequalMesh, borders_of
@@ -49,6 +50,7 @@ class PipePlan:
     mesh: PipeMesh
     pieces: list[torch.nn.Module]
     bounds: tuple[int, ...]
+    tied: list[Tied]
     wishes: Wishes
     place: frozenset[int]  # layers whose optimizer states are at the host
     sample: Sample | None  # a micro-batch
@@ -84,9 +86,12 @@ class PipeRun:
         if divider is not None:
             before = divider.before
         root = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleList(pieces)
-        names = {id(t): name for name, t in [*root.named_parameters(), *root.named_buffers()]}
+        names: dict[int, list[str]] = {}  # several, where modules of the model share it
+        for name, t in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+            names.setdefault(id(t), []).append(name)
+        self._tied = plan.tied
         self.modules: dict[int, torch.nn.Module] = {}  # stage of this rank -> its layers
-        self._names: dict[int, dict[str, str]] = {}  # stage -> name of a parameter or buffer in it -> in the model
+        self._names: dict[int, dict[str, list[str]]] = {}  # stage -> name of a parameter or buffer in it -> in the model
         for stage in made.stages_of(self.rank):
             module = torch.nn.Sequential(*pieces[slice(*plan.cut(stage))])
             own = module if stage < made.chain else copy.deepcopy(module)
@@ -162,13 +167,16 @@ class PipeRun:
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Of this rank's stages, for an optimizer."""
-        for module in self.modules.values():
-            yield from module.parameters()
+        yield from torch.nn.ModuleList(self.modules.values()).parameters()  # each once
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Of this rank's stages, by their names in the model; two chains have two parameters of a name."""
+        seen: set[int] = set()  # what stages of this rank share is there once
         for stage, module in self.modules.items():
-            yield from ((self._names[stage][path], p) for path, p in module.named_parameters())
+            for path, p in module.named_parameters():
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    yield self._names[stage][path][0], p
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank's stages by their names in the model, for `holdall.save_checkpoint`."""
@@ -183,7 +191,7 @@ class PipeRun:
                 hint="save `p.full_tensor()` of `pipe.named_parameters()` yourself, or leave `tp` out of the mesh",
             )
         states = ((self._names[stage][path], t) for stage, m in self.modules.items() for path, t in m.state_dict().items())
-        return dict(states)
+        return {name: t for names, t in states for name in names}
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """All micro-batches of a batch, forward and backward; returns the mean loss, on every rank.
@@ -233,12 +241,14 @@ class PipeRun:
         group = self._group if self.mesh.is_alone else None
         with ends_with_the_others(group):
             holders = self.mesh.holders * self.pipeline.copies
-            return clip_over_stages(list(self.parameters()), max_norm, holders=holders, group=group)
+            every = list(self.parameters())
+            return clip_over_stages(every, max_norm, holders=holders, again=holders_of(self._tied), group=group)
 
     def _finish(self, before: list[torch.Tensor | None]) -> None:
         """Add the copies' gradients, divide by the micro-batches, and add what was there before."""
         if self.pipeline.copies > 1:
-            self._add_twins()
+            add_twins(self.modules, self.pipeline, self.rank, self._group)
+        add_tied(self._tied, self.rank, self._group)
         for stage in self.stages.values():
             if isinstance(stage, ShardedStage):
                 stage.reduce()
@@ -251,33 +261,6 @@ class PipeRun:
             if old is not None:
                 p.grad = old if p.grad is None else old.add_(p.grad)
 
-    def _add_twins(self) -> None:
-        """Add the gradients of the same layers on the rank that has their other copy."""
-        (down, up) = (self.modules[stage] for stage in sorted(self.modules))
-        peer = self._global(self.pipeline.ranks - 1 - self.rank)
-        trained = [[p for p in module.parameters() if p.requires_grad] for module in (down, up)]
-        mine = [_flat(parameters) for parameters in trained]
-        theirs = [torch.empty_like(mine[1]), torch.empty_like(mine[0])]
-        work = [
-            op
-            for sent, received in zip(mine, theirs, strict=True)
-            for op in (
-                dist.P2POp(dist.isend, sent, peer, self._group),
-                dist.P2POp(dist.irecv, received, peer, self._group),
-            )
-        ]
-        for done in dist.batch_isend_irecv(work):
-            done.wait()
-        for parameters, own, other in zip(trained, mine, reversed(theirs), strict=True):
-            total = own + other
-            at = 0
-            for p in parameters:
-                p.grad = total[at : at + p.numel()].view_as(p).clone()
-                at += p.numel()
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
     def _mean_loss(self, losses: dict[int, torch.Tensor]) -> torch.Tensor:
         """Losses of all micro-batches, added in their order, whichever rank has them."""
         each = torch.zeros(self.pipeline.micro_batches, dtype=torch.float64, device=self._device)
@@ -285,10 +268,6 @@ class PipeRun:
             each[batch] = value.double().item()
         dist.all_reduce(each, group=self._group)
         return self.mesh.mean(each.mean()).float()
-
-
-def _flat(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
 
 
 def _device_of(pieces: Sequence[torch.nn.Module]) -> torch.device:
@@ -360,7 +339,8 @@ def start(
         on.sharing.check_pieces(len(pieces))
         sizes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in pieces]
         bounds = check_bounds(cut, len(pieces), made.chain) if cut is not None else even_cut(sizes, made.chain)
-        check_shared(pieces, bounds)
+        tied = tied_over_ranks(pieces, bounds, made)
+        refuse_divided(tied, is_whole=on.sharing.is_whole, dividing=on.dividing)
         wishes = Wishes.of(recompute, offload, budget, len(pieces))
         if made.weights != ONE and wishes.are_any:
             raise Unsupported(
@@ -386,7 +366,7 @@ def start(
         part = sample_of(sample, micro_batches, device) if asks or sample is not None else None
         if part is not None:
             on.check_rows(len(part[0]))
-        how: dict[str, Any] = {"wishes": wishes, "place": placed, "sample": part, "device": device}
+        how: dict[str, Any] = {"tied": tied, "wishes": wishes, "place": placed, "sample": part, "device": device}
         return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), **how)
 
     plan = together(make)
