@@ -63,7 +63,7 @@ def start(
     """Cut a model over the ranks of a run and return this rank's part; every rank calls it with the same model, on the device
     that the rank computes on (CPUs by gloo, GPUs by nccl).
 
-    `model`: an `nn.Sequential`, a list of modules, or a Hugging Face decoder laid out like Llama or GPT-2. `schedule`: a name of
+    `model`: an `nn.Sequential`, a list of modules, or a Hugging Face decoder laid out like Llama or GPT-2. `schedule`: one of
     `schedule_names()`, with options as in "interleaved:chunks=3". `loss`: a function `(output, target) -> scalar`, a mean over
     the rows. `cut`: numbers of the pieces at which stages begin, without 0; by default stages have about equal parameter bytes.
     `optimizer`: a function `parameters -> optimizer`, for schedules that update inside a step (pipedream, 2bw, xpipe).
