@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from holdall.ops import backward_nodes, count_flops, is_random, mutated_arguments, odd_argument
+from holdall.ops import backward_nodes, count_flops, is_random, mutated_arguments, odd_argument, tensors_in
 from holdall.tracing.autocast import autocast_now
 from holdall.tracing.calls import Given
 from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
@@ -226,13 +226,12 @@ class Recorder(TorchDispatchMode):
     def ids(self, value: Any) -> tuple[int, ...]:
         """Tensors inside an argument or a result, each once."""
         found: dict[int, None] = {}
-        for t in tree_iter(value):
-            if isinstance(t, torch.Tensor):
-                before = len(self.tensors)
-                index = self._see(t, "constant", Kind.BUFFER, born=-1)
-                if index >= before:
-                    self._constants[index] = self.now + 1
-                found[index] = None
+        for t in tensors_in(value):
+            before = len(self.tensors)
+            index = self._see(t, "constant", Kind.BUFFER, born=-1)
+            if index >= before:
+                self._constants[index] = self.now + 1
+            found[index] = None
         return tuple(found)
 
     # autograd
@@ -314,7 +313,7 @@ class Recorder(TorchDispatchMode):
             inputs=self.ids(args),
             odd=odd_argument(args),
             quiet=not torch.is_grad_enabled(),
-            shapes=tuple(tuple(int(n) for n in t.shape) for t in tree_iter(args) if isinstance(t, torch.Tensor)),
+            shapes=tuple(tuple(int(n) for n in t.shape) for t in tensors_in(args)),
         )
         if not call.odd:
             call.given = Given.of(args)
@@ -381,7 +380,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, reads: tuple[int, ...], mutates: tuple[int, ...]) -> None:
-        outs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        outs = tensors_in(out)
         before = len(self.tensors)
         here = len(self.ops)
         module = self._module()
@@ -393,7 +392,7 @@ class Recorder(TorchDispatchMode):
         key = (self.phase, module, name)
         nth = self._nth.get(key, 0)
         self._nth[key] = nth + 1
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)] + outs
+        tensors = tensors_in((args, kwargs)) + outs
         floats = [t.dtype for t in tensors if t.is_floating_point() and t.numel() > 1]
         dtype = max(floats, key=floats.count, default=torch.int64)
         trial = self.trials.ask(func, args, kwargs)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from holdall.errors import OverBudget
+from holdall.ops import tensors_in
 from holdall.sharded import has_shards, is_shard, local_of, watch_resizes
 from holdall.units import format_bytes
 
@@ -120,12 +120,8 @@ class Ledger(TorchDispatchMode):
         if getattr(self._paused, "is_on", False):
             return out
         name = str(func)
-        for t in tree_iter((args, kwargs)):
-            if isinstance(t, torch.Tensor):
-                self.see(t.untyped_storage(), name)
-        for t in tree_iter(out):
-            if isinstance(t, torch.Tensor):
-                self.see(t.untyped_storage(), name)
+        for t in tensors_in((args, kwargs, out)):
+            self.see(t.untyped_storage(), name)
         self.curve.append((time.perf_counter(), self.live))
         return out
 

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdall.errors import HoldallError
-from holdall.ops import is_factory, makes_little
+from holdall.ops import is_factory, makes_little, tensors_in
 from holdall.tracing.fake_gaps import KERNELS
 from holdall.tracing.values import drawn
 from holdall.tracing.values.chosen import choose, deciding
@@ -76,8 +76,7 @@ class KnownValues:
             if is_random and (value := drawn.fraction(func, args, kwargs, out)) is not None:
                 out.detach().copy_(value)
             return out
-        leaves, _ = tree_flatten((args, kwargs))
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         known = all(not isinstance(t, FakeTensor) or t in self._known for t in tensors)
         if known and (tensors or is_factory(func)) and not is_random:
             return self._run_known(func, args, kwargs, factory=not tensors)
@@ -107,7 +106,7 @@ class KnownValues:
         real_args, real_kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
         if "device" in real_kwargs:
             real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
-        sources = frozenset().union(*(self._from.get(t, ()) for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)))
+        sources = frozenset().union(*(self._from.get(t, ()) for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)))
         value: Any = None
         try:
             with _disable_current_modes():
@@ -121,7 +120,7 @@ class KnownValues:
             if not have:
                 raise UnknownValue(f"`{func}` needs a value that only a real run can compute") from error
             self.looked_at |= sources
-            device = next((t.device for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)), torch.device("cpu"))
+            device = next((t.device for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)), torch.device("cpu"))
             out = tree_map_only(torch.Tensor, lambda t: self._fake_like(t, device), value)
         if not all(isinstance(x, torch.Tensor) for x in tree_iter(out)):  # a Python result
             self.looked_at |= sources
