@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
+from holdall.attributes import left_as_found
 from holdall.errors import TraceMismatch, Unsupported
 from holdall.parallel.groups import ranks_here
 from holdall.sharded import local_of
@@ -64,7 +65,7 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
     hook = model.register_forward_hook(lambda _m, _args, out: found.append(out))
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), left_as_found(model):
             loss = run()
     finally:
         hook.remove()

@@ -88,6 +88,8 @@ def trace_step(
             looked_at=recorded.looked_at,
             parts=recorded.parts,
             calls=recorded.calls,
+            alters=recorded.effects.alters,
+            once=recorded.effects.once,
             notes=tuple(notes),
         ),
     )

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from holdall.tracing.calls import Given
-from holdall.tracing.recorder import Call
+from holdall.tracing.calls import Call, Given
 from holdall.types import Block, Op, Phase
 
 
@@ -64,6 +63,9 @@ def _block(call: Call, number: int, same_as: int | None) -> Block:
         kind=call.kind,
         odd=call.odd,
         quiet=call.quiet,
+        apart=call.effects.apart,
+        alters=call.effects.alters,
+        once=call.effects.once,
     )
 
 
@@ -110,6 +112,7 @@ def _shape(call: Call, ops: Sequence[Op], packed: Sequence[int]) -> tuple[object
     inside = ops[call.first : call.last + 1]
     return (
         call.kind,
+        call.effects,
         tuple((op.site.op, op.flops, op.moved) for op in inside),
         tuple(packed[i] - call.first for i in range(call.first_save, call.last_save)),
     )

@@ -1,12 +1,15 @@
-"""Records the arguments of a module call without keeping tensors, so that the call can be repeated on fake ones."""
+"""Module calls while they are recorded, and their arguments without tensors, so that a call can be repeated on fakes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from holdall.attributes import Attributes
+from holdall.tracing.effects import NONE, Effects
 
 
 class Like(NamedTuple):
@@ -51,3 +54,36 @@ class Given:
         leaves = [leaf.make() if isinstance(leaf, Like) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+
+@dataclass(slots=True)
+class Call:
+    """One module call while it is being recorded."""
+
+    path: str
+    nth: int
+    kind: str
+    composite: bool
+    transparent: bool
+    depth: int
+    first: int
+    first_save: int
+    inputs: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[int, ...] = ()
+    last: int = -1
+    last_save: int = 0
+    backward: int | None = None
+    odd: str = ""
+    quiet: bool = False  # made without gradients
+    leaves: dict[int, int] = field(default_factory=dict)  # index of an output -> tensor
+    wanted: set[int] = field(default_factory=set)  # indices of outputs that received a gradient, from inside or outside
+    given: Given | None = None
+    before: Attributes | None = None  # until it returns
+    effects: Effects = NONE
+    children: list[Call] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the block that it may become."""
+        return self.path if self.nth == 0 else f"{self.path}#{self.nth}"

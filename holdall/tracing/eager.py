@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from holdall.attributes import left_as_found
 from holdall.ops import called_with
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes
+from holdall.tracing.effects import find_effects
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
@@ -34,7 +36,8 @@ def record_real_step(
         narrow=how.precision is not None,
     )
     parameters = dict(model.named_parameters())
-    with _left_as_found(model), contextlib.ExitStack() as stack:
+    with _values_left_as_found(model), left_as_found(model), contextlib.ExitStack() as stack:
+        stack.callback(recorder.originals.put_back)
         by_name = _working(model, how.precision)
         working = {name: by_name[name] for name in parameters}
         masters = {n: p for n, p in parameters.items() if optimizer is not None and p.requires_grad and working[n] is not p}
@@ -100,6 +103,7 @@ def record_real_step(
         autocast=recorder.autocast,
         casts=tuple(casts),
         given=find_given(recorder.calls, blocks),
+        effects=find_effects(recorder.calls, recorder.ops, recorder.tensors),
         parts=any(call.path for call in recorder.calls),
         calls=sum(not call.path for call in recorder.calls),
     )
@@ -131,7 +135,7 @@ def _alias(recorder: Recorder, parameters: Mapping[str, torch.Tensor], fakes: Ma
 
 
 @contextmanager
-def _left_as_found(model: torch.nn.Module) -> Iterator[None]:
+def _values_left_as_found(model: torch.nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random state afterwards."""
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]

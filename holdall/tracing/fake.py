@@ -10,9 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from holdall.attributes import left_as_found
 from holdall.ops import branches_of_a_real_run, called_with
 from holdall.sharded import bucket_bytes
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
+from holdall.tracing.effects import find_effects
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.stand_in import CudaOps
@@ -45,6 +47,7 @@ def record_fake_step(
     values = KnownValues(mode)
     recorder = Recorder(values=values, real=False, trials=Trials(on), device=on.type, narrow=how.precision is not None)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(left_as_found(model))
         stack.enter_context(branches_of_a_real_run())
         stack.enter_context(made_for(device.type))
         stack.enter_context(mode)
@@ -65,6 +68,7 @@ def record_fake_step(
         recorder.seed([("gradient buckets of DistributedDataParallel", buckets)] if buckets.numel() else [], Kind.BUFFER)
         recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in unique.items()})
         recurrent = RecurrentOps(model, on) if device.type == "cuda" else None
+        stack.callback(recorder.originals.put_back)
         stack.enter_context(recorder)
         clone = None
         if optimizer is not None:
@@ -115,6 +119,7 @@ def record_fake_step(
         autocast=recorder.autocast,
         casts=tuple(casts),
         given=find_given(recorder.calls, blocks),
+        effects=find_effects(recorder.calls, recorder.ops, recorder.tensors),
         parts=any(call.path for call in recorder.calls),
         calls=sum(not call.path for call in recorder.calls),
         timed=timed,

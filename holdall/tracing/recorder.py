@@ -11,16 +11,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from holdall.attributes import Attributes
 from holdall.ops import backward_nodes, count_flops, is_random, mutated_arguments, odd_argument, tensors_in
 from holdall.tracing.autocast import autocast_now
-from holdall.tracing.calls import Given
+from holdall.tracing.calls import Call, Given
+from holdall.tracing.effects import CONSTANT, Originals, effects_of
 from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
 from holdall.tracing.timing.op_timing import Trials, is_bound
 from holdall.tracing.values.known import KnownValues
@@ -31,7 +33,7 @@ _SCALAR = 8  # bytes of a loss
 
 
 @dataclass(slots=True)
-class _Tensor:
+class TensorRecord:
     """A storage while it is being recorded."""
 
     id: int
@@ -51,37 +53,6 @@ class _Save:
     packed: int
     unpacked: int | None = None
     released: int | None = None
-
-
-@dataclass(slots=True)
-class Call:
-    """One module call while it is being recorded."""
-
-    path: str
-    nth: int
-    kind: str
-    composite: bool
-    transparent: bool
-    depth: int
-    first: int
-    first_save: int
-    inputs: tuple[int, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    outputs: tuple[int, ...] = ()
-    last: int = -1
-    last_save: int = 0
-    backward: int | None = None
-    odd: str = ""
-    quiet: bool = False  # made without gradients
-    leaves: dict[int, int] = field(default_factory=dict)  # index of an output -> tensor
-    wanted: set[int] = field(default_factory=set)  # indices of outputs that received a gradient, from inside or outside
-    given: Given | None = None
-    children: list[Call] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The name of the block that it may become."""
-        return self.path if self.nth == 0 else f"{self.path}#{self.nth}"
 
 
 class _Packed:
@@ -111,7 +82,7 @@ class Recorder(TorchDispatchMode):
         self.real = real  # real tensors: saved bytes must be kept in a copy
         self.phase = Phase.FORWARD
         self.ops: list[Op] = []
-        self.tensors: list[_Tensor] = []
+        self.tensors: list[TensorRecord] = []
         self.saves: list[_Save] = []
         self.calls: list[Call] = []
         self._stack: list[Call] = []
@@ -128,6 +99,7 @@ class Recorder(TorchDispatchMode):
         self._is_over = False
         self._with_loss: list[int] = []  # tensors freed with the loss, after the step
         self.asked: set[str] = set()  # calls whose forward read a value: control flow may depend on it
+        self.originals = Originals()
         self._constants: dict[int, int] = {}  # tensors first seen as an argument -> the op that used them
 
     # moments
@@ -180,7 +152,7 @@ class Recorder(TorchDispatchMode):
         self._from_before("the loss before", tuple(loss.shape), str(loss.dtype).removeprefix("torch."), size)
 
     def _from_before(self, name: str, shape: tuple[int, ...], dtype: str, size: int) -> None:
-        self.tensors.append(_Tensor(len(self.tensors), name, Kind.INPUT, shape, dtype, size, -1, self._new_loss))
+        self.tensors.append(TensorRecord(len(self.tensors), name, Kind.INPUT, shape, dtype, size, -1, self._new_loss))
 
     def end_step(self) -> None:
         """The step is done. Tensors freed with the loss from now on were held by its graph: a tensor that a function put on its
@@ -200,7 +172,7 @@ class Recorder(TorchDispatchMode):
             return known
         index = len(self.tensors)
         self.tensors.append(
-            _Tensor(
+            TensorRecord(
                 id=index,
                 name=name,
                 kind=kind,
@@ -228,7 +200,7 @@ class Recorder(TorchDispatchMode):
         found: dict[int, None] = {}
         for t in tensors_in(value):
             before = len(self.tensors)
-            index = self._see(t, "constant", Kind.BUFFER, born=-1)
+            index = self._see(t, CONSTANT, Kind.BUFFER, born=-1)
             if index >= before:
                 self._constants[index] = self.now + 1
             found[index] = None
@@ -244,7 +216,7 @@ class Recorder(TorchDispatchMode):
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         with self.quiet():
-            index = self._see(tensor, "constant", Kind.BUFFER, born=-1)
+            index = self._see(tensor, CONSTANT, Kind.BUFFER, born=-1)
             info = self.tensors[index]
             info.saved = True
             save = len(self.saves)
@@ -317,6 +289,7 @@ class Recorder(TorchDispatchMode):
         )
         if not call.odd:
             call.given = Given.of(args)
+        call.before = Attributes(module)
         (self._stack[-1].children if self._stack else self.calls).append(call)
         self._stack.append(call)
 
@@ -325,6 +298,8 @@ class Recorder(TorchDispatchMode):
         call = self._stack.pop()
         call.last, call.last_save = self.now, len(self.saves)
         call.outputs = self.ids(output)
+        if call.before is not None:
+            call.effects, call.before = effects_of(call.before, lambda t: self._was_read(t, call.first)), None
 
         def begins(_: object) -> None:
             if call.backward is None:
@@ -334,8 +309,18 @@ class Recorder(TorchDispatchMode):
             node.register_prehook(begins)
         for number, t in enumerate(tree_iter(output)):
             if isinstance(t, torch.Tensor):
-                call.leaves[number] = self._see(t, "constant", Kind.BUFFER, born=-1)
+                call.leaves[number] = self._see(t, CONSTANT, Kind.BUFFER, born=-1)
                 _tell_gradient(t, number, call.wanted)
+
+    def _was_read(self, tensor: torch.Tensor, first: int) -> bool:
+        """Has an op from this one on read the tensor?"""
+        index = self._ids.get(tensor.untyped_storage()._cdata)
+        return any(index in op.reads for op in self.ops[first:])
+
+    def _was_there(self, tensor: torch.Tensor) -> bool:
+        """Is it from before the step?"""
+        index = self._ids.get(tensor.untyped_storage()._cdata)
+        return index is not None and self.tensors[index].born < 0
 
     def _attribute_nodes(self) -> None:
         """Assign the autograd nodes made since the last call to the running module."""
@@ -373,7 +358,8 @@ class Recorder(TorchDispatchMode):
                     call = self._stack[-1] if self._stack else None
                     raise MixedDtypes(str(func), call.kind if call else "the loss", call.path if call else "", dtypes)
             reads = self.ids((args, kwargs))
-            mutates = self.ids(mutated_arguments(func, args, kwargs))
+            mutates = self.ids(changing := mutated_arguments(func, args, kwargs))
+            self.originals.keep(changing, self._was_there)
         out = self.values.run(func, args, kwargs)
         with self.quiet():
             self._record(func, args, kwargs, out, reads, mutates)

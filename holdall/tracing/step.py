@@ -13,6 +13,7 @@ from holdall.casts import cast_inputs, may_cast
 from holdall.decoding import train_without_cache
 from holdall.errors import InvalidInput
 from holdall.tracing.calls import Given
+from holdall.tracing.effects import NONE, Effects
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.units import Updating
 from holdall.types import Block, Kind, Op, Phase, Save, TensorInfo, Unit
@@ -96,6 +97,7 @@ class Recorded:
     autocast: torch.dtype | None = None  # active when the model was called
     casts: tuple[str, ...] = ()  # modules that cast their inputs to the precision
     given: dict[str, Given] = field(default_factory=dict)  # block -> the arguments of its call
+    effects: Effects = NONE  # of the whole forward
     parts: bool = False  # submodules were called directly
     calls: int = 1  # calls of the model itself
     timed: bool = False  # ops carry seconds measured on the device

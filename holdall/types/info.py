@@ -116,6 +116,8 @@ class StepInfo:
     optimizer: str | None = None  # class of the optimizer; None: a step without one
     batch: Shapes | None = None  # shapes of the tensors in the model's first call; None: the model itself was not called
     calls: int = 1  # calls of the model itself in one step
+    alters: tuple[str, ...] = ()  # Python attributes that its forward changes, by their paths in the model
+    once: str = ""  # why its forward cannot be undone and run again
 
     # how it was traced
     device: str = ""  # "cpu" or "cuda"; empty: not recorded, so that the model's own counts

@@ -116,10 +116,16 @@ class Block:
     wanted: tuple[int, ...] | None = None  # of what it returns, by leaf: what got a gradient; None: not known
     beside: tuple[OpId, ...] = ()  # in its backward, of others: sums with what those gave, what an engine of shards does
     apart: str = ""  # why its ops, captured by themselves, are not those of the trace
+    alters: tuple[str, ...] = ()  # Python attributes that its forward changes, by their paths in its module
+    once: str = ""  # why its forward must not run a second time
 
     @property
     def name(self) -> str:
         return self.module if self.nth == 0 else f"{self.module}#{self.nth}"
+
+    def spoils(self, tensor: TensorInfo) -> bool:
+        """Is this tensor, which its forward changes in place without having made it, other than a buffer of its module?"""
+        return tensor.kind is not Kind.BUFFER or not tensor.name.startswith(f"{self.module}." if self.module else "")
 
     def with_engine(self, ops: Sequence[Op], engine: Iterable[OpId]) -> Block:
         """The block, which knows which ops of backward count as its own, and are an engine's of shards, by hooks of modules."""

@@ -42,6 +42,7 @@ class Recompute(Facts):
     blocks: tuple[str, ...]  # consecutive block calls, replayed together
     keep: tuple[str, ...] = ()  # op results that stay, as `aten.mm.default#3`, counted within each block
     state: tuple[str, ...] = ()  # buffers that the blocks change, restored after the replay
+    alters: tuple[str, ...] = ()  # Python attributes that the blocks change, likewise, by their paths in the model
     only: tuple[int, ...] = ()  # numbers of the saved tensors to release, counted within each block; empty: all
     inner: tuple[Inner, ...] = ()  # segments of the replay, in order
     programs: tuple[Reschedule, ...] = ()  # of blocks that run by a program
@@ -81,6 +82,7 @@ class Recompute(Facts):
             blocks=names,
             keep=tuple(keep),
             state=tuple(state),
+            alters=tuple(dict.fromkeys(f"{b.module}.{name}".lstrip(".") for b in blocks for name in b.alters)),
             only=tuple(only),
             inner=tuple(inner),
             programs=tuple(programs),
@@ -157,6 +159,7 @@ class Recompute(Facts):
             policy.inner = nested(self.blocks, self.inner)
             path = name.partition("#")[0]
             policy.state = tuple(b for b in self.state if b.startswith(f"{path}."))
+            policy.alters = frozenset(a.removeprefix(f"{path}.") for a in self.alters if a.startswith(f"{path}."))
         for program in self.programs:
             program.install(harness)
 
@@ -189,12 +192,14 @@ def obstacle(trace: Trace, blocks: Sequence[Block], inner: Sequence[Nest] = ()) 
     """Why these blocks cannot be run a second time; empty if they can."""
     inside: set[int] = set()
     for block in blocks:
+        if block.once:
+            return block.once
         for op in trace.ops[block.first : block.last + 1]:
             if op.random and op.site.op == _OWN_RANDOM:
                 return "its dropout uses cuDNN's own random state, which cannot be restored"
             inside.update(op.writes)
             for x in op.mutates:
-                if x not in inside and trace.tensors[x].kind is not Kind.BUFFER:
+                if x not in inside and block.spoils(trace.tensors[x]):
                     return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which it did not make"
     for nest in inner:
         part = blocks[nest.first : nest.last + 1]

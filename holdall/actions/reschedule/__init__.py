@@ -203,7 +203,7 @@ def obstacle(trace: Trace, block: Block) -> str:
     for op in ops[:count]:
         own.update(op.writes)
         for x in op.mutates:
-            if x not in own and trace.tensors[x].kind is not Kind.BUFFER:
+            if x not in own and block.spoils(trace.tensors[x]):
                 return f"`{op.site.op}` changes {trace.tensors[x].name} in place, which it did not make"
     if set(block.outputs) - own:
         return "it returns one of its inputs"

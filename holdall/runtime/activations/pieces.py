@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holdall.errors import Unsupported
-from holdall.runtime.activations.recompute import autocast_state
+from holdall.runtime.activations.surroundings import autocast_state
 from holdall.runtime.patching import put_method
 
 _CHECKED = 4  # rows on which pieces are compared with the whole before the first step

@@ -31,6 +31,7 @@ class Policy:
     only: frozenset[int] = frozenset()  # indices of the saved tensors to drop; empty: all
     inner: tuple[Nest, ...] = ()  # nested segments inside the segment that this call opens
     state: tuple[str, ...] = ()  # buffers that the block changes, by name in the model
+    alters: frozenset[str] = frozenset()  # Python attributes that it changes, by their paths in its module
     offloads: list[OffloadedPart] = field(default_factory=list)  # with `compress`, the codes leave
     swaps: list[SwapPolicy] = field(default_factory=list)  # what leaves while the block runs
     lends: str | None = None  # a later block swaps what this one holds, too, to this tier
@@ -108,8 +109,10 @@ class Blocks:
             self._open = None if policy.closes else segment
             state = [buffers[b] for b in policy.state]
             made_by = forward if policy.runner is None else ByProgram(policy.runner, module, forward)
-            hold = {"hold": saves.take} if saves is not None else {}
-            out, call = segment.run(module, made_by, args, kwargs, state=state, keep=policy.keep, only=policy.only, **hold)
+            how: dict[str, Any] = {"state": state, "alters": policy.alters, "keep": policy.keep, "only": policy.only}
+            if saves is not None:
+                how["hold"] = saves.take
+            out, call = segment.run(module, made_by, args, kwargs, **how)
             if saves is not None:
                 saves.leave(out, call)
         elif policy.runner is not None and swaps:

@@ -17,7 +17,7 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,16 +25,16 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torch.utils.checkpoint import get_device_states, set_device_states
 
+from holdall.attributes import Attributes
 from holdall.errors import Unsupported
 from holdall.ops import is_random
 from holdall.runtime.activations.kv_cache import CacheBefore, is_cache
+from holdall.runtime.activations.surroundings import RandomState, autocast_state, random_state, set_random_state
 from holdall.sharded import gather, local_of
 from holdall.types.program import Nest
 
 Forward = Callable[..., Any]
-RandomState = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # (host state, device indices, state per device)
 _WITHOUT = 'plan without recomputation: fit(..., allow={"offload", "place"})'
 _IGNORED = frozenset({torch.ops.aten.detach.default})  # made by hooks, not by the model
 
@@ -123,7 +123,12 @@ class RecomputedCall:
     """One recorded module call of a segment."""
 
     def __init__(
-        self, module: torch.nn.Module, forward: Forward | ByProgram, state: Sequence[torch.Tensor], keep: frozenset[str]
+        self,
+        module: torch.nn.Module,
+        forward: Forward | ByProgram,
+        state: Sequence[torch.Tensor],
+        keep: frozenset[str],
+        alters: Collection[str] | None,
     ) -> None:
         self.forward = forward
         self.module = type(module).__name__
@@ -137,6 +142,7 @@ class RecomputedCall:
         self.drawn: dict[str, RandomState] = {}  # random state after a kept op that drew random numbers
         self.state = list(state)  # buffers that the call changes
         self.before = [b.detach().clone() for b in state]
+        self.attributes = Attributes(module, alters) if alters is None or alters else None
         self.random: RandomState | None = None
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
 
@@ -157,16 +163,18 @@ class Segment:
         kwargs: Any,
         *,
         state: Sequence[torch.Tensor] = (),
+        alters: Collection[str] | None = None,
         keep: frozenset[str] = frozenset(),
         only: frozenset[int] = frozenset(),
         hold: Callable[[torch.Tensor, int], Any] = lambda tensor, _: tensor,
     ) -> tuple[Any, RecomputedCall]:
-        """Run one call and record it instead of keeping its saved tensors. `only`: these indices; `hold` takes the others."""
-        call = RecomputedCall(module, forward, state, keep)
+        """Run one call and record it instead of keeping its saved tensors. `only`: these indices; `hold` takes the others.
+        `alters`: the Python attributes that it changes, by path; None: not known, it may be any."""
+        call = RecomputedCall(module, forward, state, keep, alters)
         leaves, call.spec = tree_flatten((args, kwargs))
         given = {id(leaf): self._reference(leaf) for leaf in leaves}  # a tensor given twice is one input: modules ask `k is v`
         call.inputs = [given[id(leaf)] for leaf in leaves]
-        call.random = _random_state(leaves)
+        call.random = random_state(leaves)
         call.autocast = autocast_state(leaves)
         numbers = itertools.count()
 
@@ -229,7 +237,7 @@ class Segment:
                 made.update({m: results[m.leaf] for m in last_taker if m.call == number and m.leaf < len(results)})
                 del results
         for call in calls:  # autograd's hooks still refer to the calls; free what they hold
-            call.inputs, call.before, call.kept = [], [], {}
+            call.inputs, call.before, call.kept, call.attributes = [], [], {}, None
 
     def _parts(self, count: int) -> dict[int, tuple[Segment, int]]:
         """Call -> (the inner segment that it now belongs to, the index of that segment's first call)."""
@@ -297,7 +305,7 @@ def _run_again(call: RecomputedCall, leaves: list[Any], *, deferred: bool, stop:
             raise _Enough
 
     with contextlib.ExitStack() as stack:
-        _set_random_state(call.random)
+        set_random_state(call.random)
         for device, enabled, dtype in call.autocast:
             stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
         stack.enter_context(_put_back(call))
@@ -323,14 +331,15 @@ def _never(_: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _put_back(call: RecomputedCall) -> Iterator[None]:
-    """Restore the buffers from before the call for the replay; put the current values back after it."""
+    """Restore buffers and attributes from before the call for the replay; put the current values back after it."""
     after = [b.detach().clone() for b in call.state]
     with torch.no_grad():
         for buffer, before in zip(call.state, call.before, strict=True):
             with _unsafe_preserve_version_counter(buffer):
                 buffer.copy_(before)
     try:
-        yield
+        with call.attributes.again() if call.attributes is not None else contextlib.nullcontext():
+            yield
     finally:
         with torch.no_grad():
             for buffer, value in zip(call.state, after, strict=True):
@@ -362,7 +371,7 @@ class _Keep(_Counting):
             if label in self.call.keep:
                 self.call.kept[label] = tree_map_only(torch.Tensor, torch.Tensor.detach, out)
                 if is_random(func, args, kwargs or {}):
-                    self.call.drawn[label] = _random_state(tree_leaves((args, kwargs)))
+                    self.call.drawn[label] = random_state(tree_leaves((args, kwargs)))
         return out
 
 
@@ -377,24 +386,8 @@ class _Retrieve(_Counting):
         if func not in _IGNORED:
             label = self.label(func)
             if label in self.call.kept:
-                _set_random_state(self.call.drawn.get(label))  # later ops must draw the same numbers
+                set_random_state(self.call.drawn.get(label))  # later ops must draw the same numbers
                 if self.leave:  # autograd writes on the tensor returned here
                     return tree_map_only(torch.Tensor, torch.Tensor.detach, self.call.kept[label])
                 return self.call.kept.pop(label)
         return func(*args, **(kwargs or {}))
-
-
-def _random_state(leaves: Sequence[Any]) -> RandomState:
-    devices, states = get_device_states(*[t for t in leaves if isinstance(t, torch.Tensor)])
-    return torch.get_rng_state(), list(devices), list(states)
-
-
-def _set_random_state(state: RandomState | None) -> None:
-    if state is not None:
-        torch.set_rng_state(state[0])
-        set_device_states(state[1], state[2])
-
-
-def autocast_state(leaves: Sequence[Any]) -> list[tuple[str, bool, torch.dtype]]:
-    kinds = {"cpu"} | {t.device.type for t in leaves if isinstance(t, torch.Tensor) and t.device.type in ("cpu", "cuda")}
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
+from holdall.attributes import left_as_found
 from holdall.errors import Unsupported
 from holdall.ops import branches_of_a_real_run, called_with, is_random, mutated_arguments
 from holdall.runtime.programs.answers import Answers
@@ -169,7 +170,8 @@ def capture(
         found.update(spec=out_spec, wanted=wanted, plain=[None if isinstance(o, torch.Tensor) else o for o in out])
         return [o if isinstance(o, torch.Tensor) else None for o in out], tangents, per_input
 
-    gm = _trace(joint, inputs)
+    with left_as_found(module):
+        gm = _trace(joint, inputs)
     return _Builder(gm, inputs, found).build()
 
 

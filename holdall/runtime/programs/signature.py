@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from holdall.attributes import Settings
+
 _SETTINGS = (bool, int, float, str)
 
 
@@ -17,6 +19,7 @@ class ModuleTensors:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._all = [(m, [*m._modules.values()]) for m in module.modules()]
+        self._nested = Settings(m for m, _ in self._all)
 
     def are_of(self, module: torch.nn.Module) -> bool:
         """Are they still the submodules of this module?"""
@@ -29,8 +32,9 @@ class ModuleTensors:
         return [*parameters.values()], [*buffers.values()]
 
     def settings(self) -> tuple[Any, ...]:
-        """Plain attributes of modules, such as `training`, which a captured graph has fixed."""
-        return tuple([v for m, _ in self._all for v in m.__dict__.values() if type(v) in _SETTINGS])
+        """Plain attributes of modules, such as `training`, which a captured graph has fixed; and a count of the changes of what
+        is in their containers and objects."""
+        return (self._nested.version(), *[v for m, _ in self._all for v in m.__dict__.values() if type(v) in _SETTINGS])
 
 
 def signature_of(leaves: Sequence[Any], parameters: Sequence[torch.Tensor], settings: tuple[Any, ...]) -> Any:

@@ -1,8 +1,8 @@
 """Retries a step that ran out of memory under a tighter plan, once, with the same bits.
 
-In forward: the model's call is caught, its side effects are undone (random numbers, buffers), and it runs again. In backward:
-the gradients at the model's outputs are known, so the gradients of this backward are dropped, the forward runs again, and the
-backward continues from its outputs.
+In forward: the model's call is caught, its side effects are undone (random numbers, buffers, attributes), and it runs again. In
+backward: the gradients at the model's outputs are known, so the gradients of this backward are dropped, the forward runs again,
+and the backward continues from its outputs.
 
 The autograd graph of the first attempt must be freed to make room. The loop holds it through its loss and the model's outputs,
 which are detached in place. Side effects that cannot be undone are checked first; the error is then raised with the reason:
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from holdall.attributes import Attributes
 from holdall.errors import OverBudget
-from holdall.runtime.activations.recompute import autocast_state
+from holdall.runtime.activations.surroundings import autocast_state
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.meter import Meter
 from holdall.runtime.budget.oom_report import FlightRecorder, OomMoment
@@ -52,6 +53,7 @@ class _Forward:
     kwargs: Any
     numbers: RandomNumbers
     buffers: Values
+    attributes: Attributes  # those that a forward changes
     autocast: list[tuple[str, bool, torch.dtype]]
     inputs: list[tuple[torch.Tensor, int]]  # with their versions
     versions: list[int]  # versions of the weights
@@ -128,6 +130,7 @@ class Repeat:
             kwargs=kwargs,
             numbers=RandomNumbers(self._harness.device),
             buffers=self._buffers.take(),
+            attributes=self._attributes(),
             autocast=autocast_state(leaves),
             inputs=[(t, t._version) for t in leaves],
             versions=[p._version for p in self._weights()],
@@ -188,6 +191,7 @@ class Repeat:
 
     def _prepare_and_finish(self, original: Callable[..., None], step: _Forward, seeds: _Seeds, tighter: Plan) -> None:
         numbers, buffers = RandomNumbers(self._harness.device), self._buffers.take()  # the loop's current state
+        attributes = self._attributes()
         self._prepare(step, tighter)
         try:
             with self._inside(), contextlib.ExitStack() as stack, torch.enable_grad():
@@ -205,7 +209,11 @@ class Repeat:
         finally:
             self._latest = None
         numbers.put_back()
+        attributes.put_back()
         buffers.put_back()
+
+    def _attributes(self) -> Attributes:
+        return Attributes(self._harness.model, self._harness.plan.about.alters)
 
     def _let_go(self, roots: Sequence[torch.Tensor], step: _Forward) -> None:
         """Detach the loss and outputs that the loop holds, to free the graph of the first attempt."""
@@ -230,6 +238,7 @@ class Repeat:
     def _prepare(self, step: _Forward, tighter: Plan) -> None:
         """Restore the state before the forward and install the tighter plan."""
         self._harness.abandon()
+        step.attributes.put_back()
         step.buffers.put_back()
         step.numbers.put_back()
         self.adopt(tighter)
@@ -265,6 +274,8 @@ class Repeat:
         """Why the state before this forward cannot be restored; empty: it can."""
         if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             return "several processes train together, and one cannot retry a step alone"
+        if self._harness.plan.about.once:
+            return f"its forward cannot be undone: {self._harness.plan.about.once}"
         if step.buffers.lost():
             return f"the buffer `{step.buffers.lost()[0]}` was changed for the first time, so there is no copy of it"
         if self._buffers.is_stale or self._own != list(map(id, weights_of(self._harness.model))):

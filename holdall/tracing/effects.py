@@ -1,0 +1,88 @@
+"""What a forward leaves behind in Python attributes, so that a second run of it, or of its ops alone, differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from holdall.attributes import Attributes
+from holdall.types import Kind, Op, Phase
+from holdall.units import format_bytes
+
+if TYPE_CHECKING:
+    from holdall.tracing.calls import Call
+    from holdall.tracing.recorder import TensorRecord
+
+CONSTANT = "constant"  # the name of a tensor that is neither a parameter nor a buffer, and was there before the step
+_SMALL = 2**16  # bytes of a tensor that may be held besides what is planned
+
+
+class Effects(NamedTuple):
+    alters: tuple[str, ...] = ()  # attributes that it changes, which can be put back
+    once: str = ""  # why it must not run a second time
+    apart: str = ""  # why its ops alone are not all that it does
+
+
+NONE = Effects()
+
+
+class Originals:
+    """Copies of real tensors that a traced step changes in place, to give them their values back."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def keep(self, changing: Iterable[torch.Tensor], was_there: Callable[[torch.Tensor], bool]) -> None:
+        """`was_there`: is this tensor from before the step?"""
+        for t in changing:
+            if not isinstance(t, FakeTensor) and t.device.type != "meta" and was_there(t):
+                storage = t.untyped_storage()
+                if storage._cdata not in self._kept:
+                    with _disable_current_modes():
+                        self._kept[storage._cdata] = (storage, storage.clone())
+
+    def put_back(self) -> None:
+        with _disable_current_modes():
+            for storage, original in self._kept.values():
+                storage.copy_(original)
+        self._kept.clear()
+
+
+def effects_of(before: Attributes, is_read: Callable[[torch.Tensor], bool]) -> Effects:
+    """`is_read`: did an op of the forward read this tensor, which an attribute held?"""
+    alters, once, apart = [], "", ""
+    for name, (was, now) in before.changed().items():
+        apart = apart or f"it sets the attribute `{name}`"
+        if isinstance(was, torch.Tensor) and not is_read(was):
+            continue  # only ever written
+        alters.append(name)
+        size = max((_bytes(value) for value in (was, now)), default=0)
+        if size > _SMALL and not once:
+            once = f"it keeps {format_bytes(size)} in the attribute `{name}`"
+    return Effects(tuple(alters), once, apart)
+
+
+def find_effects(calls: Sequence[Call], ops: Iterable[Op], tensors: Sequence[TensorRecord]) -> Effects:
+    """Of the whole forward, with names in the model."""
+    found = [(call.path, call.effects) for call in calls]
+    names = dict.fromkeys(f"{path}.{name}" if path else name for path, effects in found for name in effects.alters)
+    once = next((effects.once for _, effects in found if effects.once), "")
+    return Effects(tuple(names), once or _changed_in_place(ops, tensors))
+
+
+def _changed_in_place(ops: Iterable[Op], tensors: Sequence[TensorRecord]) -> str:
+    for op in ops:
+        for x in op.mutates if op.site.phase is Phase.FORWARD else ():
+            info = tensors[x]
+            if info.born < 0 and (info.kind is Kind.PARAM or info.name == CONSTANT):
+                what = "a tensor that is not a buffer" if info.name == CONSTANT else f"the parameter `{info.name}`"
+                return f"it changes {what} in place"
+    return ""
+
+
+def _bytes(value: Any) -> int:
+    return int(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0
