@@ -82,6 +82,20 @@ def sharded_parameter(model: torch.nn.Module) -> str:
     return next((name for name, p in model.named_parameters() if is_shard(p)), "")
 
 
+def give_back(model: Any) -> None:
+    """Between two steps: have modules under `fully_shard` give back parameters that an evaluation has left gathered."""
+    kind = _class(_MODULES, "FSDPModule")
+    for module in model.modules() if kind is not None else ():
+        if isinstance(module, kind):  # type: ignore[arg-type]
+            module.reshard()
+
+
+def is_in_shards(model: Any) -> bool:
+    """Is it in shards, between two steps?"""
+    give_back(model)
+    return bool(sharded_parameter(model))
+
+
 def in_stages(model: Any) -> bool:
     """Is it a rank's part of a pipeline (`holdall.pipelines.start`), whose other stages are on other ranks?"""
     return bool(getattr(model, "holdall_stages", False))

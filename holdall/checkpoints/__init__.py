@@ -27,23 +27,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.checkpoints import folders, states
+from holdall.checkpoints.folders import ABOUT
 from holdall.checkpoints.over_ranks import SHARDED, load_over_ranks, save_over_ranks
 from holdall.checkpoints.plain import pack, unpack
 from holdall.checkpoints.tensors import save_file
 from holdall.errors import InvalidInput
-from holdall.sharded import in_stages, sharded_parameter
+from holdall.sharded import in_stages, is_in_shards
 from holdall.types import _json
-
-ABOUT = "training.json"
 
 log = logging.getLogger("holdall")
 
@@ -115,10 +113,10 @@ def load_checkpoint(
         log.warning("holdall: %s", note)
     about = found.about()
     in_shards = (found.folder / SHARDED).is_dir()
-    if model is not None and (in_stages(model) or sharded_parameter(model)) and not in_shards:
+    if model is not None and (in_stages(model) or is_in_shards(model)) and not in_shards:
         hint = "load it into the model before `fit(..., mesh=...)` shards it, or `holdall.pipelines.start` cuts it"
         raise InvalidInput(f"`{found.folder}` is of a model that is whole, and this one is in shards", hint=hint)
-    with _unobserved():
+    with states.unobserved():
         weights = states.check_weights(found.folder, model) if model is not None and not in_shards else []
         if optimizer is not None and model is None:
             hint = "pass both: its state is stored by parameter name"
@@ -179,13 +177,15 @@ def write_checkpoint(
     """As `save_checkpoint`. `about`: already packed. `rng="torch"`: torch's generators. `save`: writes all files but the
     weights.
     """
-    if in_stages(model) or sharded_parameter(model):
-        with _unobserved():
-            final = save_over_ranks(out, step, model=model, optimizer=optimizer, about=about, rng=bool(rng), file=ABOUT)
+    final = folders.folder_of(out, step)
+    if in_stages(model) or is_in_shards(model):
+        with states.unobserved():
+            new = partial(folders.new_folder, out, step)
+            save_over_ranks(new, step, model=model, optimizer=optimizer, about=about, rng=bool(rng))
         if _is_first():
             _clear(out, keep, final)
         return final
-    with _unobserved(), folders.new_folder(out, step) as folder:
+    with states.unobserved(), folders.new_folder(out, step) as folder:
         states.write_weights(folder, model)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -194,7 +194,6 @@ def write_checkpoint(
             "random": states.write_random(folder, save, only_torch=rng == "torch") if rng else None,
         }
         _json.write(folder / ABOUT, {"format": folders.FORMAT, "step": step, **about, **rest})
-    final = folders.folder_of(out, step)
     _clear(out, keep, final)
     return final
 
@@ -226,9 +225,3 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _unobserved() -> AbstractContextManager[object]:
-    """A context that hides saving from the meter of steps: its memory is freed before the next one."""
-    context: AbstractContextManager[object] = _disable_current_modes()
-    return context

@@ -26,7 +26,7 @@ from holdall.errors import HoldallError, InvalidInput
 from holdall.types import _json
 
 FORMAT = "holdall-checkpoint-1"
-MARKER = "complete.json"
+ABOUT, MARKER = "training.json", "complete.json"
 _UNFINISHED, _REPLACED, _REMOVED = ".tmp", ".old", ".gone"
 
 log = logging.getLogger("holdall")
@@ -36,6 +36,17 @@ log = logging.getLogger("holdall")
 def new_folder(out: Path, step: int) -> Iterator[Path]:
     """An empty folder to write a checkpoint into; it becomes the checkpoint when the block ends without an error."""
     final = folder_of(out, step)
+    try:
+        with whole_folder(final, step) as partial:
+            yield partial
+        _point_to(out, final)
+    except (OSError, SafetensorError, InvalidInput) as error:
+        raise _cannot_save(out, step, error) from error
+
+
+@contextmanager
+def whole_folder(final: Path, step: int) -> Iterator[Path]:
+    """An empty folder to write into; it becomes `final` when the block ends without an error."""
     partial = final.with_name(final.name + _UNFINISHED)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -46,11 +57,7 @@ def new_folder(out: Path, step: int) -> Iterator[Path]:
             _set_aside(final)
         os.rename(partial, final)
         to_disk(final.parent)
-        _point_to(out, final)
-    except (OSError, SafetensorError, InvalidInput) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _cannot_save(out, step, error) from error
-    except HoldallError:
+    except (OSError, SafetensorError, HoldallError):
         shutil.rmtree(partial, ignore_errors=True)
         raise
 

@@ -15,8 +15,8 @@ holdall:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from holdall.checkpoints import folders
 from holdall.checkpoints.plain import pack, unpack
 from holdall.checkpoints.states import check_groups, read_groups, unwrapped, weights_of
 from holdall.errors import InvalidInput
-from holdall.sharded import in_stages, is_shard, part_of_parameter, state_room
+from holdall.sharded import give_back, in_stages, is_shard, part_of_parameter, state_room
 from holdall.types import _json
 
 SHARDED = "sharded"
@@ -35,16 +35,16 @@ Optimizer = torch.optim.Optimizer
 
 
 def save_over_ranks(
-    out: Path,
+    new: Callable[[], AbstractContextManager[Path]],
     step: int,
     *,
     model: Any,
     optimizer: Optimizer | None,
     about: Mapping[str, Any],
     rng: bool,
-    file: str,
-) -> Path:
-    """Write a checkpoint; every rank calls it. `file`: the name of the file that gets `about`."""
+    weights: bool = True,
+) -> None:
+    """Write a checkpoint; every rank calls it. `new`: the folder to write into, on rank 0. `weights=False`: leave them out."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -53,7 +53,7 @@ def save_over_ranks(
     from holdall.parallel.parts import joined
 
     first = ranks_here() == 1 or dist.get_rank() == 0
-    tensors = {f"model.{name}": t for name, t in weights_of(model).items()}
+    tensors = {f"model.{name}": t for name, t in weights_of(model).items()} if weights else {}
     said: dict[str, Any] | None = None
     if optimizer is not None:
         more, said = _optimizer(model, optimizer)
@@ -61,23 +61,23 @@ def save_over_ranks(
         said = _of_all_stages(said) if in_stages(model) else said
     if rng:
         tensors |= {f"random.{_rank()}.{name}": state for name, state in _generators().items()}
-    final = folders.folder_of(out, step)
     rest = {"optimizer": said, "random": {"ranks": ranks_here()} if rng else None}
     with ExitStack() as stack:
 
         def begin() -> str:
-            return str(stack.enter_context(folders.new_folder(out, step))) if first else ""
+            return str(stack.enter_context(new())) if first else ""
 
         folder = Path(_from_first(together(begin)))
         whole = {entry: joined(t) for entry, t in tensors.items()}
         together(lambda: save(whole, checkpoint_id=str(folder / SHARDED)))
         if first:
-            _json.write(folder / file, {"format": folders.FORMAT, "step": step, **about, **rest})
+            _json.write(folder / folders.ABOUT, {"format": folders.FORMAT, "step": step, **about, **rest})
         together(stack.pop_all().close)
-    return final
 
 
-def load_over_ranks(folder: Path, about: Mapping[str, Any], *, model: Any, optimizer: Optimizer | None, rng: bool) -> None:
+def load_over_ranks(
+    folder: Path, about: Mapping[str, Any], *, model: Any, optimizer: Optimizer | None, rng: bool, weights: bool = True
+) -> None:
     """Read a checkpoint into the model, sharded or not; every rank calls it. Everything is compared before anything is read."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -87,7 +87,7 @@ def load_over_ranks(folder: Path, about: Mapping[str, Any], *, model: Any, optim
     at = str(folder / SHARDED)
     there: Mapping[str, Any] = FileSystemReader(at).read_metadata().state_dict_metadata
     wanted: dict[str, torch.Tensor] = {}
-    if model is not None:
+    if model is not None and weights:
         for name, t in weights_of(model).items():
             wanted[f"model.{name}"] = _checked(folder, f"model.{name}", t, there)
     otherwise: list[tuple[torch.nn.Parameter, str, str]] = []
@@ -123,7 +123,7 @@ def load_over_ranks(folder: Path, about: Mapping[str, Any], *, model: Any, optim
         assert optimizer is not None
         whole = {entry: torch.empty(there[entry].size, dtype=there[entry].properties.dtype)}
         load(whole, checkpoint_id=at)
-        optimizer.state[parameter][key] = _spread_like(parameter, whole[entry])
+        optimizer.state[parameter][key] = spread_like(parameter, whole[entry])
     if optimizer is not None:
         read_groups(optimizer, about["optimizer"]["groups"])
     for entry in numbers:
@@ -176,6 +176,7 @@ def _of_own_stages(said: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 def _names(model: Any, optimizer: Optimizer) -> dict[Any, str]:
     """The names of what the optimizer updates: parameters, or parts of them."""
+    give_back(model)
     own = {id(p): name for name, p in unwrapped(model).named_parameters()}
     found = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -223,7 +224,7 @@ def _state_like(
     return torch.zeros((), dtype=dtype, device="cpu" if on_host else parameter.device)
 
 
-def _spread_like(parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+def spread_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A whole tensor as the parameter is: its shape, and this rank's part of it."""
     shaped = whole.reshape(parameter.shape).to(parameter.device)
     if not is_shard(parameter):

@@ -6,21 +6,29 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.checkpoints.plain import pack, unpack
 from holdall.checkpoints.tensors import TensorEntry, describe, read_header, read_into, save_file
 from holdall.errors import InvalidInput, Unsupported
+from holdall.sharded import local_of
 
 OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
 _HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed, not its result
 
 SaveFile = Callable[[Mapping[str, torch.Tensor], Path], object]
 Optimizer = torch.optim.Optimizer
+
+
+def unobserved() -> AbstractContextManager[object]:
+    """A context that hides saving from the meter of steps: its memory is freed before the next one."""
+    context: AbstractContextManager[object] = _disable_current_modes()
+    return context
 
 
 # weights
@@ -57,16 +65,19 @@ def write_weights(folder: Path, model: Any) -> None:
     if not hasattr(inner, "save_pretrained"):
         save_file(_once(weights_of(model)), folder / "model.safetensors", {"format": "pt"})
         return
-    options = inspect.signature(inner.save_pretrained).parameters
-    # under the model's own names; `from_pretrained` accepts both
-    as_they_are = {"save_original_format": False} if "save_original_format" in options else {}
     with _able_to_generate(inner), _shards_streamed(inner):
-        inner.save_pretrained(folder, **as_they_are)
+        inner.save_pretrained(folder, **own_names(inner))
     try:
         check_weights(folder, model)
     except InvalidInput as error:
         what = f"`save_pretrained` of {type(inner).__name__} does not write the model's state: {error.fact}"
         raise Unsupported(what, hint="save its `state_dict` yourself, and report this") from error
+
+
+def own_names(model: Any) -> dict[str, bool]:
+    """What `save_pretrained` is told, so that weights get the model's own names; `from_pretrained` accepts others too."""
+    options = inspect.signature(model.save_pretrained).parameters
+    return {"save_original_format": False} if "save_original_format" in options else {}
 
 
 def check_weights(folder: Path, model: Any) -> list[tuple[TensorEntry, torch.Tensor]]:
@@ -107,9 +118,9 @@ def read_weights(pairs: list[tuple[TensorEntry, torch.Tensor]]) -> None:
 
 def _place(name: str, tensor: torch.Tensor) -> Any:
     """The same value for all names of one tensor."""
-    if not tensor.numel():
+    if not (here := local_of(tensor)).numel():
         return name
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return tensor.device, here.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -78,6 +78,8 @@ def run(folder, way="fsdp", killed=None):
         optimizer.step()
         optimizer.zero_grad()
         losses[step] = loss.item()
+        with torch.no_grad():
+            model(batch(rank, step))  # leaves parameters gathered
         holdall.save_checkpoint(folder, model, optimizer, step=step + 1, keep=2)
     harness.close()
     return losses, states(model, optimizer)
