@@ -79,11 +79,14 @@ class Fitting:
         *,
         batch: Any = None,
         tracing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        then: Callable[[], object] | None = None,
     ) -> None:
         self.harness: Harness | None = None
         self._model, self._optimizer, self._request = model, optimizer, request
         self._batch = batch  # to plan for, such as the largest; None: the first in training
         self._tracing = tracing  # contexts to enter while the step is traced
+        self._then = then  # called when the harness is on, before the first step
+        self.undo: list[Callable[[], object]] = []  # what `close` restores besides
         self._silence = _speak_past_the_bar()
         self._hook = model.register_forward_pre_hook(self._first_forward, prepend=True, with_kwargs=True)
 
@@ -106,6 +109,8 @@ class Fitting:
         request = self._request if self._request.loss is not None else replace(self._request, loss=loss)
         with _undisturbed(), self._tracing():
             self.harness = fit(request, self._model, self._optimizer, batch)
+            if self._then is not None:
+                self._then()
 
     def metrics(self) -> dict[str, float]:
         """For a trainer's log: the last step, measured and predicted. Empty before the first whole step."""
@@ -138,6 +143,8 @@ class Fitting:
         """Remove the plan from the model; the report stays available."""
         self._hook.remove()
         self._silence()
+        while self.undo:
+            self.undo.pop()()
         if self.harness is not None:
             self.harness.close()
 

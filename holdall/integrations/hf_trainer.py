@@ -3,7 +3,8 @@
 trainer = Trainer(..., callbacks=[holdall.integrations.HoldallCallback(budget="24GiB")])
 
 On several processes the model is sharded over them, in the place of the DistributedDataParallel that the trainer would wrap it
-in: accelerate prepares it as for an evaluation when the trainer is built, and leaves it as it is afterwards.
+in: accelerate prepares it as for an evaluation when the trainer is built, and leaves it as it is afterwards. What the trainer
+saves then is gathered by all processes (`_trainer_saving.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from holdall.errors import InvalidInput, Unsupported
 from holdall.fitting.request import FitRequest
 from holdall.integrations._fitting import Fitting, need, refuse_divided
+from holdall.integrations._trainer_saving import TrainerSaving
 from holdall.problem import Budget
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
@@ -44,6 +46,7 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
         self._batch = batch
         self._fitting: Fitting | None = None
         self._leaves_alone: Any = None  # the model that accelerate does not wrap
+        self._saving: TrainerSaving | None = None
 
     @property
     def harness(self) -> Harness | None:
@@ -76,6 +79,8 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
             accelerator = import_module("accelerate").Accelerator()  # all of a process share their state
             accelerator.prepare_model(kwargs["model"], device_placement=False, evaluation_mode=True)  # not to wrap it later
             self._leaves_alone = kwargs["model"]
+        trainer = _trainer()
+        self._saving = None if trainer is None else TrainerSaving(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self.close()  # after a training that raised
@@ -84,13 +89,19 @@ class HoldallCallback(_transformers.TrainerCallback):  # type: ignore[misc,name-
             if self._leaves_alone is not kwargs["model"]:
                 what = "the trainer has wrapped the model for several processes, and holdall shards it itself"
                 raise Unsupported(what, hint="pass the callback to the trainer: Trainer(..., callbacks=[callback])")
+            assert self._saving is not None, "no trainer has been built"
             self._asked.setdefault("mesh", "auto")
-            _refuse_saving(kwargs["model"])
+            if args.load_best_model_at_end and hasattr(kwargs["model"], "peft_config"):
+                what = "`load_best_model_at_end` is on, and PEFT loads adapters into whole models"
+                raise Unsupported(what, hint="set load_best_model_at_end=False, and load the best checkpoint after training")
         _come_first(self)
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         request = FitRequest.of(accumulate=args.gradient_accumulation_steps, **self._asked)
-        self._fitting = Fitting(kwargs["model"], optimizer, request, batch=self._batch)
+        then = self._saving.load_waiting_states if self._saving is not None else None
+        self._fitting = Fitting(kwargs["model"], optimizer, request, batch=self._batch, then=then)
+        if args.world_size > 1 and self._saving is not None:
+            self._fitting.undo.append(self._saving.keep_alone(kwargs["model"]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ARG002
         if self._fitting is None or logs is None or not ({"loss", "train_runtime"} & logs.keys()):
@@ -128,24 +139,15 @@ def _refuse_over_ranks(args: Any, mesh: Any) -> None:
         raise Unsupported(
             "loss scaling has not been tried on several processes", hint="set fp16=False, and bf16=True if need be"
         )
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
-        raise Unsupported(
-            f"the trainer saves from one process (save_strategy={args.save_strategy.value!r}), which has a part of the model",
-            hint='set save_strategy="no", and call holdall.save_checkpoint on all processes',
-        )
     refuse_divided(mesh)
 
 
-def _refuse_saving(model: Any) -> None:
-    """One process cannot gather the weights, and would wait for the others."""
-
-    def save_pretrained(*_: Any, **__: Any) -> None:
-        raise Unsupported(
-            "the model is sharded over processes, and the trainer saves from one of them",
-            hint="call holdall.save_checkpoint(folder, model, optimizer, step=...) on all processes",
-        )
-
-    model.save_pretrained = save_pretrained
+def _trainer() -> Any:
+    """The trainer that is being built. Events do not carry it, so it is looked up in the calling frames."""
+    frame = sys._getframe(2)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), _transformers.Trainer):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame and frame.f_locals["self"]
 
 
 def _come_first(callback: HoldallCallback) -> None:
