@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from holdall.errors import InvalidInput, MissingExtra, Unsupported
 from holdall.fitting.request import FitRequest
 from holdall.integrations._fitting import Fitting, need, refuse_divided
+from holdall.integrations._lightning_saving import LightningSaving
 from holdall.problem import Budget
 from holdall.reporting import Report
 from holdall.runtime.harness import Harness
@@ -58,6 +59,7 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
         self._asked = {"budget": budget, "planner": planner, **options}
         self._fitting: Fitting | None = None
         self._undo: list[Callable[[], object]] = []
+        self._saving: LightningSaving | None = None
 
     @property
     def harness(self) -> Harness | None:
@@ -89,15 +91,15 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
         if stage == "fit" and trainer.world_size > 1:
             _refuse_over_ranks(trainer, self._asked.get("mesh"))
             self._undo.append(_put(trainer.strategy, "configure_ddp", lambda: None))
+            self._saving = LightningSaving(trainer.strategy)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.close()
         _refuse(trainer, pl_module)
         optimizer = trainer.optimizers[0]
         through = [_through_call(pl_module, name) for name in _STEPS]
-        if trainer.world_size > 1:  # the module stays sharded: its parts are gathered in calls, and no process can save it
+        if trainer.world_size > 1:  # the module stays sharded: its parts are gathered in calls
             self._asked.setdefault("mesh", "auto")
-            _put(trainer.strategy, "save_checkpoint", _refuse_saving)
         else:
             self._undo += through
         self._undo.append(_close_before_step(optimizer))
@@ -107,6 +109,7 @@ class HoldallCallback(_lightning.Callback):  # type: ignore[misc,name-defined]
             FitRequest.of(accumulate=trainer.accumulate_grad_batches, **self._asked),
             batch=self._batch,
             tracing=lambda: _unlogged(pl_module),
+            then=None if self._saving is None else partial(self._saving.load_waiting_states, optimizer),
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
@@ -175,16 +178,7 @@ def _refuse_over_ranks(trainer: Any, mesh: Any) -> None:
         raise Unsupported(f"the trainer's strategy is {kind}", hint='use Trainer(strategy="ddp"): holdall shards the module')
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise Unsupported("loss scaling has not been tried on several processes", hint='use precision="bf16-mixed"')
-    if trainer.checkpoint_callbacks:
-        _refuse_saving()
     refuse_divided(mesh)
-
-
-def _refuse_saving(*_: Any, **__: Any) -> None:
-    raise Unsupported(
-        "the trainer saves from one process, which has a part of the module",
-        hint="use Trainer(enable_checkpointing=False), and call holdall.save_checkpoint on all processes",
-    )
 
 
 def _through_call(module: Any, name: str) -> Callable[[], object]:

@@ -31,8 +31,9 @@ class Layer(nn.Module):
 class Module(lightning.LightningModule):
     """Its steps call a network inside, not the module itself."""
 
-    def __init__(self):
+    def __init__(self, adam=False):
         super().__init__()
+        self.adam = adam
         self.layers = nn.Sequential(*(Layer() for _ in range(3)))
 
     def training_step(self, batch, number):
@@ -44,6 +45,8 @@ class Module(lightning.LightningModule):
         return self.layers(batch).mean()
 
     def configure_optimizers(self):
+        if self.adam:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -62,9 +65,9 @@ class Kept(lightning.Callback):
         self.evaluated.append(outputs.item())
 
 
-def trained(callbacks, accumulate, clip, precision, **more):
+def trained(callbacks, accumulate, clip, precision, resume=None, adam=False, **more):
     torch.manual_seed(0)
-    module, kept = Module(), Kept()
+    module, kept = Module(adam), Kept()
     rows = torch.randn(STEPS * 2 * ROWS * accumulate, WIDTH, generator=torch.Generator().manual_seed(3))
     given = {"strategy": "ddp", "accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, "barebones": False}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -78,14 +81,14 @@ def trained(callbacks, accumulate, clip, precision, **more):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, torch.utils.data.DataLoader(rows, ROWS), torch.utils.data.DataLoader(rows[: 2 * ROWS], ROWS))
+        loaders = torch.utils.data.DataLoader(rows, ROWS), torch.utils.data.DataLoader(rows[: 2 * ROWS], ROWS)
+        trainer.fit(module, *loaders, ckpt_path=resume)
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
     return {
         "weights": [w.detach().clone() for w in weights],
         "losses": kept.losses,
         "evaluated": kept.evaluated,
         "again": lambda: trainer.validate(module, torch.utils.data.DataLoader(rows, ROWS), verbose=False),
-        "save": lambda: trainer.save_checkpoint("unused"),
     }
 
 
@@ -93,7 +96,17 @@ def callback(**options):
     return holdall.integrations.lightning.HoldallCallback(**({"budget": "1GiB", "hardware": machine()} | options))
 
 
-def refused(again, save):
+def resumed(folder, way):
+    """Two epochs, and one that is saved and gone on from."""
+    more = {"enable_checkpointing": True, "default_root_dir": f"{folder}/{way}", "max_epochs": 2, "adam": True}
+    file = lightning.pytorch.callbacks.ModelCheckpoint(f"{folder}/{way}", filename="{epoch}", save_top_k=-1)
+    whole = trained([callback(shard=way), file], 1, 0.5, "32-true", **more)
+    file = lightning.pytorch.callbacks.ModelCheckpoint(f"{folder}/{way}-again", filename="{epoch}")
+    again = trained([callback(shard=way), file], 1, 0.5, "32-true", resume=f"{folder}/{way}/epoch=0.ckpt", **more)
+    return {"whole": {k: whole[k] for k in ("weights", "losses")}, "again": {k: again[k] for k in ("weights", "losses")}}
+
+
+def refused(again):
     said = {}
 
     def error_of(name, act):
@@ -102,15 +115,13 @@ def refused(again, save):
         said[name] = str(error.value)
 
     plain = (1, None, "32-true")
-    error_of("saves", lambda: trained([callback()], *plain, enable_checkpointing=True))
     error_of("mesh", lambda: trained([callback(mesh={"dp": 1, "tp": 2})], *plain))
     error_of("strategy", lambda: trained([callback()], *plain, strategy=Other()))
     error_of("again", again)
-    error_of("late", save)
     return said
 
 
-def trained_all():
+def trained_all(folder):
     rank = os.environ["RANK"]
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", TORCHELASTIC_RUN_ID="0", GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
     os.environ.update(LOCAL_RANK=rank)  # as torchrun has them
@@ -123,15 +134,21 @@ def trained_all():
             "predicted": own.harness.plan.predicted.peak["cpu"],
             "actions": own.harness.plan.count(),
         }
-    said = refused(found["clipped"]["again"], found["clipped"]["save"])
+    said = refused(found["clipped"]["again"])
     for one in found.values():
-        del one["again"], one["save"]
-    return found | {"refused": said}
+        del one["again"]
+    return found | {"refused": said, "resumed": {way: resumed(folder, way) for way in ("fsdp", "zero1")}}
 
 
 @pytest.fixture(scope="module")
-def ran():
-    return on_ranks(2, trained_all)
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lightning")
+    return folder, on_ranks(2, trained_all, str(folder))
+
+
+@pytest.fixture(scope="module")
+def ran(saved):
+    return saved[1]
 
 
 @pytest.mark.parametrize("case", RUNS)
@@ -158,8 +175,27 @@ def test_the_peak_is_the_predicted_one(ran, case):
 def test_settings_that_do_not_work_are_refused_in_a_line(ran):
     for rank in ran:
         said = rank["refused"]
-        assert "holdall.save_checkpoint on all processes" in said["saves"]
-        assert "holdall.save_checkpoint on all processes" in said["late"]
         assert "is sharded over processes already" in said["again"]
         assert "`tp` divides one" in said["mesh"]
         assert "the trainer's strategy is Other" in said["strategy"]
+
+
+@pytest.mark.parametrize("way", ["fsdp", "zero1"])
+def test_a_run_goes_on_from_lightnings_own_file(saved, way):
+    """With the bits of one that was not interrupted; what the file holds is whole."""
+    folder, ranks = saved
+    for rank in ranks:
+        whole, again = rank["resumed"][way]["whole"], rank["resumed"][way]["again"]
+        assert len(whole["losses"]) == 2 * STEPS and again["losses"] == whole["losses"][STEPS:]
+        assert all(torch.equal(a, b) for a, b in zip(again["weights"], whole["weights"], strict=True))
+    first, last = (torch.load(folder / name / "epoch=1.ckpt", weights_only=False) for name in (way, f"{way}-again"))
+    module = Module(adam=True)
+    module.load_state_dict(first["state_dict"])
+    assert all(
+        torch.equal(p, w) for p, w in zip(module.parameters(), ranks[0]["resumed"][way]["whole"]["weights"], strict=True)
+    )
+    optimizer = module.configure_optimizers()
+    optimizer.load_state_dict(first["optimizer_states"][0])
+    for n, p in enumerate(module.parameters()):
+        assert type(optimizer.state[p]["exp_avg"]) is torch.Tensor and optimizer.state[p]["exp_avg"].shape == p.shape
+        assert torch.equal(optimizer.state[p]["exp_avg"], last["optimizer_states"][0]["state"][n]["exp_avg"])
