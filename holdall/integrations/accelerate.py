@@ -13,6 +13,7 @@ import torch
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.fitting.request import FitRequest
+from holdall.integrations._accelerate_saving import AcceleratorSaving
 from holdall.integrations._fitting import Fitting, need
 from holdall.problem import Budget
 from holdall.tracing.step import Loss
@@ -60,6 +61,10 @@ def fit(
     if batch is not None:
         try:
             fitting.start(batch)
+            if accelerator.num_processes > 1:
+                fitting.undo.append(
+                    AcceleratorSaving(accelerator, own, getattr(optimizer, "optimizer", optimizer)).keep_alone()
+                )
         except BaseException:
             fitting.close()
             raise

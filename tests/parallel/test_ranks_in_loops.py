@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import holdall
 from holdall.testing.ranks import on_ranks
@@ -92,6 +93,45 @@ def accelerated():
     return [p.full_tensor().detach().clone() for p in model.parameters()], refused, peak, predicted
 
 
+def resumed(folder):
+    """Four steps, and the last two once more, from what accelerate has saved between them."""
+    os.environ.update(MASTER_ADDR="localhost", LOCAL_WORLD_SIZE="2")
+    from accelerate import Accelerator
+
+    from holdall.integrations import accelerate as integration
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mine = rows().split(8)[dist.get_rank() :: 2]
+    fitting = integration.fit(accelerator, model, optimizer, (mine[0],), budget="1GiB", hardware=machine(), shard="zero2")
+    own = accelerator.prepare(optimizer)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+
+    def run():
+        losses = []
+        for batch in mine[:2]:
+            loss = model(batch)
+            accelerator.backward(loss)
+            own.step()
+            schedule.step()
+            own.zero_grad()
+            losses.append(loss.item())
+        with torch.no_grad():
+            model(mine[2])  # an evaluation
+        return losses, [p.full_tensor().detach().clone() for p in model.state_dict().values()]
+
+    run()
+    accelerator.save_state(f"{folder}/state")
+    first = run()
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.load_state(f"{folder}/state")
+    again = run()
+    fitting.close()
+    return first, again
+
+
 def late():
     """On rank 0: what is said when rank 1 does not come."""
     group = dist.distributed_c10d._get_default_group()
@@ -124,6 +164,17 @@ def test_accelerate_leaves_the_model_to_holdall(ran):
         first, second = refused
         assert "the accelerator has prepared the model for 2 processes" in first
         assert "so a batch is needed" in second
+
+
+def test_a_state_of_accelerate_is_gone_on_from(tmp_path):
+    ranks = on_ranks(2, resumed, str(tmp_path))
+    for (losses, weights), (again, found) in ranks:
+        assert again == losses
+        assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+    whole = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(t, w) for t, w in zip((whole[name] for name in Stack().state_dict()), ranks[0][0][1], strict=True))
+    model = Stack()
+    assert holdall.load_checkpoint(tmp_path / "state" / "holdall", model, torch.optim.AdamW(model.parameters()), rng=False)
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_timeout():
