@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}  # tables of torch: hooks, parameters, submodules, buffers
+_RNN = {"_flat_weights", "_flat_weight_refs"}  # its parameters once more, which torch keeps up to date
+_MODULE = frozenset(vars(torch.nn.Module())) - {"training"} | _RNN  # tables of torch: hooks, parameters, submodules, buffers
 _HOOKS = tuple(name for name in _MODULE if name.startswith(("_forward", "_backward")))
 _CONTAINERS = (dict, list, set, deque)
 _SCALARS = frozenset((bool, int, float, complex, str, type(None), torch.dtype))
