@@ -2,7 +2,8 @@
 
 After Li et al. (ring self-attention, ACL 2023), DeepSpeed-Ulysses (arXiv 2309.14509) and the zigzag order of LoongTrain (arXiv
 2406.18485). The trace is taken with the sequence divided, as one rank; `parallel/context.py` has all of it. All ranks are
-given the same batch. Model states are whole on every rank, so only activations are divided.
+given the same batch. Model states are whole on every rank, so only activations are divided; on a mesh of `cp` and `ep` the
+experts of mixtures are divided too, as by the action `experts`, and ranks along `ep` have batches of their own.
 
 Not the bits of one process: sums over positions are taken in parts (1e-15 in float64).
 """
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Context(Shard):
+    experts: tuple[str, ...] = ()  # stacks of experts that are divided too
+
     name: ClassVar[str] = "context"
 
     @staticmethod
@@ -32,9 +35,9 @@ class Context(Shard):
         shards = trace.about.shards
         if shards is None or shards.mesh.division != Context.name:
             return []
-        return [Context(**of_step(shards))]
+        return [Context(**of_step(shards), experts=shards.experts)]
 
     def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
-        from holdall.parallel.context import divide_context
+        from holdall.parallel.ways import divide_by
 
-        return divide_context(model, self.groups, meshes["cp"], ways)
+        return divide_by(ways, model, meshes, attention=self.groups, experts=self.experts)

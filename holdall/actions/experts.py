@@ -34,7 +34,7 @@ class Experts(Shard):
             return []
         return [Experts(**of_step(shards))]
 
-    def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:  # noqa: ARG002
-        from holdall.parallel.experts import divide_experts
+    def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
+        from holdall.parallel.ways import divide_by
 
-        return divide_experts(model, self.groups, meshes["ep"])
+        return divide_by(ways, model, meshes, experts=self.groups)

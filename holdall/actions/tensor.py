@@ -2,8 +2,9 @@
 
 After Megatron-LM (arXiv 1909.08053) and, with the way "sequence", Korthikanti et al. (arXiv 2205.05198), which divides what is
 between the layers along the sequence. On a mesh of `tp` and `cp` the sequence of the model's calls is divided too, as by the
-action `context`. The trace is taken with the model divided, as one rank; `parallel/tensor.py` has all of it. All ranks have the
-same batch. Installing the action divides the model, which stays divided when the harness is closed.
+action `context`, and on one with `ep` the experts of mixtures, as by `experts`. The trace is taken with the model divided, as
+one rank; `parallel/tensor.py` has all of it. All ranks but those along `ep` have the same batch. Installing the action divides
+the model, which stays divided when the harness is closed.
 
 Not the bits of one process, since sums over features are taken in parts: gradients differ by rounding (1e-15 in float64).
 Dropout between the layers draws other numbers on every rank, and in the whole other ones than one process does.
@@ -30,6 +31,7 @@ class Tensor(Shard):
     regions: tuple[TensorRegion, ...]
     vocabulary: tuple[str, ...]  # modules that are divided by words
     attention: tuple[str, ...] = ()  # modules whose attention is over a sequence that is divided too
+    experts: tuple[str, ...] = ()  # stacks of experts that are divided too
 
     name: ClassVar[str] = "tensor"
 
@@ -39,13 +41,11 @@ class Tensor(Shard):
         shards = trace.about.shards
         if shards is None or not shards.regions:
             return []
-        return [Tensor(**of_step(shards), regions=shards.regions, vocabulary=shards.vocabulary, attention=shards.attention)]
+        own = {name: getattr(shards, name) for name in ("regions", "vocabulary", "attention", "experts")}
+        return [Tensor(**of_step(shards), **own)]
 
     def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
-        from holdall.parallel.context import divide_context
-        from holdall.parallel.tensor import divide
+        from holdall.parallel.ways import divide_by
 
-        division = divide(model, self.regions, self.vocabulary, meshes["tp"], stack=self.groups)
-        if "cp" in meshes:
-            divide_context(model, self.attention, meshes["cp"], ways, beside=division)
-        return division
+        found = {"vocabulary": self.vocabulary, "attention": self.attention, "experts": self.experts}
+        return divide_by(ways, model, meshes, regions=self.regions, stack=self.groups, **found)

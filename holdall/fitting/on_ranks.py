@@ -22,7 +22,7 @@ from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
 from holdall.parallel.checking import compared, refuse_other_batches
 from holdall.parallel.groups import connect, device_mesh, ranks_here
 from holdall.parallel.sharding.build import RULED
-from holdall.parallel.ways import is_divided, is_in_parts_of_sequence, is_one_batch, way_for
+from holdall.parallel.ways import is_divided, is_in_parts_of_sequence, is_one_batch, split_way, way_for
 from holdall.planning.finish import finish
 from holdall.problem import hardware_for, make_problem, resolve_precision
 from holdall.registry import build_member
@@ -107,7 +107,7 @@ def start_on_ranks(
         return made if adjust is None else adjust(made, captured)
 
     plan = together(mine)
-    with _compared(request, model, batch, way):
+    with _compared(request, model, batch, mesh, way):
         return api.apply(plan, model, optimizer, enforce=request.enforce, record=request.record, progress=told)
 
 
@@ -118,13 +118,14 @@ def _heads(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, 
     return "whole" if chosen is None else chosen[1], rows
 
 
-def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, way: str) -> AbstractContextManager[None]:
+def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, way: str) -> AbstractContextManager[None]:
     """Does a divided model compute the same?"""
     if not is_divided(way):
         return nullcontext()
     model.to(target_device(model, request.device))
     run = request.loss or default_loss
-    return compared(model, lambda: run(model, batch), outputs=not is_in_parts_of_sequence(way))
+    in_parts = mesh if is_in_parts_of_sequence(way) or "sequence" in split_way(way)[1] else None
+    return compared(model, lambda: run(model, batch), outputs=not is_in_parts_of_sequence(way), in_parts=in_parts)
 
 
 def _fastest_way(

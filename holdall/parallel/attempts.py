@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from holdall.errors import HoldallError, Unsupported
-from holdall.parallel.context import divide_context, find_attention
-from holdall.parallel.experts import divide_experts, find_experts
+from holdall.parallel.context import find_attention
+from holdall.parallel.experts import find_experts
 from holdall.parallel.parts import Division
 from holdall.parallel.regions import common_ancestor, find_regions, find_vocabulary
-from holdall.parallel.tensor import divide
-from holdall.parallel.ways import split_way
-from holdall.types import Mesh, MeshDim, Phase, Trace
+from holdall.parallel.ways import divide_by, split_way
+from holdall.types import Mesh, MeshDim, Op, Phase, Trace
 from holdall.types.info import ShardedStep, TensorRegion
 
 T = TypeVar("T")
@@ -26,6 +25,7 @@ Record = Callable[[tuple[str, ...], Callable[[torch.nn.Module, Any], Division]],
 _SIZES = ("split_size", "all_head_size", "inner_dim", "num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")
 _KEY_SIZES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_dim")
 _OVER_POSITIONS = ("aten._scaled_dot_product", "aten.bmm", "aten._softmax", "aten.convolution", "aten.cumsum")
+_MATRIX = 2  # dimensions
 _ATTEMPTS: tuple[tuple[str, ...], ...] = ((), ("split_size",), (*_SIZES, *_KEY_SIZES))
 
 
@@ -36,11 +36,14 @@ def divided_and_recorded(
     `plain`: the trace of the whole model."""
     ways, over = split_way(way)[1], {dim.name: dim for dim in mesh.dividing}
     attention = _attention(model, plain) if "cp" in over else ()
+    experts = _experts(model, over["ep"]) if "ep" in over else ()
     if "tp" in over:
-        return _by_tensors(model, over["tp"], ways, attention, plain, record)
-    if "ep" in over:
-        return _by_experts(model, over["ep"], record)
-    return record(attention, lambda fake, meshes: divide_context(fake, attention, meshes["cp"], ways))
+        return _by_tensors(model, over["tp"], ways, attention, experts, plain, record)
+    recorded, step = record(
+        attention or experts,
+        lambda fake, meshes: divide_by(ways, fake, meshes, attention=attention, experts=experts),
+    )
+    return recorded, replace(step, experts=experts if attention else ())
 
 
 def _attention(model: torch.nn.Module, plain: Trace) -> tuple[str, ...]:
@@ -53,7 +56,7 @@ def _attention(model: torch.nn.Module, plain: Trace) -> tuple[str, ...]:
     return attention
 
 
-def _by_experts(model: torch.nn.Module, over: MeshDim, record: Record[T]) -> tuple[T, ShardedStep]:
+def _experts(model: torch.nn.Module, over: MeshDim) -> tuple[str, ...]:
     experts = find_experts(model, over.size)
     if not experts:
         raise Unsupported(
@@ -61,7 +64,7 @@ def _by_experts(model: torch.nn.Module, over: MeshDim, record: Record[T]) -> tup
             f"stacks of a multiple of {over.size} experts, called with (tokens, indices of experts, weights)",
             hint='shard its parameters instead: mesh={"dp": ...}',
         )
-    return record(experts, lambda fake, meshes: divide_experts(fake, experts, meshes["ep"]))
+    return experts
 
 
 def _by_tensors(
@@ -69,11 +72,12 @@ def _by_tensors(
     over: MeshDim,
     ways: tuple[str, ...],
     attention: tuple[str, ...],
+    experts: tuple[str, ...],
     plain: Trace,
     record: Record[T],
 ) -> tuple[T, ShardedStep]:
     """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit. `attention`:
-    modules whose attention is over a sequence that is divided too."""
+    modules whose attention is over a sequence that is divided too. `experts`: stacks that are divided too."""
     regions = find_regions(model, plain, over.size)
     vocabulary = find_vocabulary(model, plain, over.size)
     stack = _stack(plain, regions) if "sequence" in ways else ()
@@ -84,13 +88,12 @@ def _by_tensors(
         )
     tried: Counter[str] = Counter()
     while regions:
-        _refuse_attention_on_parts(plain, regions, stack)
+        _refuse_attention_on_parts(plain, regions, stack, experts)
         built: list[Division] = []
 
         def build(fake: torch.nn.Module, on: Any, regions: Any = regions, built: list[Division] = built) -> Division:
-            built.append(divide(fake, regions, vocabulary, on["tp"], stack=stack))
-            if attention:
-                divide_context(fake, attention, on["cp"], ways, beside=built[0])
+            found = {"regions": regions, "vocabulary": vocabulary, "attention": attention, "experts": experts}
+            built.append(divide_by(ways, fake, on, stack=stack, **found))
             return built[0]
 
         try:
@@ -106,11 +109,11 @@ def _by_tensors(
             tried[kind] += 1
             regions = _changed(model, regions, kind, tried[kind], over.size)
             continue
-        return recorded, replace(step, regions=regions, vocabulary=vocabulary, attention=attention)
+        return recorded, replace(step, regions=regions, vocabulary=vocabulary, attention=attention, experts=experts)
     raise Unsupported(
         f"{type(model).__name__} has no linear layers that can be divided over {over.size} ranks: none whose result only "
         f"another one reads, of a width (and a number of heads) that is a multiple of {over.size}",
-        hint='shard its parameters instead: mesh={"dp": ...}',
+        hint="shard its parameters instead: mesh=" + ('{"dp": ..., "ep": ...}' if experts else '{"dp": ...}'),
     )
 
 
@@ -125,16 +128,25 @@ def _stack(trace: Trace, regions: tuple[TensorRegion, ...]) -> tuple[str, ...]:
     return paths if len(set(paths)) == len(paths) else ()
 
 
-def _refuse_attention_on_parts(trace: Trace, regions: tuple[TensorRegion, ...], stack: tuple[str, ...]) -> None:
-    """Between regions, activations are parts of the sequence: what looks at other positions must lie in a region."""
-    inside = {common_ancestor((*region.columns, region.row)) for region in regions}
-    over = [op.site for op in trace.ops if op.site.phase is Phase.FORWARD and op.site.op.startswith(_OVER_POSITIONS)]
-    wrong = next((s.module for s in over if _is_under(s.module, stack) and not _is_under(s.module, inside)), "")
+def _refuse_attention_on_parts(
+    trace: Trace, regions: tuple[TensorRegion, ...], stack: tuple[str, ...], experts: tuple[str, ...]
+) -> None:
+    """Between regions, activations are parts of the sequence: what looks at other positions must lie in a region. `experts`
+    compute token by token."""
+    inside = {*experts, *(common_ancestor((*region.columns, region.row)) for region in regions)}
+    over = [op for op in trace.ops if op.site.phase is Phase.FORWARD and op.site.op.startswith(_OVER_POSITIONS)]
+    paths = [op.site.module for op in over if not _is_of_router(op, trace)]
+    wrong = next((path for path in paths if _is_under(path, stack) and not _is_under(path, inside)), "")
     if wrong:
         raise Unsupported(
             f"`{wrong}` looks at all positions and is not divided, so that activations cannot be along the sequence",
             hint='use shard="tensor"',
         )
+
+
+def _is_of_router(op: Op, trace: Trace) -> bool:
+    """Is it a softmax of a matrix, which has a row for each token?"""
+    return op.site.op.startswith("aten._softmax") and any(len(trace.tensors[x].shape) == _MATRIX for x in op.writes)
 
 
 def _is_under(path: str, modules: Iterable[str]) -> bool:

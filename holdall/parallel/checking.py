@@ -7,10 +7,9 @@ on a head's number. So the outputs of an evaluation are compared before the firs
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from holdall.errors import TraceMismatch, Unsupported
 from holdall.parallel.groups import ranks_here
 from holdall.sharded import local_of
 from holdall.types import Mesh
+from holdall.types.mesh import ONE_BATCH
 
 SMALLEST = 1e-6  # relative error that is allowed in any precision: models compute some things in float32
 
@@ -29,12 +29,15 @@ _pending: ContextVar[Callable[[], None] | None] = ContextVar("_pending", default
 
 
 @contextmanager
-def compared(model: torch.nn.Module, run: Callable[[], Any], *, outputs: bool) -> Iterator[None]:
-    """Whoever divides the model inside compares the loss, which `run` computes, with the whole model's; and all its outputs."""
+def compared(model: torch.nn.Module, run: Callable[[], Any], *, outputs: bool, in_parts: Mesh | None = None) -> Iterator[None]:
+    """Whoever divides the model inside compares the loss, which `run` computes, with the whole model's; and all its outputs.
+    `in_parts`: of a mesh whose ranks have parts of the sequence: those that do must have one loss, to the bit."""
     before = _evaluated(model, run, outputs)
 
     def compare() -> None:
         after = _evaluated(model, run, outputs)
+        if in_parts is not None:
+            _refuse_other_losses(after[0], in_parts)
         for a, b in zip(before, after, strict=True):
             error = (a - b).abs().max().item() / max(a.abs().max().item(), torch.finfo(a.dtype).tiny)
             if not error <= max(torch.finfo(a.dtype).eps ** 0.6, SMALLEST):
@@ -49,6 +52,20 @@ def compared(model: torch.nn.Module, run: Callable[[], Any], *, outputs: bool) -
         yield
     finally:
         _pending.reset(token)
+
+
+def _refuse_other_losses(loss: torch.Tensor, mesh: Mesh) -> None:
+    """A sum over the ranks is the same on all of them; a term that each computes from its part of the sequence is not, and its
+    gradients would be added up as if it were."""
+    said: list[Any] = [None] * ranks_here()
+    dist.all_gather_object(said, loss.tolist())
+    other = next((rank for rank, told in enumerate(said) if told != said[mesh.first_with_batch(rank)]), None)
+    if other is not None:
+        raise Unsupported(
+            f"rank {other} has another loss than rank {mesh.first_with_batch(other)}, though they divide one sequence: it has "
+            "a term that each computes from its part, such as one that balances the loads of experts",
+            hint='leave that term out (output_router_logits=False), or use mesh={"tp": ...} with shard="tensor"',
+        )
 
 
 def compare_if_asked() -> None:
@@ -76,22 +93,30 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
 
 
 def refuse_other_batches(batch: Any, mesh: Mesh) -> None:
-    """Ranks that divide a model compute one batch together: those of each group, which are neighbours."""
-    size = prod(dim.size for dim in mesh.dividing)
+    """Ranks that divide tensors or sequences compute one batch together."""
     said = [batch_digest(batch)] * ranks_here()
     if len(said) > 1:
         dist.all_gather_object(said, said[0])
-    other = [rank for rank, told in enumerate(said) if told != said[rank - rank % size]]
+    firsts = [mesh.first_with_batch(rank) for rank in range(len(said))]
+    other = [rank for rank, told in enumerate(said) if told != said[firsts[rank]]]
     if other:
-        hint = "give all ranks the same batches, as by a loader with the same seed and no distributed sampler"
-        if mesh.data is not None:
-            hint = (
-                f"give ranks the same batches where `rank // {size}` is the same, as by a sampler with that number as its rank"
-            )
-        first = other[0] - other[0] % size
+        first = firsts[other[0]]
         raise TraceMismatch(
-            f"the batch of rank {', '.join(map(str, other))} differs from that of rank {first}, but they divide one", hint=hint
+            f"the batch of rank {', '.join(map(str, other))} differs from that of rank {first}, but they divide one",
+            hint=_how_to_share(mesh, firsts),
         )
+
+
+def _how_to_share(mesh: Mesh, firsts: Sequence[int]) -> str:
+    """What to do so that ranks have the batches of these others."""
+    if not any(firsts):
+        return "give all ranks the same batches, as by a loader with the same seed and no distributed sampler"
+    size = len(firsts) // len({*firsts})
+    if list(firsts) == [rank - rank % size for rank in range(len(firsts))]:
+        return f"give ranks the same batches where `rank // {size}` is the same, as by a sampler with that number as its rank"
+    dims = sorted(mesh.dims, key=lambda d: (d in mesh.dividing, d.name in ONE_BATCH))
+    named = ", ".join(f'"{d.name}": {d.size}' for d in dims)
+    return f"use mesh={{{named}}}, with the same batches where `rank // {size}` is the same"
 
 
 def batch_digest(batch: Any) -> str:

@@ -47,8 +47,8 @@ def divide_context(
     model: torch.nn.Module, attention: Sequence[str], device_mesh: Any, ways: Sequence[str], *, beside: Division | None = None
 ) -> Division:
     """Divide the sequence of a model's calls, in place, by the first of the `ways` that is for that. `beside`: the model is
-    divided by tensors already, and those ranks have the same part of the sequence."""
-    division = Division(device_mesh.get_group(), device_mesh)
+    divided already, by tensors or experts, and those ranks have the same part of their sequences."""
+    division = Division(device_mesh)
     if beside is None:
         division.split = 1  # always: gradients are partial sums
         made: Made = {}
@@ -68,7 +68,7 @@ def divide_context(
 
         wrap(model.get_submodule(path), forward)
     _divide_calls(model, ring)
-    return division
+    return beside or division
 
 
 def ring_of(division: Division, way: str) -> Ring:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types.mesh import DIVIDING, NODES, REPLICAS, Mesh
 
+BOTH = "tp+ep"
 _numbers = itertools.count()
 _fake: ContextVar[Any] = ContextVar("_fake", default=None)  # the fake group that stands for all
 
@@ -49,7 +50,7 @@ def flat_mesh(on: Any) -> Any:
 
 def split_mesh(on: Any, mesh: Mesh) -> tuple[Any, dict[str, Any]]:
     """The part of torch's mesh that is over data (None: there is none), and those that divide the model, by the names of their
-    dimensions."""
+    dimensions; `BOTH`: the one on which parameters lie where tensors and experts are divided."""
     if not mesh.dividing:
         return on, {}
     if len(mesh.dims) == 1:
@@ -57,6 +58,10 @@ def split_mesh(on: Any, mesh: Mesh) -> tuple[Any, dict[str, Any]]:
     count = len(mesh.dims) - len(mesh.dividing)
     data = on.mesh_dim_names[:count]
     dividing = {dim.name: on[name] for dim, name in zip(mesh.dividing, on.mesh_dim_names[count:], strict=True)}
+    if {"tp", "ep"} <= dividing.keys():
+        dividing[BOTH] = on[
+            tuple(name for dim, name in zip(mesh.dims, on.mesh_dim_names, strict=True) if dim.name in ("tp", "ep"))
+        ]
     return (on[data if count > 1 else data[0]] if data else None), dividing
 
 
@@ -157,8 +162,7 @@ def _own_group(rows: Sequence[Sequence[int]]) -> Any:
 
 def _check(mesh: Mesh) -> None:
     over = [d.name for d in mesh.data.dims] if mesh.data is not None else []
-    dividing = [d.name for d in mesh.dividing]
-    if _is_data(over, bool(dividing)) and (len(dividing) < 2 or set(dividing) == {"tp", "cp"}):
+    if _is_data(over, bool(mesh.dividing)):
         return
     hint = f'use mesh={{"dp": 4}}, {{"dp": 2, "tp": 2}}, {{"{REPLICAS}": 2, "dp": 2}} or {{"{NODES}": 2, "dp": 2}}'
     ordered = Mesh(dims=tuple(sorted(mesh.dims, key=lambda d: (d.name in DIVIDING, d.name not in (NODES, REPLICAS)))))
@@ -166,8 +170,8 @@ def _check(mesh: Mesh) -> None:
         sizes = {d.name: d.size for d in ordered.dims}
         hint = f"use mesh={sizes}: ranks that divide a model are neighbours".replace("'", '"')
     raise Unsupported(
-        "a mesh has one dimension of data, before it replicas or nodes, and after it one that divides the model, or `tp` and "
-        f"`cp`; nodes are for whole models. This one is {' x '.join(d.name for d in mesh.dims)}",
+        "a mesh has one dimension of data, before it replicas or nodes, and after it those that divide the model; "
+        f"nodes are for whole models. This one is {' x '.join(d.name for d in mesh.dims)}",
         hint=hint,
     )
 

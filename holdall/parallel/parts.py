@@ -16,36 +16,46 @@ from holdall.parallel.exchanges import Averaged
 from holdall.sharded import is_shard, local_of
 
 Made = dict[torch.nn.Parameter, torch.nn.Parameter]  # by the parameter in whose place it is
+MeanOver = tuple[Any, int]  # (group over which gradients are summed, or none; what the sum is divided by)
 
 
 class Division:
     """What the divided modules of a model have in common: the group, and the region that is running."""
 
-    def __init__(self, group: Any, device_mesh: Any) -> None:
-        self.group, self.device_mesh = group, device_mesh
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, over: Any, whole: Any = None) -> None:
+        """`over`: torch's mesh of the one dimension over which they are divided. `whole`: the mesh that parameters are on, of
+        which this is a dimension, where others of the model's modules are divided over another; None: the same."""
+        self.group, self.device_mesh = over.get_group(), over if whole is None else whole
+        self.dim = 0 if whole is None else whole.mesh_dim_names.index(over.mesh_dim_names[0])  # of that mesh
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.region: Any = None  # the one that is running
         self.failed: Any = None  # the last one that did not come to its end
         self.split = 0  # depth of modules whose activations are parts of the sequence
-        self.is_mean = False  # ranks have batches of their own: gradients are means over them
+        self.batches: MeanOver | None = None  # ranks that have batches of their own; see `experts.py`
         self.positions: Any = None  # group whose ranks have other parts of the sequence; see `context.py`
         self.dtype: torch.dtype | None = None  # in which modules compute; None: that of their parameters
 
     @property
-    def mean_of(self) -> int:
-        return self.ranks if self.is_mean else 0
-
-    @property
     def is_partial(self) -> bool:
         """Do modules see a part of the activations, so that gradients of whole parameters are partial sums?"""
-        return self.region is not None or self.split > 0 or self.is_mean
+        return self.region is not None or self.split > 0
 
     def local(
-        self, module: torch.nn.Module, names: Sequence[str] | None = None, *, is_partial: bool = False, mean_of: int = 0
+        self,
+        module: torch.nn.Module,
+        names: Sequence[str] | None = None,
+        *,
+        is_partial: bool = False,
+        batches: MeanOver | None = None,
     ) -> AbstractContextManager[None]:
-        """`local_parameters` in the dtype in which modules compute. `is_partial`: gradients are partial sums."""
-        group = self.group if is_partial else None
-        return local_parameters(module, group, names, mean_of=mean_of, positions=self.positions, dtype=self.dtype)
+        """`local_parameters` in the dtype in which modules compute. `is_partial`: gradients are partial sums. `batches`: in the
+        place of this division's."""
+        over = [
+            (self.positions, 1) if self.positions is not None else None,
+            (self.group, 1) if is_partial else None,
+            batches or self.batches,
+        ]
+        return local_parameters(module, [means for means in over if means is not None], names, dtype=self.dtype)
 
 
 class Fork:
@@ -76,6 +86,17 @@ class Fork:
             torch.cuda.manual_seed(seed)
 
 
+def draws(module: torch.nn.Module) -> bool:
+    """May it draw random numbers?"""
+    probabilities = [
+        value
+        for m in module.modules()
+        for name, value in vars(m).items()
+        if ("drop" in name or (name == "p" and "Drop" in type(m).__name__)) and isinstance(value, (int, float))
+    ]
+    return any(probabilities)
+
+
 def part_of(p: torch.nn.Parameter, dim: int, parts: int, division: Division, made: Made) -> Any:
     """The parameter divided along `dim`; with `parts` matrices side by side there, each of them is divided."""
     from torch.distributed.tensor import Shard
@@ -89,10 +110,12 @@ def part_of(p: torch.nn.Parameter, dim: int, parts: int, division: Division, mad
 
 
 def put(p: torch.nn.Parameter, own: torch.Tensor, placement: Any, division: Division, made: Made) -> Any:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     if p not in made:
-        spread = DTensor.from_local(own, division.device_mesh, [placement], run_check=False, shape=p.shape, stride=p.stride())
+        on = division.device_mesh
+        places = [placement if dim == division.dim else Replicate() for dim in range(on.ndim)]
+        spread = DTensor.from_local(own, on, places, run_check=False, shape=p.shape, stride=p.stride())
         made[p] = torch.nn.Parameter(spread, requires_grad=p.requires_grad)
     return made[p]
 
@@ -101,8 +124,13 @@ def side_by_side(p: Any) -> Any:
     """How a DTensor is divided that has several matrices side by side (see `part_of`); None: it has not."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    place = p.placements[-1] if is_shard(p) else None  # the last dimension of a mesh is the one that divides
+    place = p.placements[_dividing(p)] if is_shard(p) else None
     return place if isinstance(place, _StridedShard) else None
+
+
+def _dividing(p: Any) -> int:
+    """The dimension of its mesh over which a DTensor is divided: the last that does so, since those of data come first."""
+    return max((n for n, place in enumerate(p.placements) if not place.is_replicate()), default=0)
 
 
 def joined(p: Any) -> Any:
@@ -110,13 +138,16 @@ def joined(p: Any) -> Any:
     checkpoints write them. Any other tensor itself."""
     from torch.distributed.tensor import Replicate
 
-    return p if side_by_side(p) is None else p.detach().redistribute(placements=[*p.placements[:-1], Replicate()])
+    if side_by_side(p) is None:
+        return p
+    own = _dividing(p)
+    return p.detach().redistribute(placements=[Replicate() if n == own else place for n, place in enumerate(p.placements)])
 
 
 def take_parts(p: Any, whole: Any) -> None:
     """Put this rank's parts of what `joined` made into it."""
-    place, own = side_by_side(p), local_of(whole)
-    rank, ranks = p.device_mesh.get_local_rank(p.device_mesh.ndim - 1), p.device_mesh.size(p.device_mesh.ndim - 1)
+    place, own, dim = side_by_side(p), local_of(whole), _dividing(p)
+    rank, ranks = p.device_mesh.get_local_rank(dim), p.device_mesh.size(dim)
     pieces = own.chunk(place.split_factor, place.dim)
     local_of(p.detach()).copy_(torch.cat([piece.chunk(ranks, place.dim)[rank] for piece in pieces], place.dim))
 
@@ -159,7 +190,7 @@ def replicate(module: torch.nn.Module, division: Division, made: Made) -> None:
             module.register_parameter(name, put(p, p.detach(), Replicate(), division, made))
 
     def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
-        with division.local(module, is_partial=division.is_partial, mean_of=division.mean_of):
+        with division.local(module, is_partial=division.is_partial):
             return plain(*args, **kwargs)
 
     wrap(module, forward)
@@ -179,28 +210,21 @@ def wrap(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
 @contextmanager
 def local_parameters(
     module: torch.nn.Module,
-    group: Any = None,
+    over: Sequence[MeanOver] = (),
     names: Sequence[str] | None = None,
     *,
-    mean_of: int = 0,
-    positions: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Inside, the module's own parameters are this rank's parts; gradients are summed over the ranks of `group` and of
-    `positions`. `mean_of`: they are divided by so many. `dtype`: float32 ones are copies in it, whose gradients are summed in
-    float32."""
+    """Inside, the module's own parameters are this rank's parts, and their gradients sums or means `over` other ranks.
+    `dtype`: float32 ones are copies in it, whose gradients are summed in float32."""
     modules = module.modules() if isinstance(module, torch.nn.MultiheadAttention) else (module,)  # reads those of its child
     shards = [
         (m, name, p) for m in modules for name, p in m._parameters.items() if is_shard(p) and (names is None or name in names)
     ]
     for m, name, p in shards:
         local = p.to_local()  # type: ignore[union-attr, operator]
-        for over, ranks in getattr(p, "holdall_data", ()):  # see `keep_whole`
-            local = Averaged.apply(local, over, ranks)
-        if positions is not None:
-            local = Averaged.apply(local, positions, 1)
-        if mean_of or group is not None:
-            local = Averaged.apply(local, group, max(1, mean_of))
+        for group, ranks in (*getattr(p, "holdall_data", ()), *over):  # see `keep_whole`
+            local = Averaged.apply(local, group, ranks)
         m._parameters[name] = local.to(dtype) if dtype is not None and local.dtype == torch.float32 else local
     try:
         yield

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holdall.errors import Unsupported
 from holdall.parallel.exchanges import Copied, Gathered, Scattered, Summed, all_gather
-from holdall.parallel.parts import Division, Fork, Made, avoid_fast_paths, part_of, put, replicate, wrap
+from holdall.parallel.parts import Division, Fork, Made, avoid_fast_paths, draws, part_of, put, replicate, wrap
 from holdall.parallel.regions import axis, common_ancestor
 from holdall.types.info import TensorRegion
 
@@ -133,16 +133,19 @@ def divide(
     device_mesh: Any,
     *,
     stack: Sequence[str] = (),
+    apart: Sequence[str] = (),
+    whole: Any = None,
 ) -> Division:
     """Divide a model in place over the ranks of a mesh with one dimension. `vocabulary`: embeddings and heads that are divided
-    by words. `stack`: consecutive modules between which activations are divided along the sequence; none: they are whole."""
-    division = Division(device_mesh.get_group(), device_mesh)
+    by words. `stack`: consecutive modules between which activations are divided along the sequence; none: they are whole.
+    `apart`: modules that are left to another division, and `whole`: the mesh of both."""
+    division = Division(device_mesh, whole)
     made: Made = {}
-    special: set[str] = set()
+    special = set(apart)
     sequence = bool(stack)
     for region in regions:
         above = model.get_submodule(common_ancestor((*region.columns, region.row)))
-        running = RunningRegion(division, region, _drops(above))
+        running = RunningRegion(division, region, draws(above))
         for name in region.divided:
             setattr(above, name, getattr(above, name) // division.ranks)
         wrap(above, running.ended)
@@ -180,17 +183,6 @@ def _leave_with_replays(above: torch.nn.Module, running: RunningRegion) -> None:
             raise
 
     wrap(above, forward)
-
-
-def _drops(module: torch.nn.Module) -> bool:
-    """May it draw random numbers?"""
-    probabilities = [
-        value
-        for m in module.modules()
-        for name, value in vars(m).items()
-        if ("drop" in name or (name == "p" and "Drop" in type(m).__name__)) and isinstance(value, (int, float))
-    ]
-    return any(probabilities)
 
 
 def _divide_column(module: Any, division: Division, running: RunningRegion, parts: int, made: Made, in_parts: bool) -> None:
@@ -277,7 +269,7 @@ def _divide_head(module: Any, division: Division, made: Made) -> None:
 def _divide_stack(modules: Sequence[torch.nn.Module], division: Division) -> None:
     """From the first module to the last, activations are parts of the sequence: norms, dropouts and residuals compute, and keep
     for backward, a part of it."""
-    fork, drops = Fork(division), any(_drops(m) for m in modules)
+    fork, drops = Fork(division), any(draws(m) for m in modules)
 
     def wrap_one(module: torch.nn.Module, *, first: bool, last: bool) -> None:
         def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,13 +11,24 @@ it there may be one of two:
     nodes       ranks with more shards, which are farther from each other
 
 A dimension of data may also come before one that divides: {"dp": 2, "tp": 2}. The way is then that of both, "fsdp+tensor".
-Tensors and the sequence may be divided at once, {"tp": 2, "cp": 2}: "tensor+ring"; also after data: "fsdp+tensor+ring".
+Several may divide at once, {"tp": 2, "cp": 2}: "tensor+ring"; also after data: "fsdp+tensor+ring".
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
 from holdall.errors import Unsupported, unknown_name
+from holdall.parallel.context import divide_context
+from holdall.parallel.experts import divide_experts
+from holdall.parallel.groups import BOTH
+from holdall.parallel.parts import Division
 from holdall.parallel.sharding.build import WAYS, check_way
+from holdall.parallel.tensor import divide
+from holdall.types.info import TensorRegion
 from holdall.types.mesh import Mesh
 
 DIVIDED = {
@@ -88,3 +99,27 @@ def is_one_batch(way: str) -> bool:
 def is_in_parts_of_sequence(way: str) -> bool:
     """Do calls of the model compute a part of the sequence, and return that?"""
     return bool({*DIVIDED["cp"]} & {*split_way(way)[1]})
+
+
+def divide_by(
+    ways: Sequence[str],
+    model: torch.nn.Module,
+    meshes: Mapping[str, Any],
+    *,
+    regions: Sequence[TensorRegion] = (),
+    vocabulary: Sequence[str] = (),
+    stack: Sequence[str] = (),
+    attention: Sequence[str] = (),
+    experts: Sequence[str] = (),
+) -> Division:
+    """Divide a model in place in these ways, over torch's meshes as `split_mesh` has them. The others say what is divided, as
+    `divide`, `divide_context` and `divide_experts` have it."""
+    made: Division | None = None
+    if "tp" in meshes:
+        made = divide(model, regions, vocabulary, meshes["tp"], stack=stack, apart=experts, whole=meshes.get(BOTH))
+    if "ep" in meshes:
+        made = divide_experts(model, experts, meshes["ep"], beside=made)
+    if "cp" in meshes:
+        made = divide_context(model, attention, meshes["cp"], ways, beside=made)
+    assert made is not None
+    return made

@@ -63,6 +63,7 @@ class ShardedStep:
     regions: tuple[TensorRegion, ...] = ()  # of a model that is divided by tensors
     vocabulary: tuple[str, ...] = ()  # modules that are divided by words
     attention: tuple[str, ...] = ()  # modules whose attention is over a divided sequence, of a model that is divided by tensors
+    experts: tuple[str, ...] = ()  # stacks of experts that are divided, of a model that is divided by tensors or sequence too
     replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
     data_groups: tuple[str, ...] = ()  # modules with collectives of their own over data, of a model that is divided too
     precision: str = ""  # dtype in which parameters are gathered and modules compute; empty: their own

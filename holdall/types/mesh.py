@@ -14,6 +14,7 @@ DIVIDING = {
     "cp": "context",
     "ep": "experts",
 }  # name of a dimension -> action that divides a step over its ranks
+ONE_BATCH = ("tp", "cp")  # dimensions whose ranks compute one batch together
 REPLICAS = "replicate"  # dimension of ranks that have the same shards
 BY_ENGINE = ("ddp", "zero1", "zero2", "zero3", "fsdp")  # ways of torch's engine alone, by hooks around modules
 NODES = "nodes"  # dimension whose ranks are shards of one whole with those of the next, but farther from each other
@@ -93,9 +94,17 @@ class Mesh:
 
     @property
     def division(self) -> str:
-        """The action that divides a step over them; empty: none does. That of tensors divides the sequence too."""
+        """The action that divides a step over them, the first there is; empty: none does. It does what the others do too."""
         names = [dim.name for dim in self.dividing]
         return next((action for name, action in DIVIDING.items() if name in names), "")
+
+    def first_with_batch(self, rank: int) -> int:
+        """The first rank that has the batch of this one: those that divide tensors or the sequence have one batch."""
+        first, stride = rank, 1
+        for dim in reversed(self.dims):
+            first -= rank // stride % dim.size * stride * (dim.name in ONE_BATCH)
+            stride *= dim.size
+        return first
 
     @property
     def data(self) -> Mesh | None:

@@ -39,7 +39,7 @@ class ByContext(Divider):
         mesh: PipeMesh,
     ) -> None:
         on = mesh.on["cp"]
-        self._way, self._division = mesh.division, Division(on.get_group(), on)
+        self._way, self._division = mesh.division, Division(on)
         self._ring = ring_of(self._division, self._way)
         self._last = len(pieces) - 1
         inner = torch.nn.Sequential(*pieces[1:])

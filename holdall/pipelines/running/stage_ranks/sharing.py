@@ -68,7 +68,7 @@ class Sharing:
             return
         from torch.distributed.fsdp import fully_shard
 
-        division, made = Division(over.get_group(), over), Made()
+        division, made = Division(over), Made()
         for piece, way in zip(module.children(), ways, strict=True):
             if way != DDP:
                 shard_model(piece, [], over, way)

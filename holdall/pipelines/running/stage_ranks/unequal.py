@@ -74,7 +74,7 @@ class UnequalMesh(PipeMesh):
 
         groups = [dist.new_group(ranks) for ranks in self.ranks_of]
         self.group = groups[self._place]
-        self.drawing = Division(self.group, DeviceMesh.from_group(self.group, device.type))
+        self.drawing = Division(DeviceMesh.from_group(self.group, device.type))
 
     def check(self, made: Pipeline) -> None:
         if made.weights != ONE or made.copies > 1 or is_split(made):
