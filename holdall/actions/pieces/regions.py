@@ -94,6 +94,8 @@ def regions(trace: Trace, by: str = POSITIONS) -> dict[str, Region]:
 def _inside(trace: Trace, block: Block, by: str) -> Iterator[Region]:
     if block.backward is None or block.quiet or sum(b.module == block.module for b in trace.blocks) > 1:
         return
+    if block.alters or block.once:  # its forward is to run once
+        return
     below = f"{block.module}."
     own = [op.site.module for op in trace.ops[block.first : block.last + 1]]
     paths = dict.fromkeys(path for module in own if module == block.module or module.startswith(below) for path in _up(module))
