@@ -77,8 +77,7 @@ def find_given(calls: Sequence[Call], blocks: Sequence[Block]) -> dict[str, Give
 
 def _walk(calls: Sequence[Call]) -> Iterator[Call]:
     for call in calls:
-        yield call
-        yield from _walk(call.children)
+        yield from call.walk()
 
 
 def _stacked(calls: Sequence[Call]) -> set[str]:

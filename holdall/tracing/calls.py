@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,3 +88,9 @@ class Call:
     def name(self) -> str:
         """The name of the block that it may become."""
         return self.path if self.nth == 0 else f"{self.path}#{self.nth}"
+
+    def walk(self) -> Iterator[Call]:
+        """This call and those inside."""
+        yield self
+        for call in self.children:
+            yield from call.walk()

@@ -68,7 +68,7 @@ def effects_of(before: Attributes, is_read: Callable[[torch.Tensor], bool]) -> E
 
 def find_effects(calls: Sequence[Call], ops: Iterable[Op], tensors: Sequence[TensorRecord]) -> Effects:
     """Of the whole forward, with names in the model."""
-    found = [(call.path, call.effects) for call in calls]
+    found = [(call.path, call.effects) for root in calls for call in root.walk()]
     names = dict.fromkeys(f"{path}.{name}" if path else name for path, effects in found for name in effects.alters)
     once = next((effects.once for _, effects in found if effects.once), "")
     return Effects(tuple(names), once or _changed_in_place(ops, tensors))

@@ -42,7 +42,6 @@ class Recompute(Facts):
     blocks: tuple[str, ...]  # consecutive block calls, replayed together
     keep: tuple[str, ...] = ()  # op results that stay, as `aten.mm.default#3`, counted within each block
     state: tuple[str, ...] = ()  # buffers that the blocks change, restored after the replay
-    alters: tuple[str, ...] = ()  # Python attributes that the blocks change, likewise, by their paths in the model
     only: tuple[int, ...] = ()  # numbers of the saved tensors to release, counted within each block; empty: all
     inner: tuple[Inner, ...] = ()  # segments of the replay, in order
     programs: tuple[Reschedule, ...] = ()  # of blocks that run by a program
@@ -82,7 +81,6 @@ class Recompute(Facts):
             blocks=names,
             keep=tuple(keep),
             state=tuple(state),
-            alters=tuple(dict.fromkeys(f"{b.module}.{name}".lstrip(".") for b in blocks for name in b.alters)),
             only=tuple(only),
             inner=tuple(inner),
             programs=tuple(programs),
@@ -159,7 +157,8 @@ class Recompute(Facts):
             policy.inner = nested(self.blocks, self.inner)
             path = name.partition("#")[0]
             policy.state = tuple(b for b in self.state if b.startswith(f"{path}."))
-            policy.alters = frozenset(a.removeprefix(f"{path}.") for a in self.alters if a.startswith(f"{path}."))
+            altered = harness.plan.about.alters
+            policy.alters = frozenset(a.removeprefix(f"{path}.") for a in altered if a.startswith(f"{path}."))
         for program in self.programs:
             program.install(harness)
 
