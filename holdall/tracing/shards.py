@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
 from holdall.parallel.parts import Division
 from holdall.parallel.sharding.build import divide_update, shard_model
 from holdall.parallel.ways import split_way
-from holdall.sharded import has_shards, is_shard, local_of, unrecorded_propagation, watch_engine, watch_resizes
+from holdall.sharded import has_shards, is_shard, local_of, part_of_parameter, unrecorded_propagation, watch_engine, watch_resizes
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -183,6 +183,7 @@ def record_sharded_step(
         made: dict[int, torch.Tensor] = {}
         fake_batch = tree_map_only(torch.Tensor, lambda t: _input(t, here, values, made), batch)
         parameters = dict(fake.named_parameters())
+        names = {id(p): name for name, p in parameters.items()}
         clone = None
         if optimizer is not None:
             swapped: dict[int, torch.Tensor] = {originals[name]: p for name, p in parameters.items()}
@@ -201,8 +202,8 @@ def record_sharded_step(
             recorder.seed(fake.named_buffers(), Kind.BUFFER)
             recorder.seed(((f"batch.{n}", t) for n, t in enumerate(made.values())), Kind.INPUT)
             if clone is not None:
-                recorder.seed(state_tensors(clone, {id(p): name for name, p in parameters.items()}), Kind.STATE)
-        recorder.name_parameters({id(p): name.rpartition(".")[0] for name, p in parameters.items()})
+                recorder.seed(state_tensors(clone, _names_of_updated(clone, names)), Kind.STATE)
+        recorder.name_parameters({x: name.rpartition(".")[0] for x, name in names.items()})
         with watch_modules(fake, recorder):
             held = step(fake_batch)
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
@@ -256,6 +257,12 @@ def without_gathering(block: Block, ops: Sequence[Op], fillings: Iterable[Iterab
     if last >= block.last or any(x in block.inputs for op in before for x in op.reads):
         return block  # it has a group inside, whose parameters are gathered later
     return replace(block, first=last + 1)
+
+
+def _names_of_updated(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[int, str]:
+    """The names of what the optimizer holds: parameters, or this rank's parts of them."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    return {id(p): names[id(part_of_parameter(p))] for p in held}
 
 
 def _prepare(

@@ -10,7 +10,6 @@ from holdall.types.layout import ALIGN, ELEMENTWISE_NAMES, allocated_bytes, roun
 from holdall.types.trace import Bytes, OpId, TensorId, once_per_trace
 from holdall.units import MiB
 
-_WAYS = ("ddp", "fsdp", "zero2", "zero3")  # the optimizer holds the very shards that gradients are in
 _PIECE = 64 * MiB  # bytes of states that move together, unless one parameter has more
 _FEWEST = 16  # pieces, where there are as many parameters
 
@@ -27,11 +26,8 @@ class ParameterUpdate:
 
 def obstacle(trace: Trace) -> str:
     """Why the states of this step cannot be on the host; empty: they can."""
-    shards = trace.about.shards
-    if shards is None:
+    if trace.about.shards is None:
         return "the model is not sharded (`place` is for one process)"
-    if len(shards.mesh.dims) > 1 or shards.mesh.dividing or shards.way not in _WAYS:
-        return f"not planned for `{shards.way}` over {' and '.join(f'`{d.name}`' for d in shards.mesh.dims)} yet"
     if trace.about.optimizer not in ELEMENTWISE_NAMES:
         return f"{trace.about.optimizer or 'no optimizer'} does not update each element separately"
     if _is_foreach(trace):
@@ -64,8 +60,16 @@ def _flat(trace: Trace, update: ParameterUpdate) -> Bytes:
     return sum(round_up(trace.tensors[x].nbytes, ALIGN) for x in update.states)
 
 
-def _steps(trace: Trace) -> list[Op]:
-    return [op for op in trace.ops if op.site.phase is Phase.STEP]
+def _steps(trace: Trace) -> tuple[Op, ...]:
+    """The ops that update, without those by which ranks exchange new weights afterwards."""
+    return once_per_trace(trace, "_updating_ops", _updating_ops)
+
+
+def _updating_ops(trace: Trace) -> tuple[Op, ...]:
+    every = [op for op in trace.ops if op.site.phase is Phase.STEP]
+    sent = {c.op for c in trace.about.shards.collectives} if trace.about.shards is not None else set()
+    buffers = {x for op in every if op.id in sent for x in (*op.reads, *op.mutates, *op.writes)}
+    return tuple(op for op in every if not buffers & {*op.reads, *op.mutates, *op.writes})
 
 
 def _owners(trace: Trace) -> dict[TensorId, str]:

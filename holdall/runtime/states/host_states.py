@@ -21,7 +21,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.runtime.states.packing import Layout, like
-from holdall.sharded import forget_state_room, from_local, is_shard, local_of, set_state_room, spec_of
+from holdall.sharded import forget_state_room, from_local, is_shard, local_of, part_of_parameter, set_state_room, spec_of
 from holdall.tiers import Ticket, let_wait
 from holdall.tiers._buffers import copy_tensor
 from holdall.tiers._chaos import current
@@ -43,7 +43,7 @@ def put_states_on_host(harness: Harness, pieces: Sequence[Sequence[str]], *, slo
             f"{type(harness.optimizer).__name__} may not update parts of a parameter, which ranks do with states on the host",
             hint='use a rule of torch.optim, such as AdamW, or fit(..., allow=["recompute", "offload"])',
         )
-    named = dict(harness.model.named_parameters())
+    named = _updated(harness.model, harness.optimizer)
 
     def elsewhere() -> set[int]:
         return harness.ledger.elsewhere if harness.ledger is not None else set()
@@ -58,6 +58,13 @@ def put_states_on_host(harness: Harness, pieces: Sequence[Sequence[str]], *, slo
         elsewhere=elsewhere,
     )
     harness.on_close(made.close)
+
+
+def _updated(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """What the optimizer holds, by the names of parameters: these, or this rank's parts of them."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    return {names[id(part_of_parameter(p))]: p for p in held if id(part_of_parameter(p)) in names}
 
 
 @dataclass(slots=True, eq=False)
