@@ -73,7 +73,8 @@ def head_over(mesh: Mesh, way: str, model: torch.nn.Module, batch: Any, head: st
         return choose_head(model, batch, head)
     if isinstance(head, int):
         raise Unsupported(
-            f"a head in chunks is over one dimension of data alone, by {', '.join(BY_ENGINE)}", hint='use head="whole"'
+            f"a head in chunks is over data alone, replicas and nodes included, by {', '.join(BY_ENGINE)}; not by {way}",
+            hint='use head="whole"',
         )
     return None
 

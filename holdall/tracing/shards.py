@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,15 @@ from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
 from holdall.parallel.parts import Division
 from holdall.parallel.sharding.build import divide_update, shard_model
 from holdall.parallel.ways import split_way
-from holdall.sharded import has_shards, is_shard, local_of, part_of_parameter, unrecorded_propagation, watch_engine, watch_resizes
+from holdall.sharded import (
+    has_shards,
+    is_shard,
+    local_of,
+    part_of_parameter,
+    unrecorded_propagation,
+    watch_engine,
+    watch_resizes,
+)
 from holdall.tracing.blocks import find_blocks, find_shapes, find_whole
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
@@ -208,6 +216,7 @@ def record_sharded_step(
             held = step(fake_batch)
         blocks = find_blocks(recorder.calls, recorder.ops, [s.packed for s in recorder.saves])
         blocks = tuple(without_gathering(block, recorder.ops, recorder.fillings) for block in blocks)
+        blocks = tuple(without_copying(block, recorder.engine) for block in blocks)
         grads = ((f"{n}.grad", local_of(p.grad)) for n, p in parameters.items() if p.grad is not None)
         recorder.mark(grads, Kind.GRAD)
         if clone is not None:
@@ -257,6 +266,11 @@ def without_gathering(block: Block, ops: Sequence[Op], fillings: Iterable[Iterab
     if last >= block.last or any(x in block.inputs for op in before for x in op.reads):
         return block  # it has a group inside, whose parameters are gathered later
     return replace(block, first=last + 1)
+
+
+def without_copying(block: Block, engine: Collection[int]) -> Block:
+    """The block without the ops after its own in which the engine copies its parameters (`hpz`): a replay does not run them."""
+    return replace(block, last=max(k for k in range(block.first, block.last + 1) if k not in engine or k == block.first))
 
 
 def _names_of_updated(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[int, str]:

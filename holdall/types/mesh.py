@@ -16,7 +16,7 @@ DIVIDING = {
 }  # name of a dimension -> action that divides a step over its ranks
 ONE_BATCH = ("tp", "cp")  # dimensions whose ranks compute one batch together
 REPLICAS = "replicate"  # dimension of ranks that have the same shards
-BY_ENGINE = ("ddp", "zero1", "zero2", "zero3", "fsdp")  # ways of torch's engine alone, by hooks around modules
+BY_ENGINE = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hpz", "horing", "qwz", "qgz", "zero++")  # by hooks around modules
 NODES = "nodes"  # dimension whose ranks are shards of one whole with those of the next, but farther from each other
 
 
@@ -83,8 +83,8 @@ class Mesh:
         return tuple(dim.name for dim in self.dims if dim.name == REPLICAS)
 
     def is_by_engine(self, way: str) -> bool:
-        """Does torch's engine alone shard a model over these ranks this way?"""
-        return len(self.dims) == 1 and way in BY_ENGINE
+        """Is all that shards a model over these ranks this way done by torch's engine, between modules?"""
+        return not self.dividing and way in BY_ENGINE
 
     @property
     def dividing(self) -> tuple[MeshDim, ...]:
