@@ -101,7 +101,7 @@ def left_as_found(module: torch.nn.Module) -> Iterator[None]:
         before.put_back()
 
 
-class Settings:
+class SettingsWatch:
     """Counts changes of plain values that modules may read in containers and objects, such as `self.config.scale`."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:

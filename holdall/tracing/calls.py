@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from holdall.attributes import Attributes
-from holdall.tracing.effects import NONE, Effects
+from holdall.tracing.values.effects import NONE, Effects
 
 
 class Like(NamedTuple):

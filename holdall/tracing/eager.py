@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from holdall.attributes import left_as_found
 from holdall.ops import called_with
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes
-from holdall.tracing.effects import find_effects
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
 from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.units import Updating, find_units, group_parameters
+from holdall.tracing.values.effects import find_effects
 from holdall.tracing.values.known import KnownValues
 from holdall.types import Kind
 from holdall.updates.parts import clone_optimizer

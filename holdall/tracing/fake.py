@@ -14,13 +14,13 @@ from holdall.attributes import left_as_found
 from holdall.ops import branches_of_a_real_run, called_with
 from holdall.sharded import bucket_bytes
 from holdall.tracing.blocks import find_blocks, find_given, find_shapes, find_whole
-from holdall.tracing.effects import find_effects
 from holdall.tracing.modules import watch_modules
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, materialise_state, record_narrow_update, record_optimizer
 from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.units import Updating, find_units, group_parameters
+from holdall.tracing.values.effects import find_effects
 from holdall.tracing.values.known import KnownValues, UnknownValue
 from holdall.tracing.values.recurrent import RecurrentOps
 from holdall.types import Kind

@@ -22,10 +22,11 @@ from holdall.attributes import Attributes
 from holdall.ops import backward_nodes, count_flops, is_random, mutated_arguments, odd_argument, tensors_in
 from holdall.tracing.autocast import autocast_now
 from holdall.tracing.calls import Call, Given
-from holdall.tracing.effects import CONSTANT, Originals, effects_of
 from holdall.tracing.mixing import MixedDtypes, mixed_dtypes
 from holdall.tracing.timing.op_timing import Trials, is_bound
+from holdall.tracing.values.effects import CONSTANT, effects_of
 from holdall.tracing.values.known import KnownValues
+from holdall.tracing.values.originals import Originals
 from holdall.types import Kind, Op, Phase, Save, Site, TensorInfo
 from holdall.types.layout import round_up
 
@@ -299,7 +300,7 @@ class Recorder(TorchDispatchMode):
         call.last, call.last_save = self.now, len(self.saves)
         call.outputs = self.ids(output)
         if call.before is not None:
-            call.effects, call.before = effects_of(call.before, lambda t: self._was_read(t, call.first)), None
+            call.effects, call.before = effects_of(call.before, self._ids, self.ops[call.first :]), None
 
         def begins(_: object) -> None:
             if call.backward is None:
@@ -311,16 +312,6 @@ class Recorder(TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 call.leaves[number] = self._see(t, CONSTANT, Kind.BUFFER, born=-1)
                 _tell_gradient(t, number, call.wanted)
-
-    def _was_read(self, tensor: torch.Tensor, first: int) -> bool:
-        """Has an op from this one on read the tensor?"""
-        index = self._ids.get(tensor.untyped_storage()._cdata)
-        return any(index in op.reads for op in self.ops[first:])
-
-    def _was_there(self, tensor: torch.Tensor) -> bool:
-        """Is it from before the step?"""
-        index = self._ids.get(tensor.untyped_storage()._cdata)
-        return index is not None and self.tensors[index].born < 0
 
     def _attribute_nodes(self) -> None:
         """Assign the autograd nodes made since the last call to the running module."""
@@ -359,7 +350,7 @@ class Recorder(TorchDispatchMode):
                     raise MixedDtypes(str(func), call.kind if call else "the loss", call.path if call else "", dtypes)
             reads = self.ids((args, kwargs))
             mutates = self.ids(changing := mutated_arguments(func, args, kwargs))
-            self.originals.keep(changing, self._was_there)
+            self.originals.keep(changing, self._ids, self.tensors)
         out = self.values.run(func, args, kwargs)
         with self.quiet():
             self._record(func, args, kwargs, out, reads, mutates)

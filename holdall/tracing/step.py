@@ -13,9 +13,9 @@ from holdall.casts import cast_inputs, may_cast
 from holdall.decoding import train_without_cache
 from holdall.errors import InvalidInput
 from holdall.tracing.calls import Given
-from holdall.tracing.effects import NONE, Effects
 from holdall.tracing.recorder import Recorder
 from holdall.tracing.units import Updating
+from holdall.tracing.values.effects import NONE, Effects
 from holdall.types import Block, Kind, Op, Phase, Save, TensorInfo, Unit
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]

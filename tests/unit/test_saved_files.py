@@ -25,8 +25,10 @@ def test_everything_in_an_older_file_is_kept(name, kind, tmp_path):
     read.save(tmp_path / "again.json")
     before, after = (json.loads(path.read_text()) for path in (SAVED / f"{name}.json", tmp_path / "again.json"))
     added = after["about"].keys() - before["about"].keys()
-    assert added <= ({"context", "pieces", "shards"} if kind is Trace else {"rates", "layout"})
+    assert added <= {"alters", "once"} | ({"context", "pieces", "shards"} if kind is Trace else {"rates", "layout"})
     after["about"] = {k: v for k, v in after["about"].items() if k not in added}
+    for block in (*after.get("blocks", []), *([after["whole"]] if after.get("whole") else [])):
+        assert (block.pop("alters"), block.pop("once")) == ([], "")  # newer than the file
     for new, old in zip(after.get("actions", []), before.get("actions", []), strict=True):  # with fields that are newer
         renamed = {"when": "overlap_forward"} if old.get("when") == "spill" else {}
         assert new.items() >= {**old, **renamed}.items()

@@ -145,9 +145,8 @@ def capture(
     found: dict[str, Any] = {}
 
     def run(tensors: Sequence[torch.Tensor]) -> Any:
-        flat = list(leaves)
-        for i, t in zip(places, tensors, strict=False):
-            flat[i] = t
+        given = dict(zip(places, tensors, strict=False))
+        flat = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
         swapped = {f"module.{name}": t for (name, _), t in zip(named, tensors[len(places) :], strict=True)}
         a, k = tree_unflatten(flat, spec)
         return called_with(shim, swapped, a, k)
@@ -171,8 +170,7 @@ def capture(
         return [o if isinstance(o, torch.Tensor) else None for o in out], tangents, per_input
 
     with left_as_found(module):
-        gm = _trace(joint, inputs)
-    return _Builder(gm, inputs, found).build()
+        return _Builder(_trace(joint, inputs), inputs, found).build()
 
 
 def _trace(joint: Callable[..., Any], inputs: list[torch.Tensor]) -> torch.fx.GraphModule:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdall.attributes import Settings
+from holdall.attributes import SettingsWatch
 
 _SETTINGS = (bool, int, float, str)
 
@@ -19,7 +19,7 @@ class ModuleTensors:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._all = [(m, [*m._modules.values()]) for m in module.modules()]
-        self._nested = Settings(m for m, _ in self._all)
+        self._nested = SettingsWatch(m for m, _ in self._all)
 
     def are_of(self, module: torch.nn.Module) -> bool:
         """Are they still the submodules of this module?"""

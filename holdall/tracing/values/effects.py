@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.attributes import Attributes
 from holdall.types import Kind, Op, Phase
@@ -30,34 +28,13 @@ class Effects(NamedTuple):
 NONE = Effects()
 
 
-class Originals:
-    """Copies of real tensors that a traced step changes in place, to give them their values back."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def keep(self, changing: Iterable[torch.Tensor], was_there: Callable[[torch.Tensor], bool]) -> None:
-        """`was_there`: is this tensor from before the step?"""
-        for t in changing:
-            if not isinstance(t, FakeTensor) and t.device.type != "meta" and was_there(t):
-                storage = t.untyped_storage()
-                if storage._cdata not in self._kept:
-                    with _disable_current_modes():
-                        self._kept[storage._cdata] = (storage, storage.clone())
-
-    def put_back(self) -> None:
-        with _disable_current_modes():
-            for storage, original in self._kept.values():
-                storage.copy_(original)
-        self._kept.clear()
-
-
-def effects_of(before: Attributes, is_read: Callable[[torch.Tensor], bool]) -> Effects:
-    """`is_read`: did an op of the forward read this tensor, which an attribute held?"""
+def effects_of(before: Attributes, ids: Mapping[int, int], ops: Sequence[Op]) -> Effects:
+    """`ids`: the recorded tensor of each storage. `ops`: of the forward."""
     alters, once, apart = [], "", ""
     for name, (was, now) in before.changed().items():
         apart = apart or f"it sets the attribute `{name}`"
-        if isinstance(was, torch.Tensor) and not is_read(was):
+        index = ids.get(was.untyped_storage()._cdata) if isinstance(was, torch.Tensor) else None
+        if isinstance(was, torch.Tensor) and not any(index in op.reads for op in ops):
             continue  # only ever written
         alters.append(name)
         size = max((_bytes(value) for value in (was, now)), default=0)
