@@ -85,7 +85,8 @@ def sharded_parameter(model: torch.nn.Module) -> str:
 def give_back(model: Any) -> None:
     """Between two steps: have modules under `fully_shard` give back parameters that an evaluation has left gathered."""
     kind = _class(_MODULES, "FSDPModule")
-    for module in model.modules() if kind is not None else ():
+    parts = model.modules.values() if in_stages(model) else (model,)
+    for module in (m for part in parts for m in part.modules()) if kind is not None else ():
         if isinstance(module, kind):  # type: ignore[arg-type]
             module.reshard()
 
