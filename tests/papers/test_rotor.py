@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -258,6 +259,9 @@ def test_two_hundred_stages_are_solved_in_seconds():
     assert time.process_time() - began < 20
 
 
+RUNS = Counter()  # forwards of each block
+
+
 def deep(layers=8, width=32):
     """A stack whose blocks count their forwards; unequal, with dropout."""
 
@@ -265,10 +269,9 @@ def deep(layers=8, width=32):
         def __init__(self, inner):
             super().__init__()
             self.up, self.down, self.drop = torch.nn.Linear(width, inner), torch.nn.Linear(inner, width), torch.nn.Dropout(0.1)
-            self.ran = 0
 
         def forward(self, x):
-            self.ran += 1
+            RUNS[id(self)] += 1  # no attribute of the module: a replay would put it back
             return x + self.drop(self.down(torch.tanh(self.up(x))))
 
     class Stack(torch.nn.Module):
@@ -303,13 +306,12 @@ def test_gradients_are_the_same_bits_and_blocks_run_as_often_as_planned():
         plan = holdall.plan(trace, planner="rotor", hardware=machine(), budget=budget)
         times = planned_forwards(plan, trace)
         most = max(most, *times)
-        for layer in model.layers:
-            layer.ran = 0
+        RUNS.clear()
         model.zero_grad()
         with holdall.apply(plan, model) as harness:
             torch.manual_seed(1)
             model(x).backward()
-        assert [layer.ran for layer in model.layers] == times
+        assert [RUNS[id(layer)] for layer in model.layers] == times
         assert harness.step_peaks == [plan.predicted.peak["cpu"]]
         assert plan.predicted.peak["cpu"] <= budget
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
