@@ -78,12 +78,15 @@ def _by_tensors(
 ) -> tuple[T, ShardedStep]:
     """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit. `attention`:
     modules whose attention is over a sequence that is divided too. `experts`: stacks that are divided too."""
-    regions = find_regions(model, plain, over.size)
-    vocabulary = find_vocabulary(model, plain, over.size)
+    found, vocabulary = find_regions(model, plain, over.size), find_vocabulary(model, plain, over.size)
+    regions = tuple(region for region in found if not {*region.columns, region.row} & set(vocabulary))
+    if not regions:  # a layer is divided in one way: of a model without others, its last two as a region
+        regions, vocabulary = found, ()
     stack = _stack(plain, regions) if "sequence" in ways else ()
     if "sequence" in ways and not stack:
         raise Unsupported(
-            f"{type(model).__name__} has no stack of layers whose linear layers are all divided, so its sequence is not either",
+            f"{type(model).__name__} has no stack of layers, each of which saves less than a third of a step, whose linear "
+            "layers are all divided, so its sequence is not either",
             hint='use shard="tensor"',
         )
     tried: Counter[str] = Counter()
@@ -92,8 +95,8 @@ def _by_tensors(
         built: list[Division] = []
 
         def build(fake: torch.nn.Module, on: Any, regions: Any = regions, built: list[Division] = built) -> Division:
-            found = {"regions": regions, "vocabulary": vocabulary, "attention": attention, "experts": experts}
-            built.append(divide_by(ways, fake, on, stack=stack, **found))
+            what = {"regions": regions, "vocabulary": vocabulary, "attention": attention, "experts": experts}
+            built.append(divide_by(ways, fake, on, stack=stack, **what))
             return built[0]
 
         try:
@@ -102,10 +105,10 @@ def _by_tensors(
             raise
         except Exception:  # a model may raise anything
             running = (built[0].failed or built[0].region) if built else None
-            found = next((r for r in regions if running is not None and r == running.region), None)
-            if found is None:
+            failed = next((r for r in regions if running is not None and r == running.region), None)
+            if failed is None:
                 raise
-            kind = kind_of(model, found)
+            kind = kind_of(model, failed)
             tried[kind] += 1
             regions = _changed(model, regions, kind, tried[kind], over.size)
             continue

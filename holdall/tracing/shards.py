@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
 from holdall.ops import branches_of_a_real_run
+from holdall.parallel.context import refuse_terms_outside
 from holdall.parallel.counting import collective_of, group_of
 from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
 from holdall.parallel.parts import Division
@@ -205,7 +206,7 @@ def record_sharded_step(
             stack.enter_context(CudaOps())
         step = Step(fake, recorder, loss, how.autocast)
         with recorder.quiet():
-            _prepare(fake, fake_batch, clone, loss, how, recorder)
+            _prepare(fake, fake_batch, clone, loss, how, recorder, dividing["cp"].get_group() if "cp" in dividing else None)
             recorder.seed(parameters.items(), Kind.PARAM)
             recorder.seed(fake.named_buffers(), Kind.BUFFER)
             recorder.seed(((f"batch.{n}", t) for n, t in enumerate(made.values())), Kind.INPUT)
@@ -280,11 +281,20 @@ def _names_of_updated(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 
 
 def _prepare(
-    fake: torch.nn.Module, batch: Any, clone: torch.optim.Optimizer | None, loss: Loss, how: How, recorder: Recorder
+    fake: torch.nn.Module,
+    batch: Any,
+    clone: torch.optim.Optimizer | None,
+    loss: Loss,
+    how: How,
+    recorder: Recorder,
+    in_parts: Any,
 ) -> None:
+    """`in_parts`: group whose ranks have parts of one sequence, if there is one."""
     casting = torch.autocast(recorder.device, dtype=how.autocast) if how.autocast is not None else contextlib.nullcontext()
     with casting:
         value = loss(fake, batch)
+    if in_parts is not None:
+        refuse_terms_outside(value, in_parts)
     value.backward()
     recorder.values.guess = True
     if clone is not None:

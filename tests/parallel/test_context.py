@@ -230,6 +230,24 @@ def fitted(name, way):
     }
 
 
+class Decaying(torch.nn.Module):
+    """Computes a term from a parameter alone."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.scale = norm, torch.nn.Parameter(torch.ones_like(norm.weight))
+
+    def forward(self, x):
+        self.decay = self.scale.square().sum()
+        return self.norm(x) * self.scale
+
+
+def decayed():
+    model = build("llama")
+    model.model.norm = Decaying(model.model.norm)
+    return model
+
+
 def refused():
     said = {}
     padded = batch()
@@ -240,6 +258,7 @@ def refused():
     for name, model, given, loss in (
         ("padding", build("llama"), padded, None),
         ("no attention", plain, torch.randn(2, 4, 8), lambda m, b: m(b).mean()),
+        ("term", decayed(), batch(), lambda m, b: m(**b).loss + m.model.norm.decay),
     ):
         with pytest.raises(holdall.HoldallError) as error:
             holdall.fit(model, momentum(model), given, loss=loss, budget="1GiB", hardware=machine(), mesh={"cp": 2})
@@ -296,3 +315,4 @@ def test_what_cannot_be_divided_is_refused_in_a_line(ran):
     for rank in ran:
         assert "a mask of padding is not divided along the sequence" in rank["refused"]["padding"]
         assert "no module of Sequential calls F.scaled_dot_product_attention" in rank["refused"]["no attention"]
+        assert "the loss has a term beside `F.cross_entropy`" in rank["refused"]["term"]

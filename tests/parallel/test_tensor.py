@@ -59,8 +59,25 @@ class Own(nn.Module):
         return x.square().mean()
 
 
+class Words(nn.Module):
+    """A linear layer directly before the head, which only the head reads: as a region, the two would be divided twice."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers, self.last = nn.ModuleList(Layer() for _ in range(layers)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids, labels):
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.last(x)).flatten(0, 1), labels.flatten())
+
+
 def build(name, dtype=torch.float64):
     torch.manual_seed(0)
+    if name.startswith("words"):
+        return Words(layers=1 if name == "words" else 0).to(dtype)
     if name == "own":
         return Own().to(dtype)
     if name == "gpt2":
@@ -92,6 +109,8 @@ def momentum(model):
 CASES = [(name, way) for name in ("llama", "own") for way in ("tensor", "sequence")] + [
     ("gpt2", "tensor"),
     ("qwen3", "sequence"),
+    ("words", "tensor"),
+    ("words and head", "tensor"),
 ]
 
 
@@ -243,12 +262,15 @@ def refused():
         "nothing": (nn.Linear(8, 1), given["x"], lambda m, b: m(b).mean()),
         "mixed": (Twisted(), given, None),
         "batch": (build("llama"), batch("llama"), None),
+        "sequence": (build("own"), batch("own"), lambda m, b: m(**b) + 1e-9 * m.layers[0].two.last.square().mean()),
     }
+    cases["sequence"][0].layers[0].two.register_forward_hook(lambda module, _, out: module.__dict__.update(last=out))
     if dist.get_rank() == 1:
         cases["batch"][1]["input_ids"][0, 0] += 1
     for name, (model, some, loss) in cases.items():
         with pytest.raises(holdall.HoldallError) as error:
-            holdall.fit(model, momentum(model), some, loss=loss, budget="1GiB", hardware=machine(), mesh={"tp": 2})
+            way = "sequence" if name == "sequence" else "tensor"
+            holdall.fit(model, momentum(model), some, loss=loss, budget="1GiB", hardware=machine(), mesh={"tp": 2}, shard=way)
         said[name] = str(error.value)
     return said
 
@@ -258,6 +280,7 @@ def test_what_cannot_be_divided_is_refused_in_a_line(ran):
         assert "Linear has no linear layers that can be divided over 2 ranks" in rank["refused"]["nothing"]
         assert "Twisted computes something else when it is divided over ranks" in rank["refused"]["mixed"]
         assert "the batch of rank 1 differs from that of rank 0" in rank["refused"]["batch"]
+        assert "rank 1 has another loss than rank 0" in rank["refused"]["sequence"]
 
 
 def traced(name="llama", ranks=2, way="tensor"):
