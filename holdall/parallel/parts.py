@@ -158,27 +158,46 @@ def is_uncuttable(p: torch.Tensor) -> bool:
     return place is not None and place.dim == 0
 
 
-def keep_whole(model: torch.nn.Module, over_data: Any) -> set[torch.nn.Parameter]:
-    """Divided parameters that cannot be cut once more over ranks with other data: these all have them whole, and take the mean
-    of their gradients in backward. They are put on the mesh of both, as others will be."""
+def keep_whole(
+    model: torch.nn.Module, over_data: Any, flat: Any, *, is_cut: bool = True, dtype: torch.dtype | None = None
+) -> set[torch.nn.Parameter]:
+    """Parameters that torch's engine cannot share over ranks with other data: numbers, and divided ones that cannot be cut once
+    more, where the engine cuts any (`is_cut`). All these ranks have them whole, and take the mean of their gradients in
+    backward. They are put on the mesh of both, as others will be, or on `flat`, which has all of `over_data` in one dimension
+    where others have that. `dtype`: as of `local_parameters`."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate
 
     made: Made = {}
+    groups = [(over_data.get_group(n), over_data.size(n)) for n in range(over_data.ndim)]
     for module in model.modules():
+        numbers: list[str] = []  # of a module that is not divided
         for name, p in list(module.named_parameters(recurse=False)):
-            if is_uncuttable(p) and (p.dim() == 1 or local_of(p).shape[1] % over_data.size(-1)):
-                if p not in made:
-                    both = DeviceMesh._concatenate([over_data, p.device_mesh])  # type: ignore[attr-defined]
+            cannot = is_cut and is_uncuttable(p) and (p.dim() == 1 or local_of(p).shape[1] % over_data.size(-1))
+            if p.dim() and not cannot:
+                continue
+            if not is_shard(p):
+                numbers.append(name)
+            if p not in made:
+                on, places = flat, [Replicate()] * flat.ndim
+                if is_shard(p):
+                    on = DeviceMesh._concatenate([over_data, p.device_mesh])  # type: ignore[attr-defined]
                     places = [*[Replicate()] * over_data.ndim, *p.placements]  # type: ignore[attr-defined]
-                    spread = DTensor.from_local(
-                        local_of(p).detach(), both, places, run_check=False, shape=p.shape, stride=p.stride()
-                    )
-                    made[p] = torch.nn.Parameter(spread, requires_grad=p.requires_grad)
-                    groups = [(over_data.get_group(n), over_data.size(n)) for n in range(over_data.ndim)]
-                    made[p].holdall_data = groups  # type: ignore[attr-defined]
-                module.register_parameter(name, made[p])
+                spread = DTensor.from_local(local_of(p).detach(), on, places, run_check=False, shape=p.shape, stride=p.stride())
+                made[p] = torch.nn.Parameter(spread, requires_grad=p.requires_grad)
+                made[p].holdall_data = groups  # type: ignore[attr-defined]
+            module.register_parameter(name, made[p])
+        if numbers:
+            _compute_with_local(module, numbers, dtype)
     return set(made.values())
+
+
+def _compute_with_local(module: torch.nn.Module, names: Sequence[str], dtype: torch.dtype | None) -> None:
+    def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
+        with local_parameters(module, names=names, dtype=dtype):
+            return plain(*args, **kwargs)
+
+    wrap(module, forward)
 
 
 def replicate(module: torch.nn.Module, division: Division, made: Made) -> None:

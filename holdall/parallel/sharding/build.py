@@ -72,7 +72,8 @@ def shard_model(model: torch.nn.Module, groups: Sequence[str], device_mesh: Any,
         return
     modules = [model.get_submodule(path) for path in groups]
     together = (*(m for m in modules if m is not model), model)
-    whole = set() if way == "ddp" else keep_whole(model, device_mesh)
+    dtype = getattr(torch, precision) if precision else None
+    whole = keep_whole(model, device_mesh, flat_mesh(device_mesh), is_cut=way != "ddp", dtype=dtype)
     for module in together:
         _shard(module, flat_mesh(device_mesh), way, whole, precision)
     if flat_mesh(device_mesh) is not device_mesh:
@@ -95,7 +96,7 @@ def _shard(module: torch.nn.Module, device_mesh: Any, way: str, whole: set[torch
             from torch.distributed._composable.replicate_with_fsdp import replicate
         except ImportError:
             raise Unsupported("this torch cannot replicate models by its engine of shards", hint='use shard="zero2"') from None
-        replicate(module, mesh=device_mesh, mp_policy=policy)
+        replicate(module, mesh=device_mesh, mp_policy=policy, ignored_params=whole or None)
         return
     again = {"fsdp": None, "zero2": False}.get(way, True)
     fully_shard(
