@@ -13,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 WIDTH, WORDS, LENGTH, ROWS, N, EXPERTS = 16, 32, 8, 4, 2, 4
 CONTEXT, BY_EXPERTS = {"pp": 2, "cp": 2}, {"pp": 2, "ep": 2}
+BUDGET = {"budget": 101_000, "optimizer": torch.optim.SGD, "accumulate": 2}
 CASES = {
     "llama ulysses": ("llama", CONTEXT, {}),
     "llama zigzag": ("llama", CONTEXT, {"shard": "zigzag", "schedule": "zb_h1", "recompute": [1, 4], "offload": [2]}),
-    "own ring": ("own", CONTEXT, {"shard": "ring", "schedule": "interleaved", "budget": "14KiB"}),
+    "own ring": ("own", CONTEXT, {"shard": "ring", "schedule": "interleaved", **BUDGET}),
     "own copies": ("own", CONTEXT, {"schedule": "chimera"}),
     "own sharded": ("own", {"pp": 1, "dp": 2, "cp": 2}, {"shard": "zero2+queries"}),
     "mixtral": ("mixtral", BY_EXPERTS, {"schedule": "gpipe"}),
@@ -100,12 +101,15 @@ def whole(tensor):
 
 def step(name, mesh, asked):
     pipe = holdall.pipelines.start(build(name), micro_batches=N, loss=loss, mesh=mesh, **{"sample": batch(0), **asked})
+    if "optimizer" in asked:
+        pipe.optimizer()
     shapes = set()  # of what later stages get
     for stage, module in pipe.modules.items():
         if pipe.pipeline.before(stage) is not None:
             module.register_forward_pre_hook(lambda _, given: shapes.add(tuple(given[0].shape)))
     pipe.step(*batch(pipe.replica))
     mean = pipe.step(*batch(pipe.replica)).item()  # gradients are added up
+    assert "budget" not in asked or pipe.report().fits
     saving = pipe.saving and (pipe.saving.predicted, pipe.saving.held.most, sum(pipe.saving.layers.values()))
     gradients = {key: whole(p.grad).clone() for key, p in pipe.named_parameters()}
     norms = [pipe.clip_grad_norm_(0.01).item() for _ in range(2)]
@@ -160,7 +164,7 @@ def refusals():
         (build("own"), own | {"sample": [t[:, :6] for t in batch(0)], "shard": "zigzag"}),
         (build("own"), own | {"sample": [t[:, :2] for t in batch(0)]}),
         (build("own"), own | {"mesh": BY_EXPERTS}),
-        (build("experts"), own | {"mesh": BY_EXPERTS, "budget": "1MiB"}),
+        (build("experts"), own | {"mesh": BY_EXPERTS, **BUDGET}),
         (build("experts"), own | {"mesh": BY_EXPERTS, "shard": "ring"}),
         (build("own"), own | {"mesh": {"pp": 4}, "shard": "ring"}),
         (build("own"), own | {"mesh": {"pp": 1, "cp": 2, "tp": 2}}),
@@ -241,7 +245,7 @@ def test_autograd_holds_the_bytes_that_were_predicted(ran):
                 assert saving[0] == saving[1] > 0
             assert (saving is not None) == bool({"budget", "recompute"} & set(asked))
     budgets = [found["own ring"][3] for found, *_ in ran]
-    assert all(most <= 14 * 2**10 for _, most, _ in budgets) and any(layers for *_, layers in budgets)
+    assert any(layers for *_, layers in budgets)
 
 
 def test_a_rank_has_its_share_of_the_experts(ran):

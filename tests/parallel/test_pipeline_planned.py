@@ -5,7 +5,7 @@ from torch import nn
 
 import holdall.pipelines
 from holdall.pipelines import pipeline
-from holdall.pipelines.running.saved import try_stage
+from holdall.pipelines.running.budget.trial import try_stage
 from holdall.pipelines.swapping.shared_link import SharedLink, SwapBlock
 from holdall.pipelines.swapping.tmo import DISJOINT, tmo_way
 from holdall.pipelines.swapping.yuan import YuanLayer, plan_yuan
@@ -44,7 +44,8 @@ def planned():
     made = pipeline("interleaved", ranks=2, micro_batches=N)
     layers = []
     for block in build():
-        (found,) = try_stage(nn.Sequential(block), torch.randn(ROWS // N, WIDTH, requires_grad=True), torch.device("cpu"))
+        given = torch.randn(ROWS // N, WIDTH, requires_grad=True)
+        (found,) = try_stage(nn.Sequential(block), given, torch.device("cpu")).layers
         nbytes = ROWS // N * WIDTH * 4
         saved = sum(found.saved.values()) + nbytes
         layers.append(YuanLayer(forward=1.0, backward=2.0, saved=saved, input=nbytes))

@@ -16,7 +16,7 @@ CLIP = 0.05  # of a norm that is larger
 CASES = {
     "2 1": ("1f1b", [2, 1], {}),
     "1 2": ("gpipe", [1, 2], {"recompute": [1, 3], "offload": [4]}),
-    "in rounds": ("interleaved", [2, 1], {"micro_batches": 2, "budget": "10KiB"}),
+    "in rounds": ("interleaved", [2, 1], {"micro_batches": 2, "recompute": [0, 2, 3]}),
     "three": ("1f1b", [3], {}),
     "each": ("dapple", [1, 1, 1], {}),
 }

@@ -177,7 +177,7 @@ def refused(what):
         "cut": lambda: holdall.pipelines.start(model, cut=[3, 2], **given),
         "rows": lambda: holdall.pipelines.start(build(4), **given).step(*batch(6)),
         "optimizer": lambda: holdall.pipelines.start(model, **{**given, "schedule": "pipedream"}),
-        "gradients": lambda: holdall.pipelines.start(model, optimizer=torch.optim.SGD, **given),
+        "gradients": lambda: holdall.pipelines.start(build(4), optimizer=torch.optim.SGD, **given).step(*batch(8)),
         "predict": lambda: holdall.pipelines.start(model, optimizer=torch.optim.Adagrad, **{**given, "schedule": "xpipe"}),
     }
     said = {}
@@ -194,7 +194,7 @@ REFUSALS = {
     "cut": "does not make 2 stages of 4 layers",
     "rows": "6 rows does not split into 4 equal micro-batches",
     "optimizer": "makes the optimizer itself",
-    "gradients": "make the optimizer yourself",
+    "gradients": "no optimizer has been made",
     "predict": "cannot predict the weights of Adagrad",
 }
 

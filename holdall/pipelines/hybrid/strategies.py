@@ -47,6 +47,7 @@ class SearchSpace:
     recompute: tuple[bool, ...] = (False, True)
     most_tensor: int | None = None  # None: as many as a node has
     most_pipes: int | None = None
+    least_pipes: int = 1  # of `galvatron`, and of what `auto` ranks
 
     def strategies(self, devices: int, cluster: Cluster) -> tuple[Strategy, ...]:
         """For a group of so many devices."""

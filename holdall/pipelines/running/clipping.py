@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from holdall.sharded import is_shard, local_of
 
+PIECE = 1 << 20  # elements that are squared at a time
 _TINY = 1e-6  # as in torch's clip_grad_norm_
 
 
@@ -24,13 +25,19 @@ def clip_over_stages(
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for p in found:
         grad = local_of(p.grad).detach()
-        squares += grad.double().square().sum() / (holders * again.get(id(p), 1) / _parts(p.grad))
+        total = sum((piece.double().square().sum() for piece in grad.flatten().split(PIECE)), start=torch.zeros_like(squares))
+        squares += total / (holders * again.get(id(p), 1) / _parts(p.grad))
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     scale = (most / (norm + _TINY)).clamp(max=1.0)
     for p in found:
         local_of(p.grad).mul_(scale.to(p.grad.dtype))
     return norm.float()
+
+
+def clipping(parameters: Sequence[Any]) -> int:
+    """Bytes that it takes to clip their gradients."""
+    return 16 * max((min(PIECE, local_of(p).numel()) for p in parameters), default=0)  # float64, and its squares
 
 
 def _parts(grad: Any) -> int:

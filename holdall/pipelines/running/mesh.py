@@ -23,12 +23,14 @@ from holdall.parallel.ways import DIVIDED as DIVISIONS
 from holdall.parallel.ways import split_way
 from holdall.pipelines.hybrid.starting import is_split
 from holdall.pipelines.pipeline import ONE, Pipeline
+from holdall.pipelines.running.stage_ranks.copies import Tied
 from holdall.pipelines.running.stage_ranks.sharing import DDP, ZERO3, Sharing
 from holdall.sharded import is_shard, local_of
 from holdall.types.mesh import Mesh
 
 DIVIDED = {"tp": DIVISIONS["tp"][:1], "cp": DIVISIONS["cp"], "ep": DIVISIONS["ep"]}  # ways; the first is the default
 DIMS = ("pp", "dp", *DIVIDED)  # the slowest network first; of those that divide there is one at most
+_COUNTER = 4  # bytes in which ranks say of a parameter whether it has a gradient
 BATCHES = ("dp", "ep")  # those whose ranks have batches of their own
 
 
@@ -141,6 +143,24 @@ class PipeMesh:
         self._reduce([p for p in found if self.sharing.is_whole_on_all(p)], "dp", mean=True)
         self._reduce([p for p in found if not is_shard(p) or p.placements[-1].is_replicate()], "ep", mean=True)  # type: ignore[attr-defined]
         self._reduce(found, "cp", mean=False)
+
+    def reducing(self, trained: Sequence[torch.nn.Parameter], made: Pipeline, tied: Sequence[Tied]) -> int:
+        """Bytes that it takes to add gradients up after the last micro-batch, besides these: of the flat copies."""
+        flat: dict[torch.dtype, int] = {}
+        for p in trained:
+            flat[p.dtype] = flat.get(p.dtype, 0) + local_of(p).nbytes
+        over_ranks = max(flat.values(), default=0) + _COUNTER * len(trained) if self.is_summed else 0
+        twins = 3 * sum(flat.values()) if made.copies > 1 else 0
+        mine = {id(p) for p in trained}
+        shared = ((len(one.ranks) + 1) * one.parameter.nbytes for one in tied if id(one.parameter) in mine)
+        return max(over_ranks, twins, *shared, 0)
+
+    @property
+    def is_summed(self) -> bool:
+        """Do ranks add their gradients up?"""
+        return self.replicas > 1 or self.sizes["cp"] > 1
+
+    in_advance = True  # is there a buffer for every message?
 
     def _reduce(self, parameters: Sequence[torch.nn.Parameter], dim: str, *, mean: bool) -> None:
         if self.sizes[dim] > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,53 +13,32 @@ from torch.utils._pytree import tree_map_only
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.parallel.agree import together
-from holdall.pipelines.cuts import check_bounds, even_cut
 from holdall.pipelines.lowering import lower
-from holdall.pipelines.pipeline import ONE, PREDICTED, Pipeline
-from holdall.pipelines.running.choosing import Some, Wishes, named
+from holdall.pipelines.pipeline import ONE, PREDICTED
+from holdall.pipelines.running.auto import choose
+from holdall.pipelines.running.budget.metering import STEP, Meter, make_meter, measure_updates
+from holdall.pipelines.running.budget.report import PipeReport, made_report
+from holdall.pipelines.running.budget.rule_bytes import MakeOptimizer
+from holdall.pipelines.running.budget.saving import StageSaving
 from holdall.pipelines.running.clipping import clip_over_stages
 from holdall.pipelines.running.faults import ends_with_the_others
 from holdall.pipelines.running.host.memory import host_of
 from holdall.pipelines.running.host.states import PlacedStates, parameters_of
-from holdall.pipelines.running.mesh import PipeMesh
-from holdall.pipelines.running.pieces import check_whole, pieces_of
-from holdall.pipelines.running.saving import StageSaving
 from holdall.pipelines.running.stage_ranks.by_context import ByContext
 from holdall.pipelines.running.stage_ranks.by_experts import ByExperts
 from holdall.pipelines.running.stage_ranks.by_tensors import ByTensors
-from holdall.pipelines.running.stage_ranks.copies import Tied, add_tied, add_twins, holders_of, refuse_divided, tied_over_ranks
-from holdall.pipelines.running.stage_ranks.divided import Divider, Sample, evaluated, sample_of
+from holdall.pipelines.running.stage_ranks.copies import add_tied, add_twins, holders_of
+from holdall.pipelines.running.stage_ranks.divided import Divider, evaluated
 from holdall.pipelines.running.stage_ranks.sharing import ZERO3
 from holdall.pipelines.running.stage_ranks.unequal import ROWS, ByRows, RowsRuntime, UnequalMesh, borders_of
+from holdall.pipelines.running.starting import PipePlan, made_plan
 from holdall.pipelines.running.torch_names import ChainedStage, ListRuntime, ShardedStage
 from holdall.pipelines.running.versions import VersionedStage, check_predictable
-from holdall.pipelines.schedules import pipeline
 from holdall.types.mesh import Mesh
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Runtime = ListRuntime | RowsRuntime
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 _DIVIDERS: dict[str, Callable[..., Divider]] = {"tp": ByTensors, "cp": ByContext, "ep": ByExperts, ROWS: ByRows}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipePlan:
-    """What a run is to be; making it takes no other rank."""
-
-    made: Pipeline
-    mesh: PipeMesh
-    pieces: list[torch.nn.Module]
-    bounds: tuple[int, ...]
-    tied: list[Tied]
-    wishes: Wishes
-    place: frozenset[int]  # layers whose optimizer states are at the host
-    sample: Sample | None  # a micro-batch
-    device: torch.device
-
-    def cut(self, stage: int) -> tuple[int, int]:
-        """The first layer of a stage, and the one after its last."""
-        place = stage % self.made.chain
-        return self.bounds[place], self.bounds[place + 1]
 
 
 class PipeRun:
@@ -72,7 +51,6 @@ class PipeRun:
         model: torch.nn.Module | Sequence[torch.nn.Module],
         plan: PipePlan,
         loss: Loss,
-        optimizer: MakeOptimizer | None,
     ) -> None:
         self.pipeline, self.mesh, self.bounds = plan.made, plan.mesh, plan.bounds
         made, mesh = plan.made, plan.mesh
@@ -103,28 +81,71 @@ class PipeRun:
             divider.divide(whole, *plan.cut(stage))  # type: ignore[union-attr]
         self._fused = divider.fused if divider is not None else ""
         known = before if mesh.dividing != "ep" else None  # other batches give experts other loads
-        rows = replace(plan, sample=mesh.rows(plan.sample))
-        self.saving = StageSaving(rows, self.modules, self.rank, known, loss) if plan.wishes.are_any else None
+        wanted = plan.wishes.are_any or (plan.optimizer is not None and plan.sample is not None)
+        self.saving = StageSaving(plan, self.modules, self.rank, known, loss) if wanted else None
         for stage, whole in self.modules.items() if not mesh.sharing.is_whole else ():
             mesh.sharing.share(whole, mesh.sharing.of(*plan.cut(stage)), mesh.on["dp"])
         ways = {stage: mesh.sharing.of(*plan.cut(stage)) for stage in self.modules}
         self._again = {s: [n for n, way in enumerate(own) if way == ZERO3] for s, own in ways.items()}
-        self.optimizers = {s: optimizer(m.parameters()) for s, m in self.modules.items()} if optimizer is not None else {}
+        self._rule = plan.optimizer
+        rules = self.modules.items() if made.weights != ONE else ()
+        self.optimizers = {s: plan.optimizer(m.parameters()) for s, m in rules}  # type: ignore[misc]
         for rule in self.optimizers.values() if made.weights == PREDICTED else ():
             check_predictable(rule)
-        self._place = parameters_of(plan.place, {plan.cut(stage)[0]: module for stage, module in self.modules.items()})
+        place = self.saving.place if self.saving is not None else plan.wishes.to_place(len(pieces))
+        self._place = parameters_of(place, {plan.cut(stage)[0]: module for stage, module in self.modules.items()})
         self.placed: PlacedStates | None = None  # by `optimizer`
+        self._budget = plan.wishes.budget
+        self._meter: Meter | None = None
+        if self.saving is not None and self.saving.parts:
+            self._meter = make_meter(plan.device, plan.wishes.budget, self)
+        self._updating: list[torch.optim.Optimizer] = list(self.optimizers.values())
         self._loss = loss if self.saving is None else self.saving.counted(loss)
         self._device, self._lists = plan.device, lower(made)
         self._runtimes: dict[Any, Runtime] = {}  # by shapes of a batch: a runtime knows one size of messages
         self.stages: dict[int, Any] = {}  # of the last step
 
-    def optimizer(self, rule: MakeOptimizer) -> torch.optim.Optimizer:
-        """The optimizer that `rule` makes of this rank's parameters, with the states of the layers in `place` at the host."""
+    def part(self, *batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the rows of all replicas together, those of this one."""
+        return tuple(t.chunk(self.replicas)[self.replica] for t in batch)
+
+    def optimizer(self, rule: MakeOptimizer | None = None) -> torch.optim.Optimizer:
+        """The optimizer that `rule`, by default that of `start`, makes of this rank's parameters; the states of the layers in
+        `place` are at the host."""
+        rule = rule or self._rule
+        if rule is None:
+            raise InvalidInput(
+                "there is no rule to make an optimizer by",
+                hint="use pipe.optimizer(torch.optim.AdamW), or start(optimizer=...)",
+            )
         made = rule(list(self.parameters()))
         if self._place:
             self.placed = PlacedStates(made, self._place, host_of(self._device))
+        self._updating = [made]
+        if self._meter is not None:
+            measure_updates(made, self._meter)
         return made
+
+    def report(self) -> PipeReport:
+        """Predicted against measured, of this rank."""
+        if self.saving is None:
+            raise InvalidInput(
+                "nothing is predicted of this pipeline", hint="use start(..., sample=batch, optimizer=torch.optim.AdamW)"
+            )
+        return made_report(self.saving, self._meter, rank=dist.get_rank(), budget=self._budget)
+
+    def _measured(self, *given: torch.Tensor) -> AbstractContextManager[None]:
+        return self._meter.measured(STEP, given) if self._meter is not None else nullcontext()
+
+    def there(self) -> Iterator[torch.Tensor]:
+        """What is on the device between steps, as far as it is known here."""
+        away = {id(p) for own in self._place.values() for p in own}
+        for module in self.modules.values():
+            yield from (t for t in (*module.parameters(), *module.buffers()))
+        yield from (p.grad for p in self.parameters() if p.grad is not None)
+        for rule in self._updating:
+            every = ((p, t) for p, state in rule.state.items() for t in state.values() if isinstance(t, torch.Tensor))
+            yield from (t for p, t in every if id(p) not in away or not t.dim())
 
     def _made_runtime(self, inputs: torch.Size) -> Runtime:
         if isinstance(self.mesh, UnequalMesh):
@@ -208,13 +229,17 @@ class PipeRun:
             )
         for given in (inputs, targets):
             self.mesh.check_rows(len(given) // count)
+        with self._measured(inputs, targets):
+            return self._step(inputs, targets)
+
+    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if not self._runtimes:
             with ends_with_the_others(self._group):
                 self.mesh.refuse_other_batches((inputs, targets))
-        if self._place and self.placed is None:
+        if (self._place or self._rule is not None) and not self._updating:
             raise InvalidInput(
-                "`place` names layers of this rank, but no optimizer has been made that keeps their states at the host",
-                hint="use optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters))",
+                "`start` was told of an optimizer, or of states to `place`, but no optimizer has been made",
+                hint="use optimizer = pipe.optimizer(), or pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters))",
             )
         before = [p.grad for p in self.parameters()]
         for p in self.parameters():
@@ -239,7 +264,7 @@ class PipeRun:
         if self.pipeline.weights != ONE:
             raise Unsupported(f"`{self.pipeline.name}` updates inside a step", hint="use a schedule that flushes, such as 1f1b")
         group = self._group if self.mesh.is_alone else None
-        with ends_with_the_others(group):
+        with ends_with_the_others(group), self._measured():
             holders = self.mesh.holders * self.pipeline.copies
             every = list(self.parameters())
             return clip_over_stages(every, max_norm, holders=holders, again=holders_of(self._tied), group=group)
@@ -270,47 +295,14 @@ class PipeRun:
         return self.mesh.mean(each.mean()).float()
 
 
-def _device_of(pieces: Sequence[torch.nn.Module]) -> torch.device:
-    """The device of the model, all of which is on one."""
-    found = list(dict.fromkeys(p.device for piece in pieces for p in piece.parameters()))
-    if any(device.type == "meta" for device in found):
-        raise InvalidInput("parameters of the model are on the meta device, as after a cut", hint="build the model again")
-    if len(found) > 1:
-        raise InvalidInput(
-            f"the model's parameters are on {found[0]} and {found[1]}", hint="put all of it on this rank's device"
-        )
-    return found[0] if found else torch.device("cpu")
-
-
-def _check_backend(device: torch.device, group: Any) -> None:
-    """Refuse a process group that sends nothing from the model's device."""
-    kind = "nccl" if device.type == "cuda" else "gloo"
-    backends = dist.get_backend_config(group)
-    if f"{device.type}:{kind}" not in backends.split(","):
-        raise InvalidInput(
-            f"the model is on {device}, but the process group is of {backends}",
-            hint=f'use torch.distributed.init_process_group("{device.type}:{kind}"), or put the model elsewhere',
-        )
-
-
 def start(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
-    schedule: str = "1f1b",
-    micro_batches: int,
     loss: Loss,
-    cut: Sequence[int] | None = None,
-    optimizer: MakeOptimizer | None = None,
     group: Any = None,
-    mesh: Mapping[str, int] | Mesh | None = None,
-    shard: str | Sequence[str] = "ddp",
-    replicas: Sequence[int] | None = None,
+    mesh: Mapping[str, int] | Mesh | str | None = None,
     sample: Any = None,
-    recompute: Some = None,
-    offload: Some = None,
-    place: Some = None,
-    budget: str | int | None = None,
-    **options: Any,
+    **asked: Any,
 ) -> PipeRun:
     """See `holdall.pipelines.start`."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -318,60 +310,13 @@ def start(
             "there is no process group to run a pipeline on",
             hint='start with `torchrun --nproc-per-node 4` and `torch.distributed.init_process_group("gloo")`',
         )
-
-    def make() -> PipePlan:
-        if replicas is not None and (mesh is not None or shard != "ddp"):
-            raise InvalidInput("`replicas` lays out all ranks, without `mesh` and `shard`", hint="leave one of them out")
-        on = PipeMesh(mesh, shard, group) if replicas is None else UnequalMesh(replicas, group)
-        made = pipeline(schedule, ranks=on.sizes["pp"], micro_batches=micro_batches, **options)
-        on.check(made)
-        if made.weights != ONE and optimizer is None:
-            raise InvalidInput(
-                f"`{made.name}` updates weights inside a step, so it makes the optimizer itself",
-                hint="pass optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
-            )
-        if made.weights == ONE and optimizer is not None:
-            raise InvalidInput(
-                f"`{made.name}` ends a step with gradients: make the optimizer yourself",
-                hint="use torch.optim.AdamW(pipe.parameters())",
-            )
-        pieces = pieces_of(model)
-        on.sharing.check_pieces(len(pieces))
-        sizes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in pieces]
-        bounds = check_bounds(cut, len(pieces), made.chain) if cut is not None else even_cut(sizes, made.chain)
-        tied = tied_over_ranks(pieces, bounds, made)
-        refuse_divided(tied, is_whole=on.sharing.is_whole, dividing=on.dividing)
-        wishes = Wishes.of(recompute, offload, budget, len(pieces))
-        if made.weights != ONE and wishes.are_any:
-            raise Unsupported(
-                f"`{made.name}` computes with several versions of weights, and a recomputed layer would take the newest",
-                hint="leave `recompute`, `offload` and `budget` out, or use a schedule that flushes, such as 1f1b",
-            )
-        placed = named("place", place, len(pieces))
-        if placed and (made.weights != ONE or not on.sharing.is_whole or on.dividing or replicas is not None):
-            raise Unsupported(
-                "`place` keeps states of whole parameters at the host, and updates them between steps",
-                hint='use shard="ddp", a mesh of `pp` and `dp`, and a schedule that flushes, such as 1f1b',
-            )
-        if wishes.budget is not None and on.dividing == "ep":
-            raise Unsupported(
-                "what a rank holds for its experts differs from batch to batch, so that no budget of it can be kept",
-                hint="name the layers: recompute=True, or offload=[...]",
-            )
-        asks = replicas is not None or on.dividing in ("tp", "cp") or wishes.budget is not None
-        device = _device_of(pieces)
-        _check_backend(device, group)
-        check_whole(model, pieces)
-        on.check_pieces(pieces, device)
-        part = sample_of(sample, micro_batches, device) if asks or sample is not None else None
-        if part is not None:
-            on.check_rows(len(part[0]))
-        how: dict[str, Any] = {"tied": tied, "wishes": wishes, "place": placed, "sample": part, "device": device}
-        return PipePlan(made=made, mesh=on, pieces=pieces, bounds=tuple(bounds), **how)
-
-    plan = together(make)
+    if isinstance(mesh, str):
+        given = choose(model, loss, mesh, group=group, sample=sample, **asked)
+    else:
+        given = {**asked, "group": group, "mesh": mesh, "sample": sample}
+    plan = together(lambda: made_plan(model, **given))
     plan.mesh.connect(plan.device)
-    run = together(lambda: PipeRun(model, plan, loss, optimizer))
+    run = together(lambda: PipeRun(model, plan, loss))
     if run.saving is not None:
         run.saving.agree()
     return run

@@ -16,7 +16,7 @@ try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import schedules as _schedules
-    from torch.distributed.pipelining._backward import stage_backward_input
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     _Runtime = _schedules._PipelineScheduleRuntime
     _Action = _schedules._Action
@@ -85,7 +85,8 @@ class ListRuntime(_Runtime):
     def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any) -> None:
         if stage.is_last:
             loss = self._loss_of(output, target_mbs[mb_index])
-            self.losses[mb_index], self._graphs[mb_index] = loss.detach(), loss
+            self._graphs[mb_index] = loss
+            self.losses[mb_index] = loss.detach().clone()  # some losses lie in as many bytes as what they are of
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> torch.Tensor | None:
         return self._graphs.pop(mb_index) if stage.is_last else None
@@ -166,9 +167,14 @@ def _reshard(module: torch.nn.Module) -> None:
             inner.reshard()
 
 
-def backward_of_inputs(outputs: list[torch.Tensor], inputs: list[Any], module: torch.nn.Module) -> Any:
+def backward_of_inputs(outputs: list[torch.Tensor], inputs: list[Any], module: torch.nn.Module, grads: Any = None) -> Any:
     """The first part of a backward in two, from gradients of ones; returns what the second part needs of the graph."""
-    return stage_backward_input(outputs, None, inputs, module.parameters())[1]
+    return stage_backward_input(outputs, grads, inputs, module.parameters())[1]
+
+
+def backward_of_weights(module: torch.nn.Module, rest: Any) -> None:
+    """The second part; `rest`: what the first has returned."""
+    stage_backward_weight(module.parameters(), rest)
 
 
 def _action(task: PipeTask) -> Any:

@@ -16,7 +16,7 @@ def micro_batch_counts(pricing: Pricing) -> list[int]:
 def pipe_counts(pricing: Pricing) -> list[int]:
     """Stages of equal groups of devices."""
     most = min(len(pricing.model.layers), pricing.space.most_pipes or pricing.cluster.devices)
-    return [n for n in divisors(pricing.cluster.devices) if n <= most]
+    return [n for n in divisors(pricing.cluster.devices) if pricing.space.least_pipes <= n <= most]
 
 
 def base_seconds(pricing: Pricing) -> list[float]:

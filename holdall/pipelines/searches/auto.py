@@ -6,6 +6,7 @@ schedules, cut anew into as many stages as these have, and simulated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -47,6 +48,13 @@ class AutoMesh:
                 if tried is not None and tried.peak <= pricing.cluster.memory and tried.seconds < best.seconds:
                     best = tried
         return best
+
+    def ranked(self, pricing: Pricing, may_run: Callable[[HybridPlan], bool]) -> list[HybridPlan]:
+        """All candidates that may be run, also with the other schedules, the fastest first, fitting or not."""
+        own = [plan for plan in dict.fromkeys(self.candidates(pricing)) if plan.pipes >= pricing.space.least_pipes]
+        others = [with_schedule(pricing, plan, name) for plan in own for name in self.schedules]
+        tried = [judged(pricing, plan) for plan in (*own, *others) if plan is not None and may_run(plan)]
+        return sorted((plan for plan in tried if plan is not None), key=lambda plan: plan.seconds)
 
     def candidates(self, pricing: Pricing) -> list[HybridPlan]:
         return [plan for search in (Galvatron(), Alpa(), FlexFlow()) for plan in search.candidates(pricing)]

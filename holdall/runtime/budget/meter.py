@@ -108,6 +108,11 @@ def device_context(device: torch.device) -> int:
     return max(0, taken - torch.cuda.memory_reserved(device))
 
 
+def bytes_outside(device: torch.device) -> int:
+    """Bytes of a budget that are not for tensors."""
+    return device_context(device) + _SPARE if device.type == "cuda" else 0
+
+
 class CudaMeter:
     """Reads the caching allocator, and limits it to the budget while the harness is on.
 

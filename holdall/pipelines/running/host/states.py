@@ -94,7 +94,8 @@ class _LayerStates:
         """Bytes of each parameter's states, by an update of a copy with a gradient of zeros."""
         part, found = Part(optimizer, self.parameters), []
         for n, p in enumerate(self.parameters):
-            state: State = {}
+            there = optimizer.state.get(p, {})  # some rules make them at once
+            state: State = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in there.items()}
             if p.requires_grad:
                 part.step([p.detach().clone()], [torch.zeros_like(p)], [state], groups, [n])
             found.append(sum(t.nbytes for t in state.values() if _is_large(t)))

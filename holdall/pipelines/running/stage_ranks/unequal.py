@@ -35,6 +35,8 @@ Key = tuple[int, str, int]  # of a message that is to come: stage, kind, micro-b
 class UnequalMesh(PipeMesh):
     """This rank's place among stages of different numbers of ranks. All ranks have one batch."""
 
+    in_advance = False
+
     def __init__(self, replicas: Sequence[int], group: Any) -> None:
         super().__init__(None, "ddp", group)
         wrong = [n for n in replicas if isinstance(n, bool) or not isinstance(n, int) or n < 1]
@@ -63,6 +65,10 @@ class UnequalMesh(PipeMesh):
     @property
     def holders(self) -> int:
         return self.count
+
+    @property
+    def is_summed(self) -> bool:
+        return self.count > 1
 
     @property
     def count(self) -> int:

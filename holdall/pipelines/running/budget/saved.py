@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from holdall.parallel.parts import wrap
-from holdall.pipelines.running.drawn import same_random
-from holdall.pipelines.running.torch_names import backward_of_inputs
 from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, storages_of
 from holdall.runtime.activations.recompute import Input, Segment, unpack
+from holdall.runtime.budget.ledger import Ledger
 from holdall.sharded import local_of
 from holdall.tiers import Store
 
@@ -36,6 +35,7 @@ class HeldBytes:
 
     def __init__(self) -> None:
         self.now = self.most = 0
+        self.ledger: Ledger | None = None  # counts all that is on the device, in steps that are measured
         self._held: dict[int, list[int]] = {}  # storage -> [holders, bytes]
 
     def hold(self, storage: torch.UntypedStorage) -> int:
@@ -62,13 +62,14 @@ class HeldBytes:
 
     # as the bank of offloaded tensors asks a ledger
 
-    def see(self, storage: torch.UntypedStorage, _: str) -> None:
+    def see(self, storage: torch.UntypedStorage, what: str) -> None:
         """Count a storage for as long as it lives."""
         weakref.finalize(storage, self.drop, self.hold(storage))
+        if self.ledger is not None:
+            self.ledger.see(storage, what)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        yield
+    def paused(self) -> AbstractContextManager[None]:
+        return self.ledger.paused() if self.ledger is not None else nullcontext()
 
 
 class CountedTensor:
@@ -97,13 +98,13 @@ class CountedSegment(Segment):
 
     def count_inputs(self) -> None:
         found = [item.tensor for call in self.calls for item in call.inputs if isinstance(item, Input)]
-        self._inputs = [CountedTensor(t, self._held) for t in found if t is not None and _key(t) not in self._resident]
+        self._inputs = [CountedTensor(t, self._held) for t in found if t is not None and key_of(t) not in self._resident]
 
     def replay(self) -> None:
         promises = [p for call in self.calls for reference in call.promises.values() if (p := reference()) is not None]
         super().replay()
         for promise in promises:
-            if promise.value is not None and _key(promise.value) not in self._resident:
+            if promise.value is not None and key_of(promise.value) not in self._resident:
                 weakref.finalize(promise, self._held.drop, self._held.hold(local_of(promise.value).untyped_storage()))
         self._inputs = []
 
@@ -133,7 +134,7 @@ class StageLayers:
                 return plain(*args, **kwargs)
             if is_first:
                 self._input = set(storages_of((args, kwargs)))
-            resident = self._input | _own_storages(layer)
+            resident = self._input | own_storages(layer)
             if way == RECOMPUTE:
                 segment = CountedSegment(self._held, resident)
                 out, _ = segment.run(layer, plain, args, kwargs, state=state)
@@ -150,7 +151,7 @@ def keep_counted(run: Callable[..., Any], args: Any, kwargs: Any, resident: set[
     """Run something and count what autograd saves of it."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        return tensor.detach() if _key(tensor) in resident else CountedTensor(tensor, held)
+        return tensor.detach() if key_of(tensor) in resident else CountedTensor(tensor, held)
 
     with saved_tensors_hooks(pack, unpack):
         return run(*args, **kwargs)
@@ -166,7 +167,7 @@ def _offloaded(run: Callable[..., Any], args: Any, kwargs: Any, resident: set[in
     def pack(tensor: torch.Tensor) -> Any:
         found = saves.pack(tensor)
         if isinstance(found, torch.Tensor):
-            return tensor.detach() if _key(tensor) in resident else CountedTensor(tensor, held)
+            return tensor.detach() if key_of(tensor) in resident else CountedTensor(tensor, held)
         if id(found.entry) not in parked:
             parked[id(found.entry)] = (found.entry, held.hold(tensor.untyped_storage()))
         return found
@@ -183,121 +184,10 @@ def _offloaded(run: Callable[..., Any], args: Any, kwargs: Any, resident: set[in
     return out
 
 
-def _own_storages(module: torch.nn.Module) -> set[int]:
+def own_storages(module: torch.nn.Module) -> set[int]:
     """Of parameters and buffers, as they are during a call."""
-    return {_key(t) for t in itertools.chain(module.parameters(), module.buffers())}
+    return {key_of(t) for t in itertools.chain(module.parameters(), module.buffers())}
 
 
-def _key(tensor: torch.Tensor) -> int:
+def key_of(tensor: torch.Tensor) -> int:
     return int(local_of(tensor).untyped_storage()._cdata)
-
-
-# prediction
-
-
-class LayerSaves:
-    """What a layer's forward saved in a trial: storages by number, and their bytes."""
-
-    def __init__(self, saved: dict[int, int], inputs: dict[int, int], outputs: set[int], changed: list[str]) -> None:
-        self.saved, self.inputs, self.outputs, self.changed = saved, inputs, outputs, changed
-        self.gone: set[int] = set()  # saved, and let go by a backward of inputs only
-
-    def held(self, way: str) -> dict[int, int]:
-        """From the end of the layer's forward to its backward."""
-        if way == RECOMPUTE:
-            return self.inputs
-        return {k: n for k, n in self.saved.items() if k in self.outputs} if way == OFFLOAD else self.saved
-
-    def made(self, way: str) -> dict[tuple[str, int], int]:
-        """What its backward makes or fetches, and holds besides."""
-        if way == RECOMPUTE:
-            return {("again", k): n for k, n in self.saved.items() if k not in self.inputs}
-        return {("back", k): n for k, n in self.saved.items() if k not in self.outputs} if way == OFFLOAD else {}
-
-    def left(self, way: str, *, over: bool) -> dict[Any, int]:
-        """After its part of a backward that computes the gradients of inputs only; `over`: that of the stage is over."""
-        saved = {k: n for k, n in self.saved.items() if not over or k not in self.gone}
-        if way == KEEP:
-            return saved
-        same = self.inputs if way == RECOMPUTE else self.outputs  # what is not made or fetched
-        word = "again" if way == RECOMPUTE else "back"
-        return {k if k in same else (word, k): n for k, n in saved.items()}
-
-
-class StageBytes:
-    """Bytes that one micro-batch has autograd hold on a stage, by the ways of its layers."""
-
-    def __init__(self, layers: Sequence[LayerSaves], ways: Sequence[str]) -> None:
-        each = list(zip(layers, ways, strict=True))
-        held: list[dict[Any, int]] = [layer.held(way) for layer, way in each]
-        made: list[dict[Any, int]] = [layer.made(way) for layer, way in each]
-        leaving: list[dict[Any, int]] = [layer.saved if way == OFFLOAD else {} for layer, way in each]
-        left = [layer.left(way, over=False) for layer, way in each]
-        before = [_union(held[: n + 1]) for n in range(len(layers))]
-        self.after = _total(before[-1])
-        self.in_forward = max(_total(b | leaving[n]) for n, b in enumerate(before))
-        self.in_backward = max(_total(b | made[n]) for n, b in enumerate(before))
-        self.in_input = max(_total(b | made[n] | _union(left[n + 1 :])) for n, b in enumerate(before))
-        self.for_weight = _total(_union([layer.left(way, over=True) for layer, way in each]))
-
-
-def _union(sets: Sequence[dict[Any, int]]) -> dict[Any, int]:
-    return {key: nbytes for one in sets for key, nbytes in one.items()}
-
-
-def _total(held: dict[Any, int]) -> int:
-    return sum(held.values())
-
-
-def try_stage(
-    module: torch.nn.Module,
-    inputs: Any,
-    device: torch.device,
-    loss: Any = None,
-    targets: Any = None,
-    *,
-    in_two: bool = False,
-) -> list[LayerSaves]:
-    """One forward of a stage, for what its layers save; `loss`: of the last stage, counted as one more layer. `in_two`: also
-    the first part of a backward in two. The random state and buffers are as before."""
-    before = [b.detach().clone() for b in module.buffers()]
-    counter, alive = HeldBytes(), [inputs]  # what was saved stays here too, so that no other storage gets its number
-    found: list[LayerSaves] = []
-    steps: list[tuple[torch.nn.Module | None, Any]] = [(layer, layer) for layer in module.children()]
-    steps += [(None, lambda out: loss(out, targets))] if loss is not None else []
-    given = inputs
-    with same_random(device), torch.enable_grad():
-        for layer, run in steps:
-            resident = set(storages_of((inputs, targets))) | (_own_storages(layer) if layer is not None else set())
-            named = dict(layer.named_buffers()) if layer is not None else {}
-            values = {name: b.detach().clone() for name, b in named.items()}
-            saved: dict[int, int] = {}
-
-            def pack(tensor: torch.Tensor, resident: set[int] = resident, saved: dict[int, int] = saved) -> Any:
-                if _key(tensor) in resident:
-                    return tensor.detach()
-                saved[_key(tensor)] = local_of(tensor).untyped_storage().nbytes()
-                alive.append(tensor.detach())
-                return CountedTensor(tensor, counter)
-
-            with saved_tensors_hooks(pack, unpack):
-                out = run(given)
-            sizes = {_key(t): local_of(t).untyped_storage().nbytes() for t in _tensors(given)}
-            taken = {k: n for k, n in sizes.items() if k not in resident}
-            changed = list(named) if any(not torch.equal(b, values[name]) for name, b in named.items()) else []
-            found.append(LayerSaves(saved, taken, set(storages_of(out)), changed))
-            alive.append(out.detach() if isinstance(out, torch.Tensor) else out)
-            given = out
-        if in_two:
-            rest = backward_of_inputs(list(_tensors(given)), list(_tensors(inputs)), module)
-            for one in found:
-                one.gone = {k for k in one.saved if not counter.holds(k)}
-            del rest
-    with torch.no_grad():
-        for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
-    return found
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (t for t in torch.utils._pytree.tree_iter(value) if isinstance(t, torch.Tensor))

@@ -1,25 +1,26 @@
 """Chooses what a rank's layers do about their saved tensors: as the user says, or so that a budget is kept.
 
-A budget is of the bytes that autograd holds on a rank (`saved.py`); weights, gradients and optimizer states come on top. How
-many micro-batches a stage holds at once follows from the schedule, by `holding.py`, as for simulated pipelines.
+A budget is of all that a rank's device holds in a training step (`predicted.py`). How many micro-batches a stage holds at once
+follows from the schedule's lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from holdall.errors import Infeasible, InvalidInput
-from holdall.pipelines.costs import PipeCosts, StageCosts
-from holdall.pipelines.holding import holdings
-from holdall.pipelines.pipeline import Pipeline
-from holdall.pipelines.running.saved import KEEP, OFFLOAD, RECOMPUTE, LayerSaves, StageBytes
+from holdall.errors import Infeasible, InvalidInput, Unsupported
+from holdall.pipelines.pipeline import ONE, Pipeline
+from holdall.pipelines.running.budget.predicted import RankBytes, RankPeak, Ways
+from holdall.pipelines.running.budget.saved import KEEP, OFFLOAD, RECOMPUTE
 from holdall.units import format_bytes, parse_bytes
 
-Ways = dict[int, tuple[str, ...]]  # stage -> the way of each of its layers
+if TYPE_CHECKING:
+    from holdall.pipelines.running.mesh import PipeMesh
+
 Some = bool | Sequence[int] | None  # all, none, or some of the model's layers by number
 
 
@@ -41,14 +42,16 @@ class Wishes:
 
     recompute: Some = None
     offload: Some = None
+    place: Some = None  # layers whose optimizer states are at the host; with a budget: may be
     budget: int | None = None  # bytes of a rank
+    may_recompute: bool = True  # for a budget, where nothing is said of it
 
     @staticmethod
-    def of(recompute: Some, offload: Some, budget: str | int | None, layers: int) -> Wishes:
-        for name, some in (("recompute", recompute), ("offload", offload)):
+    def of(recompute: Some, offload: Some, place: Some, budget: str | int | None, layers: int) -> Wishes:
+        for name, some in (("recompute", recompute), ("offload", offload), ("place", place)):
             named(name, some, layers)
         most = None if budget is None else parse_bytes(budget)
-        wishes = Wishes(recompute=recompute, offload=offload, budget=most)
+        wishes = Wishes(recompute=recompute, offload=offload, place=place, budget=most)
         if most is None:
             both = [n for n in range(layers) if wishes.permits(RECOMPUTE, n) and wishes.permits(OFFLOAD, n)]
             if both:
@@ -61,12 +64,16 @@ class Wishes:
     def are_any(self) -> bool:
         return bool(self.recompute or self.offload) or self.budget is not None
 
+    def to_place(self, layers: int) -> frozenset[int]:
+        """Layers whose optimizer states shall be at the host, however much there is."""
+        return frozenset() if self.budget is not None else named("place", self.place, layers)
+
     def permits(self, way: str, layer: int) -> bool:
         """May, or without a budget shall, a layer do so? With a budget, layers may be recomputed unless something else is
         said."""
         some = self.recompute if way == RECOMPUTE else self.offload
         if some is None:
-            return way == RECOMPUTE and self.budget is not None
+            return way == RECOMPUTE and self.budget is not None and self.may_recompute
         return some if isinstance(some, bool) else layer in some
 
     def plainly(self, first: int, count: int) -> tuple[str, ...]:
@@ -78,31 +85,35 @@ class Wishes:
         )
 
 
-class RankBytes:
-    """Predicts the most bytes that autograd holds on a rank. `saves`: by stage, what its layers save, the loss last where it is
-    computed."""
-
-    def __init__(self, made: Pipeline, rank: int, saves: Mapping[int, Sequence[LayerSaves]]) -> None:
-        self._made, self._rank, self.saves = made, rank, saves
-
-    def peak(self, ways: Ways) -> int:
-        costs = [StageCosts()] * self._made.chain
-        for stage, layers in self.saves.items():
-            own = StageBytes(layers, [*ways[stage], *[KEEP] * (len(layers) - len(ways[stage]))])
-            is_first = self._made.before(stage) is None  # torch computes all of its backward in `W`
-            costs[stage % self._made.chain] = StageCosts(
-                activations=own.after,
-                in_forward=own.in_forward,
-                in_backward=own.in_backward,
-                in_input=0 if is_first else own.in_input,
-                for_weight=own.after if is_first else own.for_weight,
-                in_weight=own.in_backward if is_first else own.for_weight,
-            )
-        return holdings(self._made, self._made.lists, PipeCosts(stages=tuple(costs)))[self._rank].bytes
+def check_wishes(wishes: Wishes, made: Pipeline, mesh: PipeMesh, optimizer: Any) -> Wishes:
+    """Refuse what a schedule or a mesh does not do."""
+    if made.weights != ONE and (wishes.recompute or wishes.offload):
+        raise Unsupported(
+            f"`{made.name}` computes with several versions of weights, and a recomputed layer would take the newest",
+            hint="leave `recompute` and `offload` out, or use a schedule that flushes, such as 1f1b",
+        )
+    if wishes.place and (made.weights != ONE or not mesh.sharing.is_whole or mesh.dividing):
+        raise Unsupported(
+            "`place` keeps states of whole parameters at the host, and updates them between steps",
+            hint='use shard="ddp", a mesh of `pp` and `dp`, and a schedule that flushes, such as 1f1b',
+        )
+    if wishes.budget is None:
+        return wishes
+    if mesh.dividing == "ep":
+        raise Unsupported(
+            "what a rank holds for its experts differs from batch to batch, so that no budget of it can be kept",
+            hint="name the layers: recompute=True, or offload=[...]",
+        )
+    if optimizer is None:
+        raise InvalidInput(
+            "a budget is of the optimizer's states too, and nothing is known of them",
+            hint="pass optimizer=lambda parameters: torch.optim.AdamW(parameters), and take it by pipe.optimizer()",
+        )
+    return replace(wishes, may_recompute=made.weights == ONE)
 
 
 def chosen(
-    wishes: Wishes, bytes_of: RankBytes, firsts: Mapping[int, int], counts: Mapping[int, int]
+    wishes: Wishes, bytes_of: RankBytes | RankPeak, firsts: Mapping[int, int], counts: Mapping[int, int]
 ) -> tuple[Ways | None, int]:
     """(the ways with the fewest layers that do not just keep, or None if none fits; the smallest peak that was found).
 
@@ -128,7 +139,7 @@ def chosen(
 
 
 def _sequence(
-    wishes: Wishes, way: str, bytes_of: RankBytes, plain: Ways, firsts: Mapping[int, int]
+    wishes: Wishes, way: str, bytes_of: RankBytes | RankPeak, plain: Ways, firsts: Mapping[int, int]
 ) -> Iterator[tuple[Ways, int]]:
     ways = dict(plain)
     left = [(s, n) for s in ways for n in range(len(ways[s])) if wishes.permits(way, firsts[s] + n)]
@@ -152,8 +163,9 @@ def refuse_together(wishes: Wishes, fits: bool, smallest: int) -> None:
         return
     assert wishes.budget is not None
     rank, need = max(((rank, told[1]) for rank, told in enumerate(said) if not told[0]), key=lambda found: found[1])
+    more = [f"{name}=True" for name, some in (("offload", wishes.offload), ("place", wishes.place)) if not some]
     raise Infeasible(
-        f"the layers of rank {rank} have autograd hold {format_bytes(need)} at least, more than {format_bytes(wishes.budget)}",
-        hint=f"use a budget of {need:,} bytes or more, more micro-batches, or let layers be offloaded: offload=True",
+        f"a step of rank {rank} takes {format_bytes(need)} at least, more than {format_bytes(wishes.budget)}",
+        hint=" or ".join([f"use a budget of {need:,} bytes or more, more micro-batches", *more]),
         smallest=need,
     )
