@@ -6,11 +6,66 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from holdall.errors import Unsupported
+from holdall.pipelines.running.drawn import as_if_not_run
 
 _TRIED = 8  # words
 _AS_LIST = "pass a list of modules, each of which takes what the one before returns"
+
+
+class StagePieces(torch.nn.Sequential):
+    """The pieces of a stage. What a stage gets from the one before comes as several arguments if that returns several tensors;
+    messages are contiguous."""
+
+    hands_on = True  # has it a stage after it?
+
+    def forward(self, *given: Any) -> Any:
+        value = received(given[0] if len(given) == 1 else given)
+        for piece in self:
+            value = piece(value)
+        return handed_on(value) if self.hands_on else value
+
+
+class _SentBack(torch.autograd.Function):
+    """Backward: the gradient as it can be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
+        return grad.contiguous()
+
+
+def received(value: Any) -> Any:
+    """What a stage computes on."""
+    return tree_map_only(torch.Tensor, lambda t: _SentBack.apply(t) if t.requires_grad else t, value)
+
+
+class _Apart(torch.autograd.Function):
+    """The same bytes, in a tensor that autograd takes for no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
+        return grad
+
+
+def handed_on(value: Any) -> Any:
+    """What a stage returns, as it can be sent, and as torch lets go of its graph where backwards are in two parts: in place,
+    which views refuse."""
+
+    def one(t: torch.Tensor) -> torch.Tensor:
+        t = t.contiguous()
+        return _Apart.apply(t) if t._is_view() else t  # type: ignore[no-any-return]
+
+    return tree_map_only(torch.Tensor, one, value)
 
 
 def pieces_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -68,7 +123,7 @@ def _is_whole(model: Any, pieces: Sequence[torch.nn.Module]) -> bool:
     modes = {m: m.training for m in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), as_if_not_run([model], ids.device):
             expected = model(input_ids=ids, use_cache=False).logits
             found: Any = ids
             for piece in pieces:

@@ -24,6 +24,7 @@ from holdall.pipelines.running.clipping import clip_over_stages
 from holdall.pipelines.running.faults import ends_with_the_others
 from holdall.pipelines.running.host.memory import host_of
 from holdall.pipelines.running.host.states import PlacedStates, parameters_of
+from holdall.pipelines.running.pieces import StagePieces
 from holdall.pipelines.running.stage_ranks.by_context import ByContext
 from holdall.pipelines.running.stage_ranks.by_experts import ByExperts
 from holdall.pipelines.running.stage_ranks.by_tensors import ByTensors
@@ -71,7 +72,8 @@ class PipeRun:
         self.modules: dict[int, torch.nn.Module] = {}  # stage of this rank -> its layers
         self._names: dict[int, dict[str, list[str]]] = {}  # stage -> name of a parameter or buffer in it -> in the model
         for stage in made.stages_of(self.rank):
-            module = torch.nn.Sequential(*pieces[slice(*plan.cut(stage))])
+            module = StagePieces(*pieces[slice(*plan.cut(stage))])
+            module.hands_on = made.after(stage) is not None
             own = module if stage < made.chain else copy.deepcopy(module)
             there = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
             self._names[stage] = {path: names[id(t)] for path, t in there}

@@ -9,7 +9,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.pipelines.pipeline import Pipeline
-from holdall.pipelines.running.drawn import same_random
+from holdall.pipelines.running.drawn import as_if_not_run
 from holdall.pipelines.tasks import OVERLAP, UPDATE, PipeTask
 
 try:
@@ -72,15 +72,9 @@ class ListRuntime(_Runtime):
         """`fully_shard`'s own hooks gather parameters where they are needed."""
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> Any:
-        """torch finds shapes by a forward of uninitialised tensors, at the first step: random state and buffers stay as they
-        were."""
-        buffers = [(b, b.detach().clone()) for stage in self._stages for b in stage.submod.buffers()]
-        with same_random(self._stages[0].device):
-            found = super()._initialize_stages(*args, **kwargs)
-        with torch.no_grad():
-            for b, before in buffers:
-                b.copy_(before)
-        return found
+        """torch finds shapes by a forward of uninitialised tensors, at the first step, which leaves nothing behind."""
+        with as_if_not_run([stage.submod for stage in self._stages], self._stages[0].device):
+            return super()._initialize_stages(*args, **kwargs)
 
     def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any) -> None:
         if stage.is_last:

@@ -20,7 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
 from holdall.pipelines.running.budget.saved import OFFLOAD, RECOMPUTE, CountedTensor, HeldBytes, key_of, own_storages
-from holdall.pipelines.running.drawn import same_random
+from holdall.pipelines.running.drawn import as_if_not_run
+from holdall.pipelines.running.pieces import handed_on, received
 from holdall.pipelines.running.torch_names import backward_of_inputs, backward_of_weights
 from holdall.runtime.activations.offload import storages_of
 from holdall.runtime.activations.recompute import unpack
@@ -112,20 +113,16 @@ def try_stage(
 
 @contextmanager
 def as_before(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards gradients, of which there are none inside, buffers and the random state are as before."""
-    buffers = [b.detach().clone() for b in module.buffers()]
+    """Afterwards gradients, of which there are none inside, buffers, attributes and the random state are as before."""
     gradients = [(p, p.grad) for p in module.parameters()]
     for p, _ in gradients:
         p.grad = None
     try:
-        with same_random(device):
+        with as_if_not_run([module], device):
             yield
     finally:
         for p, before in gradients:
             p.grad = before
-        with torch.no_grad():
-            for buffer, value in zip(module.buffers(), buffers, strict=True):
-                buffer.copy_(value)
 
 
 @contextmanager
@@ -172,10 +169,14 @@ class _StageTry:
     @torch.no_grad()
     def _forget(self) -> None:
         given = self.inputs
-        for step in self.steps:
+        for n in range(len(self.steps)):
             before = self._begin()
-            given = step(given)
+            given = self.run_step(n, given)
             self.again.append(self.ledger.peak - before)
+
+    def run_step(self, n: int, given: Any) -> Any:
+        out = self.steps[n](given if n else received(given))
+        return handed_on(out) if n == len(self.steps) - 1 and not self.is_last else out
 
     def _begin(self) -> int:
         self.ledger.restart()
@@ -209,9 +210,9 @@ class _StageTry:
         """A micro-batch whose backward is in two parts; returns what the second needs for a while."""
         counter = HeldBytes()
         run = _Forward(self, counter)
-        grads = None if self.is_last else [torch.ones_like(t) for t in _tensors(run.out)]
+        grads = None if self.is_last else [torch.ones_like(t) for t in _trained(run.out)]
         apart = self._begin() - _total(run.held)
-        rest = backward_of_inputs(list(_tensors(run.end)), list(_tensors(self.inputs)), self.module, grads)
+        rest = backward_of_inputs(_trained(run.end), _trained(self.inputs), self.module, grads)
         trial.in_input = max(0, self.ledger.peak - apart - _total(run.held))
         if self.is_last:
             run.out = None
@@ -274,7 +275,7 @@ class _Forward:
         inputs = self._of.numbers.sizes(t for t in _tensors(given) if key_of(t) not in resident)
         before = self._of._begin()
         with saved_tensors_hooks(pack, unpack):
-            out = step(given)
+            out = self._of.run_step(n, given)
         passing = Passing(forward=self._ledger.peak - before, again=self._of.again[n] if self._of.again else 0)
         changed = list(named) if any(not torch.equal(b, values[name]) for name, b in named.items()) else []
         passing.copied = sum(named[name].nbytes for name in changed)

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_leaves
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.parallel.checking import SMALLEST
+from holdall.pipelines.running.drawn import as_if_not_run
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of a micro-batch
 
@@ -69,7 +70,7 @@ def evaluated(pieces: Sequence[torch.nn.Module], inputs: Any) -> list[Any]:
     try:
         for piece in pieces:
             piece.eval()
-        with torch.no_grad():
+        with torch.no_grad(), as_if_not_run(pieces, tree_leaves(inputs)[0].device):
             for piece in pieces:
                 found.append(piece(found[-1]))
     finally:
