@@ -3,8 +3,10 @@ turns out not to be, tries again without it."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from holdall.types.info import ShardedStep, TensorRegion
 
 T = TypeVar("T")
 Record = Callable[[tuple[str, ...], Callable[[torch.nn.Module, Any], Division]], tuple[T, ShardedStep]]
+_fakes = logging.getLogger("torch._subclasses.fake_tensor")
 # sizes that a module's forward may take from its attributes, and that are a rank's own in a region
 _SIZES = ("split_size", "all_head_size", "inner_dim", "num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")
 _KEY_SIZES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_dim")
@@ -100,7 +103,8 @@ def _by_tensors(
             return built[0]
 
         try:
-            recorded, step = record(stack, build)
+            with _unlogged():
+                recorded, step = record(stack, build)
         except HoldallError:
             raise
         except Exception:  # a model may raise anything
@@ -118,6 +122,17 @@ def _by_tensors(
         f"another one reads, of a width (and a number of heads) that is a multiple of {over.size}",
         hint="shard its parameters instead: mesh=" + ('{"dp": ..., "ep": ...}' if experts else '{"dp": ...}'),
     )
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs shapes that do not fit as errors, though another attempt may follow."""
+    level = _fakes.level
+    _fakes.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        _fakes.setLevel(level)
 
 
 def _stack(trace: Trace, regions: tuple[TensorRegion, ...]) -> tuple[str, ...]:
