@@ -75,7 +75,7 @@ class Shard(Facts):
         import torch
 
         from holdall.casts import cast_inputs
-        from holdall.parallel.checking import compare_if_asked
+        from holdall.parallel.checks.values import compare_if_asked
         from holdall.parallel.groups import split_mesh
         from holdall.parallel.sharding.build import shard_model
         from holdall.parallel.ways import split_way

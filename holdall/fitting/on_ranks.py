@@ -19,7 +19,7 @@ from holdall.fitting.mesh import head_over, trace_on_mesh
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
-from holdall.parallel.checking import compared, refuse_other_batches
+from holdall.parallel.checks.values import compared, refuse_other_batches
 from holdall.parallel.groups import connect, device_mesh, ranks_here
 from holdall.parallel.sharding.build import RULED
 from holdall.parallel.ways import is_divided, is_in_parts_of_sequence, is_one_batch, split_way, way_for

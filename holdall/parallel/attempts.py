@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from holdall.errors import HoldallError, Unsupported
+from holdall.parallel.checks.sums import PartialSums
 from holdall.parallel.context import find_attention
 from holdall.parallel.experts import find_experts
 from holdall.parallel.parts import Division
@@ -93,6 +94,7 @@ def _by_tensors(
             hint='use shard="tensor"',
         )
     tried: Counter[str] = Counter()
+    doubtful: list[tuple[TensorRegion, ...]] | None = None  # the regions without one kind, where sums are wrong with all
     while regions:
         _refuse_attention_on_parts(plain, regions, stack, experts)
         built: list[Division] = []
@@ -105,6 +107,14 @@ def _by_tensors(
         try:
             with _unlogged():
                 recorded, step = record(stack, build)
+        except PartialSums:  # what is in a region may use tensors that all ranks have
+            if doubtful is None:
+                doubtful = [tuple(r for r in regions if kind_of(model, r) != kind) for kind in _kinds(model, regions)]
+            if not any(doubtful):
+                raise
+            regions = next(filter(None, doubtful))
+            doubtful = doubtful[doubtful.index(regions) + 1 :]
+            continue
         except HoldallError:
             raise
         except Exception:  # a model may raise anything
@@ -176,6 +186,10 @@ def kind_of(model: torch.nn.Module, region: TensorRegion) -> str:
     above = common_ancestor((*region.columns, region.row))
     inside = [path.removeprefix(f"{above}.") for path in (*region.columns, region.row)]
     return f"{type(model.get_submodule(above)).__name__}: {', '.join(inside)}"
+
+
+def _kinds(model: torch.nn.Module, regions: tuple[TensorRegion, ...]) -> list[str]:
+    return list(dict.fromkeys(kind_of(model, region) for region in regions))
 
 
 def _changed(

@@ -241,7 +241,8 @@ class _TotalOfRanks(torch.autograd.Function):
     """The sum over ranks of what each has computed of a loss; each goes backward through its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
@@ -249,24 +250,6 @@ class _TotalOfRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]  # noqa: ARG004
         return grad, None
-
-
-def refuse_terms_outside(loss: torch.Tensor, group: Any) -> None:
-    """Refuse a loss with a term that is no sum over the ranks: gradients of parameters are added up over them, and such a term
-    would count as often as there are ranks, or each rank's own for the whole."""
-    seen, left = set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen or node.name() == "_TotalOfRanksBackward":
-            continue
-        seen.add(node)
-        if node.name() == "AveragedBackward" and node.group == group:  # type: ignore[attr-defined]
-            raise Unsupported(
-                "the loss has a term beside `F.cross_entropy`, of parameters or of what a rank computes from its part of the "
-                "sequence, such as one that balances the loads of experts: added up over the ranks it is another one",
-                hint='leave that term out (output_router_logits=False), or use mesh={"tp": ...} with shard="tensor"',
-            )
-        left += [before for before, _ in node.next_functions]
 
 
 def _mean_over_ranks(ring: Ring) -> Callable[..., torch.Tensor]:

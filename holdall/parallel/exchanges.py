@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer and older names
 _reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -24,6 +25,7 @@ class Copied(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # collectives are not
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
@@ -41,6 +43,7 @@ class Averaged(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # collectives are not
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         total = grad.contiguous()
         if ctx.group is not None:
@@ -58,6 +61,7 @@ class Sent(torch.autograd.Function):
         return _send_rows(x, here, there, group)
 
     @staticmethod
+    @once_differentiable  # collectives are not
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         return _send_rows(grad, ctx.there, ctx.here, ctx.group), None, None, None
 
@@ -67,11 +71,16 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.mark_dirty(x)
+        ctx.group = group
+        if x._is_view():  # autograd would keep the view's history, and copy gradients around this
+            x = x.detach()
+        else:
+            ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
+    @once_differentiable  # collectives are not
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]  # noqa: ARG004
         return grad, None
 
@@ -86,6 +95,7 @@ class Gathered(torch.autograd.Function):
         return all_gather(x, dim, group)
 
     @staticmethod
+    @once_differentiable  # collectives are not
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         part = reduce_scatter if ctx.partial else own_part
         return part(grad, ctx.dim, ctx.group), None, None, None
@@ -96,10 +106,11 @@ class Scattered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: Any, partial: bool) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.group, ctx.partial = dim, group, partial
         return (reduce_scatter if partial else own_part)(x, dim, group)
 
     @staticmethod
+    @once_differentiable  # collectives are not
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         return all_gather(grad, ctx.dim, ctx.group), None, None, None
 
@@ -113,6 +124,7 @@ class Exchanged(torch.autograd.Function):
         return all_to_all(x, cut, join, group)
 
     @staticmethod
+    @once_differentiable  # collectives are not
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         return all_to_all(grad, ctx.join, ctx.cut, ctx.group), None, None, None
 

@@ -7,7 +7,7 @@ forward, of the row's partial sums, and one in backward for each tensor that the
 
 Regions are found in the trace of the plain model (`regions.py`). Whether what is between can be computed in parts is found out
 by doing it: first on fake tensors, where shapes may not fit (`attempts.py`), and on the ranks of a run by comparing outputs
-with the whole model's (`checking.py`).
+with the whole model's (`checks/values.py`).
 
 Parameters are DTensors, so that norms, checkpoints and optimizers see whole ones; modules compute with their local parts, and
 activations are plain tensors. `sequence` divides what is between the regions too, along the sequence (Korthikanti et al.,

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
 from holdall.ops import branches_of_a_real_run
-from holdall.parallel.context import refuse_terms_outside
+from holdall.parallel.checks.sums import check_sums
 from holdall.parallel.counting import collective_of, group_of
 from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
 from holdall.parallel.parts import Division
@@ -206,7 +206,15 @@ def record_sharded_step(
             stack.enter_context(CudaOps())
         step = Step(fake, recorder, loss, how.autocast)
         with recorder.quiet():
-            _prepare(fake, fake_batch, clone, loss, how, recorder, dividing["cp"].get_group() if "cp" in dividing else None)
+            _prepare(
+                fake,
+                fake_batch,
+                clone,
+                loss,
+                how,
+                recorder,
+                {name: on.get_group() for name, on in dividing.items() if name in ("tp", "cp")},
+            )
             recorder.seed(parameters.items(), Kind.PARAM)
             recorder.seed(fake.named_buffers(), Kind.BUFFER)
             recorder.seed(((f"batch.{n}", t) for n, t in enumerate(made.values())), Kind.INPUT)
@@ -287,14 +295,14 @@ def _prepare(
     loss: Loss,
     how: How,
     recorder: Recorder,
-    in_parts: Any,
+    together: Mapping[str, Any],
 ) -> None:
-    """`in_parts`: group whose ranks have parts of one sequence, if there is one."""
+    """`together`: groups whose ranks compute one batch, by their dimensions of the mesh."""
     casting = torch.autocast(recorder.device, dtype=how.autocast) if how.autocast is not None else contextlib.nullcontext()
     with casting:
         value = loss(fake, batch)
-    if in_parts is not None:
-        refuse_terms_outside(value, in_parts)
+    for name, group in together.items():
+        check_sums(value, group, name)
     value.backward()
     recorder.values.guess = True
     if clone is not None:

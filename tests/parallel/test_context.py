@@ -315,4 +315,4 @@ def test_what_cannot_be_divided_is_refused_in_a_line(ran):
     for rank in ran:
         assert "a mask of padding is not divided along the sequence" in rank["refused"]["padding"]
         assert "no module of Sequential calls F.scaled_dot_product_attention" in rank["refused"]["no attention"]
-        assert "the loss has a term beside `F.cross_entropy`" in rank["refused"]["term"]
+        assert "whose gradients are not sums over the ranks of `cp`" in rank["refused"]["term"]

@@ -253,7 +253,7 @@ def test_a_checkpoint_loads_in_one_process(four, folder):
 def test_what_cannot_be_is_refused_in_a_line(four):
     """Among it a loss with a small term that ranks compute from their parts of the sequence."""
     for rank in four:
-        assert "the loss has a term beside `F.cross_entropy`" in rank["refused"]["loss"]
+        assert "whose gradients are not sums over the ranks of `cp`" in rank["refused"]["loss"]
         assert "the batch of rank 2, 3 differs from that of rank 0" in rank["refused"]["turned"]
         assert 'use mesh={"ep": 2, "tp": 2}, with the same batches where `rank // 2` is the same' in rank["refused"]["turned"]
         assert "the batch of rank 1, 3 differs from that of rank 0" in rank["refused"]["neighbours"]

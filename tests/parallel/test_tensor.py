@@ -44,13 +44,33 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.two(x))))
 
 
-class Own(nn.Module):
-    """A projection before the layers, whose result flows through all of them; no head."""
+class Latent(Layer):
+    """Heads share a part of their keys, from the layer that makes what the others are computed from (as in DeepSeek-V2):
+    on a rank it has the gradient of that rank's heads, and the rest of that layer's result has the whole."""
 
     def __init__(self):
         super().__init__()
+        self.low, self.norm = nn.Linear(WIDTH, 2 * 8), nn.LayerNorm(8)
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(8, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        del self.attention
+
+    def forward(self, x):
+        y = self.one(x)
+        q = self.q(y).unflatten(-1, (-1, 8)).transpose(1, 2)
+        low, shared = self.low(y).chunk(2, -1)
+        k, v = self.kv(self.norm(low)).unflatten(-1, (-1, 16)).transpose(1, 2).chunk(2, -1)
+        found = F.scaled_dot_product_attention(q, k + shared.unsqueeze(1), v, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.two(x))))
+
+
+class Own(nn.Module):
+    """A projection before the layers, whose result flows through all of them; no head."""
+
+    def __init__(self, layer=Layer):
+        super().__init__()
         self.first = nn.Linear(8, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
 
     def forward(self, x):
         x = self.first(x)
@@ -78,8 +98,8 @@ def build(name, dtype=torch.float64):
     torch.manual_seed(0)
     if name.startswith("words"):
         return Words(layers=1 if name == "words" else 0).to(dtype)
-    if name == "own":
-        return Own().to(dtype)
+    if name in ("own", "latent"):
+        return Own(Latent if name == "latent" else Layer).to(dtype)
     if name == "gpt2":
         config = GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0, resid_pdrop=0)
         config.embd_pdrop, config.bos_token_id, config.eos_token_id = 0, 0, 0
@@ -91,7 +111,7 @@ def build(name, dtype=torch.float64):
 
 def batch(name):
     generator = torch.Generator().manual_seed(1)
-    if name == "own":
+    if name in ("own", "latent"):
         return {"x": torch.randn(ROWS, LENGTH, 8, generator=generator, dtype=torch.float64)}
     ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
@@ -109,6 +129,7 @@ def momentum(model):
 CASES = [(name, way) for name in ("llama", "own") for way in ("tensor", "sequence")] + [
     ("gpt2", "tensor"),
     ("qwen3", "sequence"),
+    ("latent", "tensor"),
     ("words", "tensor"),
     ("words and head", "tensor"),
 ]
@@ -280,12 +301,16 @@ def test_what_cannot_be_divided_is_refused_in_a_line(ran):
         assert "Linear has no linear layers that can be divided over 2 ranks" in rank["refused"]["nothing"]
         assert "Twisted computes something else when it is divided over ranks" in rank["refused"]["mixed"]
         assert "the batch of rank 1 differs from that of rank 0" in rank["refused"]["batch"]
-        assert "rank 1 has another loss than rank 0" in rank["refused"]["sequence"]
+        assert "whose gradients are not sums over the ranks of `tp`" in rank["refused"]["sequence"]
 
 
 def traced(name="llama", ranks=2, way="tensor"):
     model = build(name)
     return holdall.trace(model, batch(name), optimizer=momentum(model), mesh={"tp": ranks}, shard=way)
+
+
+def test_attention_whose_heads_share_a_gradient_is_left_whole():
+    assert [region.row for region in traced("latent").about.shards.regions] == [f"layers.{n}.down" for n in (0, 1)]
 
 
 def test_heads_that_do_not_divide_are_left_whole():

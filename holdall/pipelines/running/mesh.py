@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_name
 from holdall.parallel.agree import timeout_of
-from holdall.parallel.checking import batch_digest
+from holdall.parallel.checks.values import batch_digest
 from holdall.parallel.ways import DIVIDED as DIVISIONS
 from holdall.parallel.ways import split_way
 from holdall.pipelines.hybrid.starting import is_split

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_iter, tree_leaves
 
 from holdall.errors import InvalidInput, Unsupported
-from holdall.parallel.checking import SMALLEST
+from holdall.parallel.checks.values import SMALLEST
 from holdall.pipelines.running.drawn import as_if_not_run
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of a micro-batch
