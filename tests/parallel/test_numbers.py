@@ -10,8 +10,8 @@ import holdall
 from holdall.testing.ranks import on_ranks
 from holdall.testing.worlds import machine
 
-WIDTH, ROWS, STEPS = 24, 32, 4
-WAYS = ("ddp", "zero1", "zero2", "fsdp")
+WIDTH, ROWS, STEPS = 24, 32, 3
+WAYS = ("ddp", "fsdp")  # `zero1` is on the engine of the one, `zero2` of the other
 TIGHT = 0.75  # of the peak without a budget
 
 
