@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import holdall
@@ -275,6 +276,17 @@ class Twisted(nn.Module):
         return self.down(self.up(x).softmax(-1)).square().mean()
 
 
+class Hidden(Own):
+    def __init__(self):
+        super().__init__(Latent)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
 def refused():
     said = {}
     given = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
@@ -282,6 +294,7 @@ def refused():
     cases = {
         "nothing": (nn.Linear(8, 1), given["x"], lambda m, b: m(b).mean()),
         "mixed": (Twisted(), given, None),
+        "hidden": (Hidden().double(), batch("own"), None),
         "batch": (build("llama"), batch("llama"), None),
         "sequence": (build("own"), batch("own"), lambda m, b: m(**b) + 1e-9 * m.layers[0].two.last.square().mean()),
     }
@@ -300,6 +313,7 @@ def test_what_cannot_be_divided_is_refused_in_a_line(ran):
     for rank in ran:
         assert "Linear has no linear layers that can be divided over 2 ranks" in rank["refused"]["nothing"]
         assert "Twisted computes something else when it is divided over ranks" in rank["refused"]["mixed"]
+        assert "by a reentrant checkpoint, which hides whether gradients over `tp`" in rank["refused"]["hidden"]
         assert "the batch of rank 1 differs from that of rank 0" in rank["refused"]["batch"]
         assert "whose gradients are not sums over the ranks of `tp`" in rank["refused"]["sequence"]
 

@@ -41,6 +41,12 @@ def check_sums(loss: torch.Tensor, group: Any, dim: str) -> None:
     kinds: dict[Any, set[str]] = {loss.grad_fn: {WHOLE}}
     for node in _in_order(loss.grad_fn):
         found = kinds.pop(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise Unsupported(
+                f"the model recomputes a part of itself by a reentrant checkpoint, which hides whether gradients over `{dim}` "
+                "are added up rightly",
+                hint="call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it to the plan",
+            )
         takes, gives = _change(node, group)
         if len(found) > 1 or (takes is not None and found != {takes}) or (found == {PART} and _is_replicated(node, dim)):
             raise PartialSums(

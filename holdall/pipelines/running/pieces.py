@@ -1,4 +1,4 @@
-"""A model as a list of pieces, each of which takes what the one before returns."""
+"""A model as a list of pieces, each of which takes what the one before returns, and what stages of them hand on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from holdall.errors import Unsupported
-from holdall.pipelines.running.drawn import as_if_not_run
+from holdall.pipelines.running.undone import as_if_not_run
 
 _TRIED = 8  # words
 _AS_LIST = "pass a list of modules, each of which takes what the one before returns"

@@ -9,7 +9,7 @@ import torch
 
 from holdall.errors import Unsupported
 from holdall.pipelines.pipeline import Pipeline
-from holdall.pipelines.running.drawn import as_if_not_run
+from holdall.pipelines.running.undone import as_if_not_run
 from holdall.pipelines.tasks import OVERLAP, UPDATE, PipeTask
 
 try:

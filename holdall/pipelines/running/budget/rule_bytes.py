@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdall.errors import Unsupported
-from holdall.pipelines.running.drawn import same_random
+from holdall.pipelines.running.undone import same_random
 from holdall.runtime.budget.ledger import Ledger
 from holdall.sharded import local_of
 from holdall.updates.parts import Part, is_separable, snapshot

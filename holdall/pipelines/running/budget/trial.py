@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
 from holdall.pipelines.running.budget.saved import OFFLOAD, RECOMPUTE, CountedTensor, HeldBytes, key_of, own_storages
-from holdall.pipelines.running.drawn import as_if_not_run
 from holdall.pipelines.running.pieces import handed_on, received
 from holdall.pipelines.running.torch_names import backward_of_inputs, backward_of_weights
+from holdall.pipelines.running.undone import as_if_not_run
 from holdall.runtime.activations.offload import storages_of
 from holdall.runtime.activations.recompute import unpack
 from holdall.runtime.budget.ledger import Ledger

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter, tree_leaves
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.parallel.checks.values import SMALLEST
-from holdall.pipelines.running.drawn import as_if_not_run
+from holdall.pipelines.running.undone import as_if_not_run
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of a micro-batch
 
