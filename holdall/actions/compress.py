@@ -7,6 +7,9 @@ Forward values are bit-identical to the untouched model; gradients are approxima
 Tolerance: with every block compressed, the gradient's cosine with the exact one is above 0.999 at 8 bits, 0.98 at 4, 0.75 at 2
 (tests/unit/test_compress.py, on the tiny families). Never compressed: parameters, the block's outputs, integers and masks,
 statistics of norms and of attention, and tensors that would not get smaller.
+
+Over ranks that have batches of their own, each draws roundings of its own. Where ranks divide a model, whose copies must stay
+the same, nothing is compressed.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ class Compress(Facts):
     rank: ClassVar[int] = 25
     alone: ClassVar[bool] = True  # a compressed block is neither recomputed nor offloaded; `swap` offloads the codes
     spares_activations: ClassVar[bool] = True
+    on_shards: ClassVar[bool] = True
     what: ClassVar[str] = "saved tensors are stored as 8-bit codes"
 
     @property
@@ -108,7 +112,7 @@ class Compress(Facts):
     def samples(trace: Trace) -> list[Compress]:
         """One block at 4 bits, and one with an odd number of bits whose codes are offloaded."""
         can = [b for b in trace.blocks if b.backward is not None and codable(trace, b)]
-        if not can:
+        if not can or obstacle(trace):
             return []
         second = can[min(1, len(can) - 1)]
         return [
@@ -118,12 +122,14 @@ class Compress(Facts):
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
-        if codable(problem.trace, block):
+        if codable(problem.trace, block) and not obstacle(problem.trace):
             for bits in _OFFERED:
                 yield Choice(label=f"compress to {bits} bits (not exact)", make=_coded, given=(bits,), exact=False)
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
+        if why := obstacle(trace):
+            raise Unsupported(f"`{self.block}` cannot be compressed: {why}", hint='use mesh={"dp": 2}, or recompute')
         block = trace.block(self.block)
         items = self._items(trace, block)
         if not items:
@@ -242,6 +248,14 @@ class Compress(Facts):
 
         policy.compress = Compression(codecs=self._codecs(), seed=seed_of(self.block, self.seed))
         policy.offloads = [OffloadedPart(lag=self.lag, fetch=self.fetch)] if self.swap else []
+
+
+def obstacle(trace: Trace) -> str:
+    """Why saved tensors of this step cannot be compressed; empty: they can."""
+    dividing = trace.about.shards.mesh.dividing if trace.about.shards is not None else ()
+    if not dividing:
+        return ""
+    return f"over `{dividing[0].name}` ranks compute the same gradients, which other roundings on each would change"
 
 
 def _coded(trace: Trace, block: Block, bits: int) -> tuple[Compress]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from holdall.runtime.activations.resident import Resident
 from holdall.runtime.arena.step_arena import StepArena
 from holdall.runtime.arena.together import move_together
 from holdall.runtime.budget.meter import CpuMeter, CudaMeter, Meter, device_context
@@ -74,19 +75,11 @@ def make_gauge(device: torch.device, meter: Meter, budget: int, busy: Callable[[
     return Gauge(budget, ledger=meter.ledger, device=device, outside=outside, busy=busy)
 
 
-def find_resident(model: torch.nn.Module, engine: Engine | None) -> Callable[[torch.nn.Module, int], bool]:
-    """Tells of a storage that a module's call saves whether it stays on the device: a parameter's or a buffer's."""
+def find_resident(model: torch.nn.Module, engine: Engine | None) -> Resident:
+    """The storages of parameters and buffers, which stay on the device."""
     storages = [local_of(t).untyped_storage() for t in (*model.parameters(), *model.buffers())]
     storages += engine.storages() if engine is not None else []
-    resident = {s._cdata for s in storages}
-    if not sharded_parameter(model):
-        return lambda _, key: key in resident
-
-    def stays(module: torch.nn.Module, key: int) -> bool:
-        """A module of a sharded model computes with gathered parameters, which it has now."""
-        return key in resident or any(local_of(p).untyped_storage()._cdata == key for p in module.parameters())
-
-    return stays
+    return Resident((s._cdata for s in storages), in_shards=bool(sharded_parameter(model)))
 
 
 def find_there(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, engine: Engine | None) -> list[torch.Tensor]:

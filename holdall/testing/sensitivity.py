@@ -14,6 +14,7 @@ import torch
 
 from holdall.actions.compress import Compress, codable, key_of
 from holdall.runtime.activations.compress import Compression, compress_saved
+from holdall.runtime.activations.resident import CallSaves
 from holdall.types import Trace
 
 _MOST = 1e10  # a sensitivity beyond this says nothing more
@@ -56,7 +57,7 @@ def coded(model: torch.nn.Module, action: Compress, *, seed: int) -> Iterator[No
         calls += 1
         if calls != int(nth or 0) + 1:
             return forward(*args, **kwargs)
-        return compress_saved(how, None, forward, args, kwargs)
+        return compress_saved(how, None, CallSaves(()), forward, args, kwargs)
 
     module.forward = under_codec  # type: ignore[method-assign]
     try:

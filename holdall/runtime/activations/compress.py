@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
 from holdall.codecs import Codec
 from holdall.runtime.activations.offload import Forward, OffloadedEntry, OffloadedGroup
+from holdall.runtime.activations.resident import CallSaves
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -44,8 +46,9 @@ class Compression:
 
 
 def seed_of(block: str, seed: int) -> int:
-    """A seed per block, the same in every run."""
-    return zlib.crc32(f"{seed}:{block}".encode())
+    """A seed per block and rank, the same in every run."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return zlib.crc32((f"{seed}:{block}:{rank}" if rank else f"{seed}:{block}").encode())
 
 
 class _Coded:
@@ -105,15 +108,17 @@ def _unpack(held: Any) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
-def compress_saved(how: Compression, group: OffloadedGroup | None, forward: Forward, args: Any, kwargs: Any) -> Any:
+def compress_saved(
+    how: Compression, group: OffloadedGroup | None, saves: CallSaves, forward: Forward, args: Any, kwargs: Any
+) -> Any:
     """Run a block's forward and compress what autograd saves. `group`: offloads the codes to another tier."""
     coded: dict[tuple[int, Codec], _Coded] = {}
-    packed = 0
 
     def pack(tensor: torch.Tensor) -> Any:
-        nonlocal packed
-        codec = how.codecs.get(packed)
-        packed += 1
+        number = saves.number(tensor)
+        if number is None:
+            return tensor
+        codec = how.codecs.get(number)
         storage = tensor.untyped_storage()
         name = str(tensor.dtype).removeprefix("torch.")
         if codec is None or not worth_coding(name, storage.nbytes(), tensor.element_size(), codec):

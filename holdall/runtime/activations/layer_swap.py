@@ -6,7 +6,7 @@ that hold an input of a later block lend it (`lent`): both refer to one entry, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from holdall.codecs.csr import decode_csr, encode_csr
 from holdall.runtime.activations.offload import Bank, Forward, OffloadedEntry, OffloadedGroup, OffloadedPart, _Parked
 from holdall.runtime.activations.recompute import RecomputedCall, unpack
+from holdall.runtime.activations.resident import CallSaves
 from holdall.tiers import Store
 
 Lent = WeakValueDictionary[int, OffloadedEntry]
@@ -106,10 +107,9 @@ def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
 class SwappedSaves:
     """The saved tensors of one block call: those of its parts, which leave, and others that can be lent."""
 
-    def __init__(self, parts: Sequence[SwappedPart], lent: Lent, stay: Callable[[int], bool]) -> None:
+    def __init__(self, parts: Sequence[SwappedPart], lent: Lent, saves: CallSaves) -> None:
         self.parts = parts
-        self._lent, self._stay = lent, stay
-        self._count = 0
+        self._lent, self._saves = lent, saves
 
     def begin(self, arguments: Any) -> None:
         """Choose the inputs that leave, and start their copies if they may begin."""
@@ -123,8 +123,7 @@ class SwappedSaves:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The placeholder for a tensor; `unpack` returns the tensor."""
-        number, storage = self._count, tensor.untyped_storage()
-        self._count += 1
+        number, storage = self._saves.number(tensor), tensor.untyped_storage()
         if self._stays(storage):
             return tensor
         entry = self._entry(storage)
@@ -151,7 +150,7 @@ class SwappedSaves:
             part.kept = []
 
     def _stays(self, storage: torch.UntypedStorage) -> bool:
-        return self._stay(storage._cdata) or storage.device.type != self.parts[0].group.store.device.type
+        return self._saves.stays(storage._cdata) or storage.device.type != self.parts[0].group.store.device.type
 
     def _entry(self, storage: torch.UntypedStorage) -> OffloadedEntry:
         key = storage._cdata

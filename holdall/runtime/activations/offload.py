@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from holdall.runtime.activations.recompute import Input, RecomputedCall, unpack
+from holdall.runtime.activations.resident import CallSaves
 from holdall.runtime.budget.ledger import Ledger
 from holdall.sharded import from_local, is_shard, local_of, spec_of
 from holdall.tiers import Store, Ticket
@@ -181,28 +182,26 @@ class _ParkedShard:
 class OffloadedSaves:
     """Groups the saved tensors of one block call by storage and offloads those of its parts.
 
-    A storage belongs to the part that names one of its saves. `stay`: storages that are never offloaded.
+    A storage belongs to the part that names one of its saves. `saves`: of this call; some are never offloaded.
     """
 
-    def __init__(self, groups: Sequence[OffloadedGroup], arguments: Any, stay: Callable[[int], bool]) -> None:
+    def __init__(self, groups: Sequence[OffloadedGroup], arguments: Any, saves: CallSaves) -> None:
         self.groups = groups
-        self._stay = stay
+        self._saves = saves
         self._inputs = {key: position for position, key in enumerate(storages_of(arguments))}
         self._entries: dict[int, OffloadedEntry] = {}
-        self._packed = 0
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The placeholder for the next tensor that autograd saves; `unpack` returns the tensor."""
-        number, self._packed = self._packed, self._packed + 1
-        return self.take(tensor, number)
+        return self.take(tensor, self._saves.number(tensor))
 
     def take(self, tensor: torch.Tensor, number: int | None) -> Any:
-        """The placeholder for the tensor of this number; None: it has none, since the block does not make it."""
+        """The placeholder for the tensor of this number; None: it has none, such as one that the block does not make."""
         if is_shard(tensor):
             return _ParkedShard(self.take(local_of(tensor), number), spec_of(tensor))
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if self._stay(key) or storage.device.type != self.groups[0].store.device.type:
+        if self._saves.stays(key) or storage.device.type != self.groups[0].store.device.type:
             return tensor  # such as the random seed that attention keeps on the host
         group = self._group(tensor, number)
         if group is None and key in self._inputs:

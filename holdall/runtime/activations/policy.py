@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from holdall.runtime.activations.compress import Compression, compress_saved
 from holdall.runtime.activations.layer_swap import Lent, SparseGroup, SwappedPart, SwappedSaves, SwapPolicy, swap_saved
 from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, offload_saved
 from holdall.runtime.activations.recompute import ByProgram, Segment
+from holdall.runtime.activations.resident import CallSaves, Resident
 from holdall.runtime.states.engine import Engine
 from holdall.tiers import Stores
 from holdall.types.program import Nest
@@ -47,13 +47,13 @@ class Blocks:
         policies: dict[str, Policy],
         stores: Stores,
         bank: Bank,
-        stay: Callable[[torch.nn.Module, int], bool],  # does this storage, which the module's call saves, stay here?
+        resident: Resident,
         engine: Engine | None = None,
     ) -> None:
         self._policies = policies
         self._stores = stores
         self._bank = bank
-        self._stay = stay
+        self._resident = resident
         self._engine = engine
         self._open: Segment | None = None
         self._leaving: dict[
@@ -100,8 +100,8 @@ class Blocks:
             else []
         )
         groups = [self._group(part) for part in policy.offloads] if policy is not None else []
-        stay = partial(self._stay, module)
-        saves = OffloadedSaves(groups, (args, kwargs), stay) if groups else None
+        own = self._resident.call(module)
+        saves = OffloadedSaves(groups, (args, kwargs), own) if groups else None
         if policy is None:
             out = forward(*args, **kwargs)
         elif policy.recompute:
@@ -110,6 +110,7 @@ class Blocks:
             state = [buffers[b] for b in policy.state]
             made_by = forward if policy.runner is None else ByProgram(policy.runner, module, forward)
             how: dict[str, Any] = {"state": state, "alters": policy.alters, "keep": policy.keep, "only": policy.only}
+            how["saves"] = own
             if saves is not None:
                 how["hold"] = saves.take
             out, call = segment.run(module, made_by, args, kwargs, **how)
@@ -122,15 +123,15 @@ class Blocks:
                 swapped.begin((args, kwargs))
                 return runner(module, forward, args, kwargs, swapped)
 
-            out = self._swap(swaps, name, stay, by_program)
+            out = self._swap(swaps, name, own, by_program)
         elif policy.runner is not None:
             out = policy.runner(module, forward, args, kwargs, saves)
         elif policy.compress is not None:
-            out = compress_saved(policy.compress, groups[0] if groups else None, forward, args, kwargs)
+            out = compress_saved(policy.compress, groups[0] if groups else None, own, forward, args, kwargs)
         elif saves is not None:
             out = offload_saved(saves, forward, args, kwargs)
         elif swaps:
-            out = self._swap(swaps, name, stay, lambda swapped: swap_saved(swapped, forward, args, kwargs))
+            out = self._swap(swaps, name, own, lambda swapped: swap_saved(swapped, forward, args, kwargs))
         else:
             out = forward(*args, **kwargs)
         for departing in self._departing.pop(name, ()):
@@ -147,12 +148,10 @@ class Blocks:
         store, part = self._stores.at(policy.tier), OffloadedPart(lag=True)
         return SparseGroup(store, self._bank, part, policy.width) if policy.width else OffloadedGroup(store, self._bank, part)
 
-    def _swap(
-        self, policies: Sequence[SwapPolicy], name: str, stay: Callable[[int], bool], run: Callable[[SwappedSaves], Any]
-    ) -> Any:
+    def _swap(self, policies: Sequence[SwapPolicy], name: str, saves: CallSaves, run: Callable[[SwappedSaves], Any]) -> Any:
         """Run a block whose feature maps leave while it runs, or are lent to a later block that lets them leave."""
         parts = [SwappedPart(self._swapped(p), p) for p in policies]
-        out = run(SwappedSaves(parts, self._lent, stay))
+        out = run(SwappedSaves(parts, self._lent, saves))
         for part in parts:
             policy, group = part.policy, part.group
             self._departing.setdefault(policy.begin or name, []).append(part)

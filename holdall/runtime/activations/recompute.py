@@ -30,6 +30,7 @@ from holdall.attributes import Attributes
 from holdall.errors import Unsupported
 from holdall.ops import is_random
 from holdall.runtime.activations.kv_cache import CacheBefore, is_cache
+from holdall.runtime.activations.resident import CallSaves
 from holdall.runtime.activations.surroundings import RandomState, autocast_state, random_state, set_random_state
 from holdall.sharded import gather, local_of
 from holdall.types.program import Nest
@@ -166,9 +167,10 @@ class Segment:
         alters: Collection[str] | None = None,
         keep: frozenset[str] = frozenset(),
         only: frozenset[int] = frozenset(),
-        hold: Callable[[torch.Tensor, int], Any] = lambda tensor, _: tensor,
+        saves: CallSaves | None = None,
+        hold: Callable[[torch.Tensor, int | None], Any] = lambda tensor, _: tensor,
     ) -> tuple[Any, RecomputedCall]:
-        """Run one call and record it instead of keeping its saved tensors. `only`: these indices; `hold` takes the others.
+        """Run one call and record it instead of keeping its saved tensors. `only`: these numbers; `hold` takes the others.
         `alters`: the Python attributes that it changes, by path; None: not known, it may be any."""
         call = RecomputedCall(module, forward, state, keep, alters)
         leaves, call.spec = tree_flatten((args, kwargs))
@@ -176,14 +178,15 @@ class Segment:
         call.inputs = [given[id(leaf)] for leaf in leaves]
         call.random = random_state(leaves)
         call.autocast = autocast_state(leaves)
-        numbers = itertools.count()
+        order = itertools.count()
+        numbers = saves or CallSaves(())
 
         def pack(tensor: torch.Tensor) -> Any:
-            number = next(numbers)
-            if only and number not in only:
+            at = next(order)
+            if only and (number := numbers.number(tensor)) not in only:
                 return hold(tensor, number)
             promise = Promise(self, (tensor.shape, tensor.dtype))
-            call.promises[number] = weakref.ref(promise)
+            call.promises[at] = weakref.ref(promise)
             return promise
 
         with contextlib.ExitStack() as stack:

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from holdall.parallel.parts import wrap
 from holdall.runtime.activations.offload import Bank, OffloadedGroup, OffloadedPart, OffloadedSaves, storages_of
 from holdall.runtime.activations.recompute import Input, Segment, unpack
+from holdall.runtime.activations.resident import CallSaves
 from holdall.runtime.budget.ledger import Ledger
 from holdall.sharded import local_of
 from holdall.tiers import Store
@@ -161,7 +162,7 @@ def _offloaded(run: Callable[..., Any], args: Any, kwargs: Any, resident: set[in
     places = frozenset(range(len(storages_of((args, kwargs)))))
     ledger: Any = held
     group = OffloadedGroup(store, Bank(ledger), OffloadedPart(inputs=places))
-    saves = OffloadedSaves([group], (args, kwargs), resident.__contains__)
+    saves = OffloadedSaves([group], (args, kwargs), CallSaves(resident))
     parked: dict[int, tuple[Any, int]] = {}  # entries that were counted
 
     def pack(tensor: torch.Tensor) -> Any:
