@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdall.casts import cast_inputs
 from holdall.errors import Unsupported
-from holdall.ops import branches_of_a_real_run
+from holdall.ops import branches_of_a_real_run, tensors_in
 from holdall.parallel.checks.sums import check_sums
 from holdall.parallel.counting import collective_of, group_of
 from holdall.parallel.groups import fake_mesh, group_dims, split_mesh
@@ -44,7 +44,7 @@ from holdall.tracing.stand_in import CudaOps
 from holdall.tracing.step import How, Loss, Recorded, Step, record_optimizer, state_tensors
 from holdall.tracing.timing.op_timing import Trials
 from holdall.tracing.values.known import KnownValues
-from holdall.types import Block, Kind, Mesh, Op
+from holdall.types import Block, Kind, Mesh, Op, Phase
 from holdall.types.info import CollectiveOp, ShardedStep
 from holdall.types.layout import block_of
 from holdall.updates.parts import clone_optimizer
@@ -79,6 +79,11 @@ class ShardRecorder(Recorder):
             return
         if self._is_engine:
             self.engine.add(before)
+        elif self._is_of_second_order(self.ops[-1]) and any(self._is_gathered(t) for t in tensors_in((args, kwargs))):
+            raise Unsupported(
+                "the loss has gradients in it, whose own backward needs weights that torch's engine has freed by then",
+                hint="train on one device: leave out `mesh`, or give the penalty in a form without torch.autograd.grad",
+            )
         made, self._filled = set(self._filled), []
         if made:
             op = self.ops[-1]
@@ -99,12 +104,20 @@ class ShardRecorder(Recorder):
         return super()._see(local_of(tensor), name, kind, born)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if is_shard(tensor) or tensor.untyped_storage()._cdata in self._gathered:
+        if is_shard(tensor) or self._is_gathered(tensor):
             return tensor  # the engine frees and fills it, whoever refers to it
         return super()._pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         return packed if isinstance(packed, torch.Tensor) else super()._unpack(packed)
+
+    def _is_of_second_order(self, op: Op) -> bool:
+        """Is it part of a backward inside of the forward that itself has a backward (`create_graph=True`)?"""
+        inside = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        return op.site.phase is Phase.FORWARD and inside and torch.is_grad_enabled()
+
+    def _is_gathered(self, tensor: torch.Tensor) -> bool:
+        return local_of(tensor).untyped_storage()._cdata in self._gathered
 
     @contextlib.contextmanager
     def by_engine(self) -> Iterator[None]:

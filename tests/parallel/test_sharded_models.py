@@ -223,6 +223,28 @@ def replicated():
     return harness.plan.predicted.peak["cpu"], harness.step_peaks[1:]
 
 
+def penalised(model, x):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + slope.square().sum()
+
+
+def sloped(model, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x), x)
+    return model(x - 0.1 * slope)
+
+
+@pytest.mark.parametrize("way", ["zero3", "zero2", "ddp"])
+def test_gradients_of_gradients_are_refused_where_weights_are_gathered(way):
+    model = Stack()
+    with pytest.raises(holdall.Unsupported, match="gradients in it") as refused:
+        holdall.trace(model, rows(), loss=penalised, mesh={"dp": 2}, shard=way)
+    assert "leave out `mesh`" in str(refused.value)
+    assert holdall.trace(model, rows(), loss=sloped, mesh={"dp": 2}, shard=way).about.shards is not None
+
+
 def test_the_buckets_of_replicas_are_predicted():
     for predicted, measured in on_ranks(2, replicated):
         assert min(measured) == predicted
