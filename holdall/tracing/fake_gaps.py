@@ -2,7 +2,8 @@
 
 Grouped matmul: the fake refuses fp32, which the real one accepts. oneDNN's recurrent layers: the fake does not know the size of
 the workspace kept for backward or the layout of its gradients; the library itself is asked, on empty inputs. Norms of a bf16
-input with float32 weights, as under autocast: the fake returns statistics in bf16. Mean squared errors: the memory of the
+input with float32 weights, as under autocast: the fake returns statistics in bf16. Batch norms of transposed inputs: the fake
+keeps the input's strides, real kernels its memory format. Mean squared errors: the memory of the
 elements stays allocated with the mean. cuDNN's recurrent layers are in `values/recurrent.py`.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -59,6 +61,24 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     return out, *wide, *sums[2:]
 
 
+def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    out, *sums = _norm(func, args, kwargs)
+    return _in_format_of(args[0], out), *sums
+
+
+def _batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    first, *rest = func(*args, **kwargs)
+    return _in_format_of(args[1], first), *rest
+
+
+def _in_format_of(given: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor | None:
+    """With the strides of a contiguous tensor in the memory format of `given`: channels last, or the plain one."""
+    if made is None:
+        return None
+    right = torch.empty_like(made, memory_format=suggest_memory_format(given))
+    return made if right.stride() == made.stride() else right
+
+
 def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """The gradient of an input has the input's dtype, even if weights and statistics are wider."""
     first, *rest = func(*args, **kwargs)
@@ -82,8 +102,10 @@ def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 KERNELS: dict[str, Kernel] = {
-    "aten.native_batch_norm.default": _norm,
-    "aten._native_batch_norm_legit.default": _norm,
+    "aten.native_batch_norm.default": _batch_norm,
+    "aten._native_batch_norm_legit.default": _batch_norm,
+    "aten._native_batch_norm_legit.no_stats": _batch_norm,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
     "aten.native_layer_norm.default": _norm,
     "aten.native_group_norm.default": _norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,

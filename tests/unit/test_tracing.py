@@ -240,5 +240,34 @@ def test_statistics_of_a_narrow_input_are_those_of_the_real_kernel(norm):
     assert found[0] == found[1]
 
 
+class Transposed(nn.Module):
+    """A batch norm in the last dimension, as models of time series have it, between layers that need no copies of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_of_a_transposed_input_makes_the_copies_of_the_real_kernel(training):
+    model, x = Transposed().train(training), torch.randn(4, 6, 8)
+
+    def loss(m, b):
+        return m(b[0]).square().mean()
+
+    fake, real = (
+        [op.site.op for op in trace.ops] for trace in (trace_step(model, (x,), loss=loss), _real_trace(model, x, loss))
+    )
+    assert fake == real
+    assert "aten.clone.default" in real
+
+
+def _real_trace(model, x, loss):
+    return record_real_step(model, (x,), None, loss, How())
+
+
 def _real(model, x, loss):
     return record_real_step(model, (x,), None, loss, How()).tensors.values()
