@@ -72,6 +72,7 @@ class Compress(Facts):
     alone: ClassVar[bool] = True  # a compressed block is neither recomputed nor offloaded; `swap` offloads the codes
     spares_activations: ClassVar[bool] = True
     on_shards: ClassVar[bool] = True
+    only_by_fit: ClassVar[bool] = True
     what: ClassVar[str] = "saved tensors are stored as 8-bit codes"
 
     @property

@@ -75,11 +75,12 @@ def make_gauge(device: torch.device, meter: Meter, budget: int, busy: Callable[[
     return Gauge(budget, ledger=meter.ledger, device=device, outside=outside, busy=busy)
 
 
-def find_resident(model: torch.nn.Module, engine: Engine | None) -> Resident:
+def find_resident(model: torch.nn.Module, engine: Engine | None, plan: Plan) -> Resident:
     """The storages of parameters and buffers, which stay on the device."""
     storages = [local_of(t).untyped_storage() for t in (*model.parameters(), *model.buffers())]
     storages += engine.storages() if engine is not None else []
-    return Resident((s._cdata for s in storages), in_shards=bool(sharded_parameter(model)))
+    as_whole = not any(action.over_ranks for action in plan.actions)
+    return Resident((s._cdata for s in storages), in_shards=bool(sharded_parameter(model)), as_whole=as_whole)
 
 
 def find_there(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, engine: Engine | None) -> list[torch.Tensor]:

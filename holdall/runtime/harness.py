@@ -204,7 +204,7 @@ class Harness:
         if self.plan.about.precision:
             dtype = getattr(torch, self.plan.about.precision)
             self._undo.append(cast_inputs(self.model, dtype, self.plan.about.casts))
-        resident = find_resident(self.model, self.engine)
+        resident = find_resident(self.model, self.engine, self.plan)
         for context in self.contexts:
             context.__enter__()
             self._undo.append(partial(context.__exit__, None, None, None))

@@ -78,14 +78,18 @@ def planned(how):
     trace = holdall.trace(model, rows(), optimizer=momentum(model))
     plan = holdall.plan(trace, budget="1GiB", planner="nop", hardware=machine())
     blocks = [b for b in trace.blocks if b.name.startswith("layers")]
+    wide = [n for n, i in enumerate(blocks[0].saves) if trace.tensors[trace.saves[i].tensor].shape == (ROWS, 4 * WIDTH)]
     actions = {
         "recompute": [Recompute.of(trace, [b]) for b in blocks],
         "recompute in pairs": [Recompute.of(trace, blocks[i : i + 2]) for i in (0, 2)],
+        "recompute some": [Recompute.of(trace, [b], only=wide) for b in blocks],
         "offload": [Offload(block=b.name) for b in blocks],
+        "offload some": [Offload(block=b.name, saves=tuple(wide)) for b in blocks],
         "place": [Place.all(trace, update="host")],
         "head": [Head(module="first", rows=2)],
     }
     assert len(blocks) == 4
+    assert wide
     return replace(plan, actions=tuple(actions[how]))
 
 
@@ -123,7 +127,8 @@ def ran():
     return on_ranks(2, run_all, {name: planned(name) for name in (*WORK, *REFUSED)})
 
 
-WORK, REFUSED = ("recompute", "recompute in pairs", "offload"), ("place", "head")
+WORK = ("recompute", "recompute in pairs", "recompute some", "offload", "offload some")
+REFUSED = ("place", "head")
 
 
 @pytest.mark.parametrize("actions", WORK)
@@ -133,17 +138,18 @@ def test_a_plan_on_a_sharded_model_has_the_same_bits(ran, how, actions):
         same, left_sharded, far = rank[how, actions]
         assert same
         assert left_sharded
-        assert bool(far) == (actions == "offload")
+        assert bool(far) == actions.startswith("offload")
 
 
-def test_gathered_weights_are_not_offloaded(ran):
+@pytest.mark.parametrize("actions", ["offload", "offload some"])
+def test_gathered_weights_are_not_offloaded(ran, actions):
     """What leaves is what leaves from a model that is not sharded."""
     model = Stack()
-    with holdall.apply(planned("offload"), model, optimizer := momentum(model)) as harness:
+    with holdall.apply(planned(actions), model, optimizer := momentum(model)) as harness:
         train(model, optimizer, rows())
         expected = harness.measured().peak["far"]
     assert expected > 0
-    assert [rank["fully_shard", "offload"][2] for rank in ran] == [expected, expected]
+    assert [rank["fully_shard", actions][2] for rank in ran] == [expected, expected]
 
 
 @pytest.mark.parametrize("actions", REFUSED)
