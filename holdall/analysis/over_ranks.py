@@ -1,4 +1,4 @@
-"""Plans over many GPUs from one trace: which mesh, which way to shard, and what each rank then recomputes.
+"""Plans over many GPUs from one trace: which mesh, which way to shard, and what each rank then recomputes or keeps on its host.
 
 Every candidate is the step of one rank (`parallel/sharding/by_rule.py`), simulated with its collectives over the networks of
 its mesh. All figures are simulated; networks by name have assumed latencies (`machine/networks.py`). Beside them stands what
@@ -7,9 +7,11 @@ AMSP, PaRO and MiCS choose by a closed form (`shard_factors.py`); the group of M
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from holdall.actions.host_states import HostStates, obstacle, pieces_of
 from holdall.actions.recompute import Recompute
 from holdall.analysis.shard_factors import ClosedForm, FactorChoice, mesh_of_groups
 from holdall.cost.roofline import cost_trace
@@ -19,7 +21,7 @@ from holdall.parallel.sharding.by_rule import sharded_by_rule
 from holdall.planners.auto import Auto
 from holdall.planners.chen import Chen
 from holdall.planners.nop import Nop
-from holdall.planning.finish import outcome_or_never, over_budget
+from holdall.planning.finish import finish, outcome_or_never, over_budget
 from holdall.problem import Budget, bare_problem
 from holdall.types import Action, Hardware, Mesh, Outcome, Plan, Problem, Progress, Trace
 from holdall.types.mesh import REPLICAS
@@ -28,7 +30,7 @@ from holdall.units import format_bytes
 
 PER_NODE = 8
 INSIDE, ACROSS = "nvlink-4", "infiniband-ndr"
-_QUICK = 4000  # ops of a step above which the last word is not `auto`'s, which takes minutes there
+_QUICK = 4000  # ops of a step above which the last word is not `auto`'s, which takes minutes there, as with states on the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +78,13 @@ class ShardWay:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardTrial:
-    """A way that was simulated: keeping everything, or with every block recomputed where that does not fit."""
+    """A way that was simulated: keeping everything, with every block recomputed where that does not fit, and with all optimizer
+    states on the host where that does not either."""
 
     way: ShardWay
     outcome: Outcome
     recomputes: bool
+    on_host: bool
     fits: bool
 
     @property
@@ -140,8 +144,11 @@ def plan_over_ranks(
         is_over = bool(over_budget(problem, outcome))
         if is_over:
             outcome = outcome_or_never(problem, _recomputed(problem, None))
+        on_host = bool(over_budget(problem, outcome)) and _can_leave(problem)
+        if on_host:
+            outcome = outcome_or_never(problem, _on_host(problem, None))
         fits = not over_budget(problem, outcome)
-        found.append(ShardTrial(way=way, outcome=outcome, recomputes=is_over, fits=fits))
+        found.append(ShardTrial(way=way, outcome=outcome, recomputes=is_over, on_host=on_host, fits=fits))
 
     for way in listed:
         try_way(way)
@@ -166,8 +173,8 @@ def plan_over_ranks(
         )
     if not best.recomputes:
         return OverRanks(way=best.way, plan=Nop()(problem), trials=tuple(found), held=held, factors=factors)
-    plan = _least_recomputed(problem, progress)
-    if len(problem.trace.ops) <= _QUICK:
+    plan = _fewest_on_host(problem, progress) if best.on_host else _least_recomputed(problem, progress)
+    if len(problem.trace.ops) <= _QUICK and not best.on_host:
         try:
             other = Auto()(problem)
         except (Infeasible, Unsupported):
@@ -186,10 +193,43 @@ def _recomputed(problem: Problem, count: int | None) -> list[Action]:
 
 def _least_recomputed(problem: Problem, progress: Progress) -> Plan:
     """Recompute the fewest blocks that suffice, from the first."""
-    few, enough = 0, len(_chen(None).chosen(problem.trace))
+
+    def fits(count: int) -> bool:
+        progress(f"recomputing {count} blocks", 0, 0, "")
+        return not over_budget(problem, outcome_or_never(problem, _recomputed(problem, count)))
+
+    enough = _fewest(len(_chen(None).chosen(problem.trace)), fits)
+    return min((_chen(enough)(problem), _chen(None)(problem)), key=lambda p: p.predicted.seconds)
+
+
+def _can_leave(problem: Problem) -> bool:
+    """Can optimizer states be on the host?"""
+    return problem.hardware.far is not None and problem.permits(HostStates) and not obstacle(problem.trace)
+
+
+def _on_host(problem: Problem, count: int | None) -> list[Action]:
+    """The states of the first `count` pieces (None: all) on the host, and every block recomputed."""
+    every = len(pieces_of(problem.trace))
+    return [*_recomputed(problem, None), HostStates.first(problem, every if count is None else count)]
+
+
+def _fewest_on_host(problem: Problem, progress: Progress) -> Plan:
+    """As few states on the host as suffice."""
+    began, every = time.perf_counter(), len(pieces_of(problem.trace))
+
+    def fits(count: int) -> bool:
+        progress(f"{count} of {every} pieces of states on the host", 0, 0, "")
+        return not over_budget(problem, outcome_or_never(problem, _on_host(problem, count)))
+
+    count = _fewest(every, fits)
+    why = [f"every block is recomputed, and {count} of {every} pieces of optimizer states are on the host"]
+    return finish(Auto(), problem, _on_host(problem, count), why=why, began=began)
+
+
+def _fewest(enough: int, fits: Callable[[int], bool]) -> int:
+    """The least count from 1 that fits, where `enough` does."""
+    few = 0
     while enough - few > 1:
         middle = (few + enough) // 2
-        progress(f"recomputing {middle} blocks", 0, 0, "")
-        fits = not over_budget(problem, outcome_or_never(problem, _recomputed(problem, middle)))
-        few, enough = (few, middle) if fits else (middle, enough)
-    return min((_chen(enough)(problem), _chen(None)(problem)), key=lambda p: p.predicted.seconds)
+        few, enough = (few, middle) if fits(middle) else (middle, enough)
+    return enough

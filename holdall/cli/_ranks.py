@@ -147,6 +147,7 @@ def show_over_ranks(found: OverRanks, workload: Workload, machine: Hardware, clu
     unit = "images" if workload.is_image else "tokens"
     counted = Counter(action.name for action in plan.actions if not action.over_ranks)
     done = ", ".join(f"{n} x {name}" for name, n in counted.items()) or "everything kept"
+    on_host = {t: size for t, size in said.peak.items() if t != machine.home.name and size}
     show(
         facts(
             {
@@ -156,6 +157,7 @@ def show_over_ranks(found: OverRanks, workload: Workload, machine: Hardware, clu
                 "shard": str(found.way),
                 "activations": done,
                 "memory per rank": f"{format_bytes(needed_by(said))} of {format_bytes(plan.budget[machine.home.name])}",
+                **{f"on the host ({tier})": f"{format_bytes(size)} per rank" for tier, size in on_host.items()},
                 **{f"sent, {link}": f"{format_bytes(size)} per rank and step" for link, size in between.items()},
                 "time/step": format_seconds(said.seconds),
                 f"{unit}/s": f"{tokens / said.seconds:,.0f}",
@@ -167,7 +169,7 @@ def show_over_ranks(found: OverRanks, workload: Workload, machine: Hardware, clu
     table = grid("way to shard", "memory", "time/step", "")
     table.columns[-1].justify = "left"
     for trial in found.trials:
-        word = "recompute all" if trial.recomputes else "keep all"
+        word = "states on the host" if trial.on_host else "recompute all" if trial.recomputes else "keep all"
         style = "" if trial.fits else "dim"
         row = (trial.way, format_bytes(trial.peak), format_seconds(trial.outcome.seconds), word if trial.fits else "too large")
         add_row(table, *(cell(text, style) for text in row))
@@ -196,7 +198,14 @@ def over_ranks_json(found: OverRanks, tokens: int) -> dict[str, Any]:
         "tokens_per_second": tokens / said.seconds,
         "plan": plan_json(found.plan),
         "tried": [
-            {"way": str(t.way), "bytes": t.peak, "seconds": t.outcome.seconds, "recomputes": t.recomputes, "fits": t.fits}
+            {
+                "way": str(t.way),
+                "bytes": t.peak,
+                "seconds": t.outcome.seconds,
+                "recomputes": t.recomputes,
+                "states_on_host": t.on_host,
+                "fits": t.fits,
+            }
             for t in found.trials
         ],
         "closed_form": [

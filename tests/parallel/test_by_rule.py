@@ -148,3 +148,24 @@ def test_what_the_rule_does_not_cover_is_refused():
         by_rule("llama", "sgd", "zero1", {"dp": 2})
     with pytest.raises(holdall.HoldallError, match="do not fill nodes of 8"):
         _ = GpuCluster(gpus=12).mesh
+
+
+def test_optimizer_states_are_on_the_host_where_nothing_else_fits():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # as torch updates shards
+    trace = holdall.trace(model, torch.randn(4, 512), loss=lambda m, x: m(x).sum(), optimizer=optimizer, device="cuda")
+
+    def planned(budget):
+        return plan_over_ranks(trace, groups_of(model, trace), GpuCluster(gpus=4), gpu("h100-sxm"), budget=budget)
+
+    with pytest.raises(holdall.Infeasible) as refused:
+        planned(100_000)
+    kept = min(t.peak for t in planned("1GiB").trials)
+    most = 8 * 512 * 513 * 8 // 4  # bytes of a rank's states
+    assert refused.value.smallest < kept - most // 2
+    everything, some = planned(refused.value.smallest), planned((refused.value.smallest + kept) // 2)
+    held = [found.plan.predicted.peak["cpu"] for found in (everything, some)]
+    assert 0 < held[1] < held[0] == pytest.approx(most, rel=0.01)
+    for found in (everything, some):
+        assert found.plan.count()["host_states"] == 1
+        assert found.plan.predicted.seconds > min(t.outcome.seconds for t in planned("1GiB").trials)
