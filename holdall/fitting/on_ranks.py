@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from holdall import api
 from holdall.actions.shard import Shard
@@ -20,6 +21,7 @@ from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
 from holdall.parallel.checks.values import compared, refuse_other_batches
+from holdall.parallel.context import own_part
 from holdall.parallel.groups import connect, device_mesh, ranks_here
 from holdall.parallel.sharding.build import RULED
 from holdall.parallel.ways import is_divided, is_in_parts_of_sequence, is_one_batch, split_way, way_for
@@ -107,7 +109,7 @@ def start_on_ranks(
         return made if adjust is None else adjust(made, captured)
 
     plan = together(mine)
-    with _compared(request, model, batch, mesh, way):
+    with _compared(request, model, batch, mesh, way, traced):
         return api.apply(plan, model, optimizer, enforce=request.enforce, record=request.record, progress=told)
 
 
@@ -118,14 +120,17 @@ def _heads(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, 
     return "whole" if chosen is None else chosen[1], rows
 
 
-def _compared(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, way: str) -> AbstractContextManager[None]:
+def _compared(
+    request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, way: str, trace: Trace
+) -> AbstractContextManager[None]:
     """Does a divided model compute the same?"""
     if not is_divided(way):
         return nullcontext()
     model.to(target_device(model, request.device))
     run = request.loss or default_loss
     in_parts = mesh if is_in_parts_of_sequence(way) or "sequence" in split_way(way)[1] else None
-    return compared(model, lambda: run(model, batch), outputs=not is_in_parts_of_sequence(way), in_parts=in_parts)
+    own = own_part(mesh, way, dist.get_rank()) if is_in_parts_of_sequence(way) else None
+    return compared(model, lambda: run(model, batch), layers=groups_of(model, trace), in_parts=in_parts, own=own)
 
 
 def _fastest_way(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -19,10 +19,20 @@ from holdall.parallel.experts import find_experts
 from holdall.parallel.parts import Division
 from holdall.parallel.regions import common_ancestor, find_regions, find_vocabulary
 from holdall.parallel.ways import divide_by, split_way
-from holdall.types import Mesh, MeshDim, Op, Phase, Trace
+from holdall.types import Mesh, MeshDim, Op, Phase, TensorInfo, Trace
 from holdall.types.info import ShardedStep, TensorRegion
 
-T = TypeVar("T")
+
+class Recorded(Protocol):
+    """A step of one rank."""
+
+    @property
+    def ops(self) -> Sequence[Op]: ...
+    @property
+    def tensors(self) -> Mapping[int, TensorInfo]: ...
+
+
+T = TypeVar("T", bound=Recorded)
 Record = Callable[[tuple[str, ...], Callable[[torch.nn.Module, Any], Division]], tuple[T, ShardedStep]]
 _fakes = logging.getLogger("torch._subclasses.fake_tensor")
 # sizes that a module's forward may take from its attributes, and that are a rank's own in a region
@@ -34,15 +44,15 @@ _ATTEMPTS: tuple[tuple[str, ...], ...] = ((), ("split_size",), (*_SIZES, *_KEY_S
 
 
 def divided_and_recorded(
-    model: torch.nn.Module, mesh: Mesh, way: str, plain: Trace, record: Record[T]
+    model: torch.nn.Module, mesh: Mesh, way: str, plain: Trace, views: Mapping[str, int], record: Record[T]
 ) -> tuple[T, ShardedStep]:
     """What `record` makes of a copy of the model that is divided by a function that it is given, with the modules concerned.
-    `plain`: the trace of the whole model."""
+    `plain`: the trace of the whole model, and `views` what `first_views` saw meanwhile."""
     ways, over = split_way(way)[1], {dim.name: dim for dim in mesh.dividing}
     attention = _attention(model, plain) if "cp" in over else ()
     experts = _experts(model, over["ep"]) if "ep" in over else ()
     if "tp" in over:
-        return _by_tensors(model, over["tp"], ways, attention, experts, plain, record)
+        return _by_tensors(model, over["tp"], ways, attention, experts, plain, views, record)
     recorded, step = record(
         attention or experts,
         lambda fake, meshes: divide_by(ways, fake, meshes, attention=attention, experts=experts),
@@ -55,7 +65,7 @@ def _attention(model: torch.nn.Module, plain: Trace) -> tuple[str, ...]:
     if not attention:
         raise Unsupported(
             f"no module of {type(model).__name__} calls F.scaled_dot_product_attention, so its sequence cannot be divided",
-            hint='let it: attn_implementation="sdpa" in Hugging Face\'s models',
+            hint='let it: attn_implementation="sdpa" in Hugging Face\'s models; others train over mesh={"dp": ...}',
         )
     return attention
 
@@ -78,11 +88,12 @@ def _by_tensors(
     attention: tuple[str, ...],
     experts: tuple[str, ...],
     plain: Trace,
+    views: Mapping[str, int],
     record: Record[T],
 ) -> tuple[T, ShardedStep]:
     """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit. `attention`:
     modules whose attention is over a sequence that is divided too. `experts`: stacks that are divided too."""
-    found, vocabulary = find_regions(model, plain, over.size), find_vocabulary(model, plain, over.size)
+    found, vocabulary = find_regions(model, plain, over.size, views), find_vocabulary(model, plain, over.size)
     regions = tuple(region for region in found if not {*region.columns, region.row} & set(vocabulary))
     if not regions:  # a layer is divided in one way: of a model without others, its last two as a region
         regions, vocabulary = found, ()
@@ -122,6 +133,9 @@ def _by_tensors(
             failed = next((r for r in regions if running is not None and r == running.region), None)
             if failed is None:
                 raise
+        else:
+            failed = None if attention else _with_other_positions(plain, recorded, regions)
+        if failed is not None:
             kind = kind_of(model, failed)
             tried[kind] += 1
             regions = _changed(model, regions, kind, tried[kind], over.size)
@@ -132,6 +146,26 @@ def _by_tensors(
         f"another one reads, of a width (and a number of heads) that is a multiple of {over.size}",
         hint="shard its parameters instead: mesh=" + ('{"dp": ..., "ep": ...}' if experts else '{"dp": ...}'),
     )
+
+
+def _with_other_positions(plain: Trace, recorded: Recorded, regions: tuple[TensorRegion, ...]) -> TensorRegion | None:
+    """A region whose attention is not over the positions of the whole model: where a forward leaves their number to a view,
+    half of the features may be seen as half of the positions."""
+    above = {region: common_ancestor((*region.columns, region.row)) for region in regions}
+    expected = {op.site: plain.tensors[op.writes[0]].shape[-2:] for op in _attentions(plain)}
+    for op in _attentions(recorded):
+        if recorded.tensors[op.writes[0]].shape[-2:] != expected.get(op.site, recorded.tensors[op.writes[0]].shape[-2:]):
+            wrong = next((r for r, path in above.items() if _is_under(op.site.module, [path])), None)
+            if wrong is not None:
+                return wrong
+    return None
+
+
+def _attentions(step: Recorded) -> Iterator[Op]:
+    names = ("aten._scaled_dot_product", "aten._softmax")
+    for op in step.ops:
+        if op.site.phase is Phase.FORWARD and op.site.op.startswith(names) and len(step.tensors[op.writes[0]].shape) > _MATRIX:
+            yield op
 
 
 @contextmanager

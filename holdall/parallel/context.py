@@ -31,7 +31,7 @@ from holdall.parallel.attention.queries import QueryAttention
 from holdall.parallel.attention.rings import Ring, RingAttention
 from holdall.parallel.exchanges import Exchanged, Gathered
 from holdall.parallel.parts import Division, Made, avoid_fast_paths, replicate, wrap
-from holdall.types import Phase, Trace
+from holdall.types import Mesh, Phase, Trace
 
 _SDPA = "aten._scaled_dot_product"
 IGNORED = -100  # label of positions without one, in Hugging Face's losses and torch's
@@ -208,15 +208,21 @@ def _parts(model: torch.nn.Module, given: dict[str, Any], ring: Ring, names: Any
         labels = F.pad(along["labels"], (0, 1), value=IGNORED)[:, 1:]
         along |= {"labels": labels, "shift_labels": labels}
     changed = {name: own_positions(t, ring) if t.shape[1] == length else t for name, t in along.items()}
-    if "attention_mask" in names:  # tells that it is one sequence, though its positions may leap
-        changed["attention_mask"] = torch.ones_like(changed["position_ids"]).expand(first.shape[0], -1)
+    if mask is not None or {"attention_mask", "position_ids"} <= set(names):  # one sequence, though its positions may leap
+        changed["attention_mask"] = first.new_ones((first.shape[0], length // ring.ranks), dtype=torch.long)
     return {**given, **changed}
 
 
-def own_positions(t: torch.Tensor, ring: Ring) -> torch.Tensor:
-    """This rank's part of a sequence, which lies along dimension 1."""
-    pieces = t.chunk(ring.ranks * (2 if ring.zigzag else 1), 1)
-    return torch.cat([pieces[n] for n in ring.pieces(ring.rank)], 1)
+def own_positions(t: torch.Tensor, ring: Ring, dim: int = 1) -> torch.Tensor:
+    """This rank's part of a sequence, which lies along a dimension."""
+    pieces = t.chunk(ring.ranks * (2 if ring.zigzag else 1), dim)
+    return torch.cat([pieces[n] for n in ring.pieces(ring.rank)], dim)
+
+
+def own_part(mesh: Mesh, way: str, rank: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Takes a rank's positions out of a tensor of the whole sequence, which lies along a dimension."""
+    ring = Ring(None, mesh.place(rank, "cp"), mesh.dim("cp").size, zigzag="zigzag" in way.split("+"))
+    return lambda t, dim: own_positions(t, ring, dim)
 
 
 def all_positions(t: torch.Tensor, ring: Ring) -> torch.Tensor:

@@ -3,17 +3,24 @@ plain model: by what flows where, not by names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 from holdall.types import Kind, Phase, Trace
 from holdall.types.info import TensorRegion
 
 
-def find_regions(model: torch.nn.Module, trace: Trace, ranks: int) -> tuple[TensorRegion, ...]:
-    """The regions of a model that may be divided over so many ranks, in the order in which they run."""
+def find_regions(
+    model: torch.nn.Module, trace: Trace, ranks: int, views: Mapping[str, int] | None = None
+) -> tuple[TensorRegion, ...]:
+    """The regions of a model that may be divided over so many ranks, in the order in which they run. `views`: of
+    `first_views`."""
     linears = {path: m for path, m in model.named_modules() if path and is_linear(m)}
     flow = _flow(trace, linears)
     owners: dict[int, int] = {}
@@ -25,7 +32,7 @@ def find_regions(model: torch.nn.Module, trace: Trace, ranks: int) -> tuple[Tens
         shared = any(owners[id(p)] > 1 for path in members for p in linears[path].parameters())
         twice = any(path in flow.odd for path in members)
         fits = all(width(linears[path], "out") % ranks == 0 for path in columns) and width(linears[row], "in") % ranks == 0
-        parts = _fused(linears, columns, row)
+        parts = _fused(linears, columns, row, ranks, views or {})
         if columns and not shared and not twice and fits and parts:
             found.append(TensorRegion(columns=columns, row=row, parts=parts))
     return tuple(found)
@@ -69,12 +76,51 @@ def axis(linear: torch.nn.Module, side: str) -> int:
     return int((side == "in") == (type(linear) is torch.nn.Linear))
 
 
-def _fused(linears: dict[str, torch.nn.Module], columns: Sequence[str], row: str) -> int:
-    """Matrices side by side in one column of the region, such as queries, keys and values; 0: they cannot be told apart."""
+def _fused(linears: dict[str, torch.nn.Module], columns: Sequence[str], row: str, ranks: int, views: Mapping[str, int]) -> int:
+    """Matrices side by side in one column of the region, such as queries, keys and values; 0: they cannot be told apart. Where
+    the result is seen as heads first, each with its queries, keys and values, it is one matrix."""
     if len(columns) > 1:
         return 1
     wide, narrow = width(linears[columns[0]], "out"), width(linears[row], "in")
-    return wide // narrow if wide % narrow == 0 else 0
+    first, parts = views.get(columns[0]), wide // narrow if wide % narrow == 0 else 0
+    if first is None or first == parts or wide == narrow:
+        return parts
+    return 1 if first % ranks == 0 else 0
+
+
+@contextmanager
+def first_views(model: torch.nn.Module) -> Iterator[dict[str, int]]:
+    """Of linear layers whose results are seen at once with more dimensions: the size of the first one that their features were
+    cut into. What runs inside is watched."""
+    paths = {id(module): path for path, module in model.named_modules() if path and is_linear(module)}
+    seen = _Views()
+
+    def hook(module: torch.nn.Module, _args: Any, out: Any) -> None:
+        if id(module) in paths and isinstance(out, torch.Tensor):
+            seen.results[id(out)] = paths[id(module)], out
+
+    registered = register_module_forward_hook(hook)
+    try:
+        with seen:
+            yield seen.found
+    finally:
+        registered.remove()
+
+
+class _Views(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[int, tuple[str, torch.Tensor]] = {}  # with the tensors, so that no number is given twice
+        self.found: dict[str, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if args and id(args[0]) in self.results and isinstance(out, torch.Tensor):
+            path, x = self.results[id(args[0])]
+            before = x.dim() - 1
+            if out.dim() > x.dim() and out.shape[:before] == x.shape[:before]:
+                self.found.setdefault(path, out.shape[before])
+        return out
 
 
 @dataclass(slots=True)

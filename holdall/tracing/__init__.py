@@ -112,11 +112,13 @@ def trace_sharded(
     """Record the step of one rank of `mesh`, with the model sharded; see `holdall.trace`. Fills `given` with the arguments of
     each block. `chunk`: chunks the head of a copy of the model."""
     from holdall.parallel.attempts import divided_and_recorded  # it imports torch.distributed, as does the last
+    from holdall.parallel.regions import first_views
     from holdall.parallel.ways import is_divided
     from holdall.tracing.shards import record_sharded_step
 
     plainly: dict[str, Any] = {"device": device, "precision": precision, "autocast": autocast, "given": given}
-    plain = trace_step(model, batch, optimizer=optimizer, loss=loss, **plainly)
+    with first_views(model) as views:
+        plain = trace_step(model, batch, optimizer=optimizer, loss=loss, **plainly)
     if plain.about.source != "fake":
         raise Unsupported(
             f"{type(model).__name__} cannot be traced on fake tensors, which sharding needs ({plain.about.notes[-1]})",
@@ -132,16 +134,24 @@ def trace_sharded(
             if is_divided(way):
                 beside = groups_of(model, plain) if mesh.data is not None else ()
                 recorded, shards = divided_and_recorded(
-                    model, mesh, way, plain, lambda groups, build: record_sharded_step(*step, groups, build, beside, casts)
+                    model,
+                    mesh,
+                    way,
+                    plain,
+                    views,
+                    lambda groups, build: record_sharded_step(*step, groups, build, beside, casts),
                 )
             else:
                 recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=casts, chunk=chunk)
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything
+        by_hand = "shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model"
         raise Unsupported(
             f"the model cannot be sharded as {way}: {_first_line(error)}",
-            hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
+            hint='use mesh={"dp": ...}, which shards parameters and leaves computation as it is'
+            if is_divided(way)
+            else by_hand,
         ) from error
     finally:
         random.setstate(drawn)

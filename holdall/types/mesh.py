@@ -106,6 +106,15 @@ class Mesh:
             stride *= dim.size
         return first
 
+    def place(self, rank: int, name: str) -> int:
+        """Where a rank is along a dimension."""
+        stride = 1
+        for dim in reversed(self.dims):
+            if dim.name == name:
+                return rank // stride % dim.size
+            stride *= dim.size
+        raise unknown_name("dimension", name, [dim.name for dim in self.dims])
+
     @property
     def data(self) -> Mesh | None:
         """The other dimensions, over which batches differ and model states may be in shards."""

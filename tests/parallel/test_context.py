@@ -242,6 +242,22 @@ class Decaying(torch.nn.Module):
         return self.norm(x) * self.scale
 
 
+class Numbered(torch.nn.Module):
+    """Numbers positions itself, by the length of what it is given; its loss hardly depends on them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(WORDS, 32), torch.nn.Embedding(LENGTH, 32)
+        self.places.weight.data.mul_(1e-3)
+        self.attention, self.head = torch.nn.Linear(32, 96), torch.nn.Linear(32, WORDS)
+
+    def forward(self, input_ids, labels):
+        x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.attention(x).chunk(3, -1))
+        x = x + torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def decayed():
     model = build("llama")
     model.model.norm = Decaying(model.model.norm)
@@ -259,6 +275,7 @@ def refused():
         ("padding", build("llama"), padded, None),
         ("no attention", plain, torch.randn(2, 4, 8), lambda m, b: m(b).mean()),
         ("term", decayed(), batch(), lambda m, b: m(**b).loss + m.model.norm.decay),
+        ("numbered", Numbered(), batch(), None),
     ):
         with pytest.raises(holdall.HoldallError) as error:
             holdall.fit(model, momentum(model), given, loss=loss, budget="1GiB", hardware=machine(), mesh={"cp": 2})
@@ -316,3 +333,4 @@ def test_what_cannot_be_divided_is_refused_in_a_line(ran):
         assert "a mask of padding is not divided along the sequence" in rank["refused"]["padding"]
         assert "no module of Sequential calls F.scaled_dot_product_attention" in rank["refused"]["no attention"]
         assert "whose gradients are not sums over the ranks of `cp`" in rank["refused"]["term"]
+        assert "of Numbered computes something else where it has a part of the sequence" in rank["refused"]["numbered"]

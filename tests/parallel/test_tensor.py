@@ -45,6 +45,32 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.two(x))))
 
 
+class ByHeads(Attention):
+    """Each head has its queries, keys and values side by side (as in GPT-NeoX)."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 24)).transpose(1, 2).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Loose(Attention):
+    """Leaves the number of positions to a view (as OPT), which half of the features would make half as many."""
+
+    def forward(self, x):
+        q, k, v = (t.reshape(len(x), -1, self.n_head, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(found.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+class Viewed(Layer):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.other = ByHeads(), Loose()
+
+    def forward(self, x):
+        return super().forward(x + self.other(x))
+
+
 class Latent(Layer):
     """Heads share a part of their keys, from the layer that makes what the others are computed from (as in DeepSeek-V2):
     on a rank it has the gradient of that rank's heads, and the rest of that layer's result has the whole."""
@@ -95,12 +121,15 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(self.last(x)).flatten(0, 1), labels.flatten())
 
 
+OWN = {"own": Layer, "latent": Latent, "viewed": Viewed}
+
+
 def build(name, dtype=torch.float64):
     torch.manual_seed(0)
     if name.startswith("words"):
         return Words(layers=1 if name == "words" else 0).to(dtype)
-    if name in ("own", "latent"):
-        return Own(Latent if name == "latent" else Layer).to(dtype)
+    if name in OWN:
+        return Own(OWN[name]).to(dtype)
     if name == "gpt2":
         config = GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0, resid_pdrop=0)
         config.embd_pdrop, config.bos_token_id, config.eos_token_id = 0, 0, 0
@@ -112,7 +141,7 @@ def build(name, dtype=torch.float64):
 
 def batch(name):
     generator = torch.Generator().manual_seed(1)
-    if name in ("own", "latent"):
+    if name in OWN:
         return {"x": torch.randn(ROWS, LENGTH, 8, generator=generator, dtype=torch.float64)}
     ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
@@ -131,6 +160,7 @@ CASES = [(name, way) for name in ("llama", "own") for way in ("tensor", "sequenc
     ("gpt2", "tensor"),
     ("qwen3", "sequence"),
     ("latent", "tensor"),
+    ("viewed", "tensor"),
     ("words", "tensor"),
     ("words and head", "tensor"),
 ]
@@ -273,7 +303,26 @@ class Twisted(nn.Module):
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.down(self.up(x).softmax(-1)).square().mean()
+        return self.down(F.normalize(self.up(x), dim=-1)).square().mean()
+
+
+class Sloped(Attention):
+    """A small bias depends on the number of the head; a loss does not show it."""
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        far = torch.arange(x.shape[1]) - torch.arange(x.shape[1]).unsqueeze(1)
+        slopes = 1e-3 * torch.arange(q.shape[1]).view(-1, 1, 1)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=-slopes * far.abs())
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+def sloped():
+    torch.manual_seed(0)
+    model = Own()
+    for layer in model.layers:
+        layer.attention = Sloped()
+    return model
 
 
 class Hidden(Own):
@@ -294,6 +343,7 @@ def refused():
     cases = {
         "nothing": (nn.Linear(8, 1), given["x"], lambda m, b: m(b).mean()),
         "mixed": (Twisted(), given, None),
+        "numbered": (sloped(), {"x": torch.cat([given["x"]] * 4, 1)}, None),
         "hidden": (Hidden().double(), batch("own"), None),
         "batch": (build("llama"), batch("llama"), None),
         "sequence": (build("own"), batch("own"), lambda m, b: m(**b) + 1e-9 * m.layers[0].two.last.square().mean()),
@@ -313,6 +363,7 @@ def test_what_cannot_be_divided_is_refused_in_a_line(ran):
     for rank in ran:
         assert "Linear has no linear layers that can be divided over 2 ranks" in rank["refused"]["nothing"]
         assert "Twisted computes something else when it is divided over ranks" in rank["refused"]["mixed"]
+        assert "`layers.0` of Own computes something else when it is divided over ranks" in rank["refused"]["numbered"]
         assert "by a reentrant checkpoint, which hides whether gradients over `tp`" in rank["refused"]["hidden"]
         assert "the batch of rank 1 differs from that of rank 0" in rank["refused"]["batch"]
         assert "whose gradients are not sums over the ranks of `tp`" in rank["refused"]["sequence"]
@@ -325,6 +376,16 @@ def traced(name="llama", ranks=2, way="tensor"):
 
 def test_attention_whose_heads_share_a_gradient_is_left_whole():
     assert [region.row for region in traced("latent").about.shards.regions] == [f"layers.{n}.down" for n in (0, 1)]
+
+
+def test_heads_are_divided_however_they_are_seen():
+    regions = traced("viewed").about.shards.regions
+    found = {region.row: (region.parts, region.divided) for region in regions if region.row.startswith("layers.0.")}
+    by_heads, loose = found.pop("layers.0.attention.out"), found.pop("layers.0.other.out")
+    assert found.keys() == {"layers.0.down"}
+    assert by_heads == (1, ())
+    assert loose[0] == 3
+    assert "n_head" in loose[1]
 
 
 def test_heads_that_do_not_divide_are_left_whole():

@@ -1,13 +1,13 @@
 """Compares a model that was divided over ranks with what it computed before, on the batch that it was planned with.
 
 What is between two layers may not be computable in parts, and no shape need show it: a norm over all heads, a bias that depends
-on a head's number. So the outputs of an evaluation are compared before the first step.
+on a head's number. So what modules return is compared before the first step, in an evaluation (`digests.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from holdall.attributes import left_as_found
 from holdall.errors import TraceMismatch, Unsupported
+from holdall.parallel.checks.digests import Own, digests, first_difference
 from holdall.parallel.groups import ranks_here
 from holdall.sharded import local_of
 from holdall.types import Mesh
@@ -29,29 +30,68 @@ _pending: ContextVar[Callable[[], None] | None] = ContextVar("_pending", default
 
 
 @contextmanager
-def compared(model: torch.nn.Module, run: Callable[[], Any], *, outputs: bool, in_parts: Mesh | None = None) -> Iterator[None]:
+def compared(
+    model: torch.nn.Module,
+    run: Callable[[], Any],
+    *,
+    layers: Collection[str],
+    in_parts: Mesh | None = None,
+    own: Own | None = None,
+) -> Iterator[None]:
     """Whoever divides the model inside compares the loss, which `run` computes, with the whole model's; and all its outputs.
-    `in_parts`: of a mesh whose ranks have parts of the sequence: those that do must have one loss, to the bit."""
-    before = _evaluated(model, run, outputs)
+    `layers`: modules whose results are compared; others may return terms of a sum that ranks take later. `in_parts`: of a mesh
+    whose ranks have parts of the sequence: those that do must have one loss, to the bit. `own`: this rank's positions, where
+    calls of the model return those alone; every module's results are compared then."""
+    paths = layers if own is None else None
+    with digests(model, paths) as whole:
+        before = _evaluated(model, run, own is None)
 
     def compare() -> None:
-        after = _evaluated(model, run, outputs)
+        with digests(model, paths) as part:
+            after = _evaluated(model, run, own is None)
+        found = first_difference(whole, part, own or (lambda t, _: t), _allowed)
+        _refuse_other_results(model, found, own is not None)
         if in_parts is not None:
             _refuse_other_losses(after[0], in_parts)
         for a, b in zip(before, after, strict=True):
             error = (a - b).abs().max().item() / max(a.abs().max().item(), torch.finfo(a.dtype).tiny)
-            if not error <= max(torch.finfo(a.dtype).eps ** 0.6, SMALLEST):
-                raise Unsupported(
-                    f"{type(model).__name__} computes something else when it is divided over ranks "
-                    f"(relative error {error:.1e})",
-                    hint='use mesh={"dp": ...}, which shards parameters and leaves computation as it is',
-                )
+            if not error <= _allowed(a.dtype):
+                raise _other(type(model).__name__, error)
 
     token = _pending.set(compare)
     try:
         yield
     finally:
         _pending.reset(token)
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    return float(max(torch.finfo(dtype).eps ** 0.6, SMALLEST))
+
+
+def _other(what: str, error: float) -> Unsupported:
+    return Unsupported(
+        f"{what} computes something else when it is divided over ranks (relative error {error:.1e})",
+        hint='use mesh={"dp": ...}, which shards parameters and leaves computation as it is',
+    )
+
+
+def _refuse_other_results(model: torch.nn.Module, found: tuple[str, float] | None, is_in_parts: bool) -> None:
+    """On all ranks: the first one may find nothing, as where each numbers its part of the positions from 0."""
+    said: list[Any] = [found] * ranks_here()
+    dist.all_gather_object(said, found)
+    found = next((told for told in said if told is not None), None)
+    if found is None:
+        return
+    path, error = found
+    where = f"`{path}` of {type(model).__name__}" if path else type(model).__name__
+    if not is_in_parts:
+        raise _other(where, error)
+    raise Unsupported(
+        f"{where} computes something else where it has a part of the sequence (relative error {error:.1e}), as models do that "
+        "number positions themselves",
+        hint='let the forward take `position_ids`, or use mesh={"tp": ...} or {"dp": ...}',
+    )
 
 
 def _refuse_other_losses(loss: torch.Tensor, mesh: Mesh) -> None:
