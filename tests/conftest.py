@@ -3,7 +3,8 @@
 By default long families of alike cases are sampled, one in three (of members held against their papers: one in ten), always
 the same ones, and a few long tests are left out.
 Three parts run apart from the others: members held against their papers (`pytest tests/papers`), cases that enter through
-`fit`, which are never sampled (`pytest tests/conformance`), and several ranks, each a process (`pytest tests/parallel`).
+`fit` (`pytest tests/conformance`; every model, at one of its two budgets), and several ranks, each a process
+(`pytest tests/parallel`).
 `pytest --all` runs everything. A plain `pytest`, with no file named, runs in as many processes as there are cores, at most
 four, where pytest-xdist is installed; `-n 0` runs it in one.
 """
@@ -127,6 +128,9 @@ SAMPLED = (
     "unit/test_planning.py::test_auto_finds_the_fastest_mix",
     "unit/test_nvme.py::test_bytes_come_back",
     "unit/test_flat_buffer.py::test_every_result",
+    "unit/test_auto_across_blocks.py::test_auto_is_no_slower",
+    "papers/test_low_precision.py::test_a_recipe_gives",
+    "parallel/test_by_rule.py::test_the_rule_is_what",
 )
 RARE = (  # one in six of these
     "contracts/test_compatibility.py::test_a_pair",
@@ -146,6 +150,10 @@ LONG = (
     "papers/test_adam8bit.py::test_a_small_language_model",
     "papers/test_megtaichi.py::test_on_an_arena",
     "contracts/test_planners.py::TestRockmate::test_the_same_problem",
+    "contracts/test_planners.py::TestRockmate::test_a_looser_budget",
+    "contracts/test_planners.py::TestMoccasin::test_a_real_model",
+    "contracts/test_planners.py::TestDelta::test_the_same_problem",
+    "unit/test_captured.py::test_blocks_run_by_programs_under_a_recipe_too",
     "contracts/test_planners.py::TestRockmate::test_plans_are_legal",
     "contracts/test_planners.py::TestCheckmate::test_the_same_problem",
     *(
@@ -155,8 +163,10 @@ LONG = (
 )
 
 
+EITHER = "conformance/test_families.py::test_fit_computes_what_plain_training_computes"  # in one of two budgets
 APART = ("papers/", "conformance/", "parallel/", "contracts/test_compatibility.py::test_fit")  # not by a plain `pytest`
 WHOLE = "HOLDALL_TESTS_WITHOUT_PATHS"
+ALL = "HOLDALL_TESTS_ALL"  # as in `holdall.testing.ranks`
 MOST_PROCESSES = 4  # each takes one to two GB
 
 
@@ -166,6 +176,7 @@ def pytest_cmdline_main(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # such a process itself: it must not start others
     option = config.option
+    os.environ[ALL] = "1" if option.all else ""
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     os.environ[WHOLE] = "1" if is_whole else ""  # for the processes that this one starts, too
     if is_whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
@@ -196,6 +207,8 @@ def is_long(item):
         return True
     if not hasattr(item, "callspec"):
         return False
+    if EITHER in item.nodeid:
+        return item.callspec.params["share"] != (70, 45)[zlib.crc32(item.callspec.params["name"].encode()) % 2]
     of_papers = 10 if "papers/" in item.nodeid else 3
     every = 6 if any(name in item.nodeid for name in RARE) else of_papers if any(name in item.nodeid for name in SAMPLED) else 1
     return zlib.crc32(item.nodeid.encode()) % every != 0

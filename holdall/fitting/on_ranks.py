@@ -130,7 +130,17 @@ def _compared(
     run = request.loss or default_loss
     in_parts = mesh if is_in_parts_of_sequence(way) or "sequence" in split_way(way)[1] else None
     own = own_part(mesh, way, dist.get_rank()) if is_in_parts_of_sequence(way) else None
-    return compared(model, lambda: run(model, batch), layers=groups_of(model, trace), in_parts=in_parts, own=own)
+    return compared(model, lambda: run(model, batch), modules=_alike(model, trace, own is None), in_parts=in_parts, own=own)
+
+
+def _alike(model: torch.nn.Module, trace: Trace, layers_alone: bool) -> tuple[str, ...]:
+    """Modules that return on every rank what they would on one: layers, and what is around them unless ranks take sums there
+    later. What is inside may compute with parts, and experts with the tokens of others."""
+    layers, shards = groups_of(model, trace), trace.about.shards
+    if layers_alone:
+        return layers
+    within = tuple(f"{path}." for path in (*layers, *(shards.experts if shards is not None else ())))
+    return tuple(path for path, _ in model.named_modules() if not path.startswith(within))
 
 
 def _fastest_way(

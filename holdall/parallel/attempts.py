@@ -23,7 +23,7 @@ from holdall.types import Mesh, MeshDim, Op, Phase, TensorInfo, Trace
 from holdall.types.info import ShardedStep, TensorRegion
 
 
-class Recorded(Protocol):
+class RankStep(Protocol):
     """A step of one rank."""
 
     @property
@@ -32,7 +32,7 @@ class Recorded(Protocol):
     def tensors(self) -> Mapping[int, TensorInfo]: ...
 
 
-T = TypeVar("T", bound=Recorded)
+T = TypeVar("T", bound=RankStep)
 Record = Callable[[tuple[str, ...], Callable[[torch.nn.Module, Any], Division]], tuple[T, ShardedStep]]
 _fakes = logging.getLogger("torch._subclasses.fake_tensor")
 # sizes that a module's forward may take from its attributes, and that are a rank's own in a region
@@ -148,7 +148,7 @@ def _by_tensors(
     )
 
 
-def _with_other_positions(plain: Trace, recorded: Recorded, regions: tuple[TensorRegion, ...]) -> TensorRegion | None:
+def _with_other_positions(plain: Trace, recorded: RankStep, regions: tuple[TensorRegion, ...]) -> TensorRegion | None:
     """A region whose attention is not over the positions of the whole model: where a forward leaves their number to a view,
     half of the features may be seen as half of the positions."""
     above = {region: common_ancestor((*region.columns, region.row)) for region in regions}
@@ -161,7 +161,7 @@ def _with_other_positions(plain: Trace, recorded: Recorded, regions: tuple[Tenso
     return None
 
 
-def _attentions(step: Recorded) -> Iterator[Op]:
+def _attentions(step: RankStep) -> Iterator[Op]:
     names = ("aten._scaled_dot_product", "aten._softmax")
     for op in step.ops:
         if op.site.phase is Phase.FORWARD and op.site.op.startswith(names) and len(step.tensors[op.writes[0]].shape) > _MATRIX:

@@ -31,7 +31,7 @@ from functools import cache
 from multiprocessing import connection, get_context
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, TypeVar
 
 PRELOADED = [  # what is not installed is left out
     "torch",
@@ -53,8 +53,11 @@ PRELOADED = [  # what is not installed is left out
     "transformers.models.mixtral.modeling_mixtral",
 ]
 _MEMBERS = ("actions", "precision")  # folders of which a first `fit` imports every file
+ALL = "HOLDALL_TESTS_ALL"  # in the environment: every case is asked for
 _GRACE = 3.0  # seconds that the other ranks have to report after one has failed
 
+K = TypeVar("K")
+V = TypeVar("V")
 _Named = tuple[str, str, str]  # a function: its module, its file, its name
 
 
@@ -88,6 +91,12 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: floa
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def by_default(cases: dict[K, V], *long: K) -> dict[K, V]:
+    """`cases` without those that take long on every rank, and that `pytest --all` runs (`tests/conftest.py`)."""
+    assert cases.keys() >= {*long}
+    return cases if os.environ.get(ALL) else {case: given for case, given in cases.items() if case not in long}
 
 
 @cache

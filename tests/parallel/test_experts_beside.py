@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdall
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 WORDS, WIDTH, INSIDE, LENGTH, ROWS, STEPS, EXPERTS, TOP = 64, 16, 8, 16, 2, 2, 4, 2
 LARGEST = ROWS * LENGTH * WORDS * 8 + 1024  # bytes: the largest buffer that a collective has
 CHEN = {"planner": "chen", "variant": "all"}
-CASES = {  # mesh, way, other arguments of `fit`
+EVERY = {  # mesh, way, other arguments of `fit`
     "tensors": ({"tp": 2, "ep": 2}, "fsdp", CHEN),
     "narrow": ({"tp": 2, "ep": 2}, "fsdp", {"precision": "bf16"}),
     "odd": ({"ep": 2, "tp": 2}, "fsdp", {"accumulate": 2}),
@@ -24,6 +24,7 @@ CASES = {  # mesh, way, other arguments of `fit`
     "data, context": ({"dp": 2, "ep": 2, "cp": 2}, "zero2+zigzag", {}),
     "tensors, context": ({"tp": 2, "cp": 2, "ep": 2}, "fsdp", {}),
 }
+CASES = by_default(EVERY, "narrow", "data, tensors", "data, context", "tensors, context")
 EIGHT = tuple(case for case in CASES if "," in case)
 FOUR = tuple(case for case in CASES if case not in EIGHT)
 SAME = tuple(case for case in CASES if case != "drops")  # as one process, which draws other numbers
@@ -78,7 +79,7 @@ class Mixtures(nn.Module):
 
 def made(case, number):
     """The batch has each expert's words once in each four positions."""
-    options = CASES[case][2]
+    options = EVERY[case][2]
     torch.manual_seed(0)
     layers = 2 if case in ("drops", "context") or options is CHEN else 1
     model = Mixtures(layers, 0.3 if case == "drops" else 0.0).to(torch.float32 if "precision" in options else torch.float64)

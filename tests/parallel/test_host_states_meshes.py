@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdall
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 WORDS, WIDTH, LENGTH, ROWS, EXPERTS, STEPS, SAVED = 32, 16, 16, 2, 4, 3, 2
@@ -24,6 +24,7 @@ FOUR = {
     "nodes": ({"nodes": 2, "dp": 2}, "hpz", "bf16", "fused", 1),
     "data x tensors": ({"dp": 2, "tp": 2}, "zero2", None, "adamw", 2),
 }
+TWO, FOUR = by_default(TWO, "ring", "experts"), by_default(FOUR, "triple", "nodes")
 CASES = {**TWO, **FOUR}
 
 

@@ -7,16 +7,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import holdall
 from holdall.errors import Unsupported
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
-CASES = {  # way, share of the whole peak, planner and what it may do
+EVERY = {  # way, share of the whole peak, planner and what it may do
     "capuchin": ("fsdp", 0.5, {"planner": "capuchin"}),  # tensors by their numbers, without those that the engine gathers
     "8 bits": ("ddp", 1.0, {"planner": "actnn", "bits": 8, "allow": ["compress"]}),
     "4 bits": ("zero2", 1.0, {"planner": "actnn", "bits": 4, "allow": ["compress"]}),
     "offloaded codes": ("zero3", 1.0, {"planner": "actnn", "level": "L4", "allow": ["compress", "offload"]}),
     "auto": ("fsdp", 0.6, {"allow": ["compress"]}),
 }
+CASES = by_default(EVERY, "8 bits", "auto")
 LEAST_COSINE = {"capuchin": 1.0, "8 bits": 0.999, "4 bits": 0.98, "offloaded codes": 0.75, "auto": 0.98}
 STEPS = 3
 

@@ -31,8 +31,8 @@ class Digest:
 
 
 @contextmanager
-def digests(model: torch.nn.Module, paths: Collection[str] | None) -> Iterator[dict[Key, Digest]]:
-    """Of all that these modules return inside; None: all modules."""
+def digests(model: torch.nn.Module, paths: Collection[str]) -> Iterator[dict[Key, Digest]]:
+    """Of all that these modules return inside."""
     found: dict[Key, Digest] = {}
     calls: Counter[str] = Counter()
 
@@ -45,7 +45,7 @@ def digests(model: torch.nn.Module, paths: Collection[str] | None) -> Iterator[d
 
         return see
 
-    some = [(path, module) for path, module in model.named_modules() if paths is None or path in paths]
+    some = [(path, module) for path, module in model.named_modules() if path in paths]
     hooks = [module.register_forward_hook(hook(path)) for path, module in some]
     try:
         yield found

@@ -34,20 +34,18 @@ def compared(
     model: torch.nn.Module,
     run: Callable[[], Any],
     *,
-    layers: Collection[str],
+    modules: Collection[str],
     in_parts: Mesh | None = None,
     own: Own | None = None,
 ) -> Iterator[None]:
-    """Whoever divides the model inside compares the loss, which `run` computes, with the whole model's; and all its outputs.
-    `layers`: modules whose results are compared; others may return terms of a sum that ranks take later. `in_parts`: of a mesh
-    whose ranks have parts of the sequence: those that do must have one loss, to the bit. `own`: this rank's positions, where
-    calls of the model return those alone; every module's results are compared then."""
-    paths = layers if own is None else None
-    with digests(model, paths) as whole:
+    """Whoever divides the model inside compares the loss, which `run` computes, with the whole model's; all its outputs; and
+    what these modules return. `in_parts`: of a mesh whose ranks have parts of the sequence: those that do must have one loss,
+    to the bit. `own`: this rank's positions, where calls of the model return those alone."""
+    with digests(model, modules) as whole:
         before = _evaluated(model, run, own is None)
 
     def compare() -> None:
-        with digests(model, paths) as part:
+        with digests(model, modules) as part:
             after = _evaluated(model, run, own is None)
         found = first_difference(whole, part, own or (lambda t, _: t), _allowed)
         _refuse_other_results(model, found, own is not None)
@@ -80,10 +78,10 @@ def _refuse_other_results(model: torch.nn.Module, found: tuple[str, float] | Non
     """On all ranks: the first one may find nothing, as where each numbers its part of the positions from 0."""
     said: list[Any] = [found] * ranks_here()
     dist.all_gather_object(said, found)
-    found = next((told for told in said if told is not None), None)
-    if found is None:
+    others = [told for told in said if told is not None]
+    if not others:
         return
-    path, error = found
+    path, error = max(others, key=lambda told: told[1])
     where = f"`{path}` of {type(model).__name__}" if path else type(model).__name__
     if not is_in_parts:
         raise _other(where, error)
