@@ -40,4 +40,4 @@ class Context(Shard):
     def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
         from holdall.parallel.ways import divide_by
 
-        return divide_by(ways, model, meshes, attention=self.groups, experts=self.experts)
+        return divide_by(ways, model, meshes, attention=self.groups, experts=self.experts, readers=self.readers)

@@ -37,4 +37,4 @@ class Experts(Shard):
     def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
         from holdall.parallel.ways import divide_by
 
-        return divide_by(ways, model, meshes, experts=self.groups)
+        return divide_by(ways, model, meshes, experts=self.groups, readers=self.readers)

@@ -37,6 +37,7 @@ class Shard(Facts):
     replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
     backwards: int = 1  # of a step: gradients are summed over replicas in the last
     data_groups: tuple[str, ...] = ()  # modules with collectives of their own over data, where `groups` are of another division
+    readers: tuple[tuple[str, str], ...] = ()  # modules that read parameters of one inside of them, in a model that is divided
     precision: str = ""  # dtype in which parameters are gathered and modules compute; empty: their own
     casts: tuple[str, ...] = ()  # modules that cast their inputs to it
 
@@ -139,7 +140,7 @@ class Shard(Facts):
 
 def of_step(shards: ShardedStep) -> dict[str, Any]:
     """What the actions that divide a step have in common, as it was traced."""
-    names = ("way", "groups", "replicate", "data_groups", "precision", "casts")
+    names = ("way", "groups", "replicate", "data_groups", "readers", "precision", "casts")
     return {"mesh": tuple((d.name, d.size) for d in shards.mesh.dims)} | {name: getattr(shards, name) for name in names}
 
 

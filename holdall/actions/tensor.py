@@ -47,5 +47,5 @@ class Tensor(Shard):
     def divide(self, model: torch.nn.Module, meshes: Mapping[str, Any], ways: Sequence[str]) -> Division:
         from holdall.parallel.ways import divide_by
 
-        found = {"vocabulary": self.vocabulary, "attention": self.attention, "experts": self.experts}
+        found = {name: getattr(self, name) for name in ("vocabulary", "attention", "experts", "readers")}
         return divide_by(ways, model, meshes, regions=self.regions, stack=self.groups, **found)

@@ -4,6 +4,7 @@ turns out not to be, tries again without it."""
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from holdall.parallel.checks.sums import PartialSums
 from holdall.parallel.context import find_attention
 from holdall.parallel.experts import find_experts
 from holdall.parallel.parts import Division
-from holdall.parallel.regions import common_ancestor, find_regions, find_vocabulary
+from holdall.parallel.regions import common_ancestor, find_readers, find_regions, find_vocabulary
 from holdall.parallel.ways import divide_by, split_way
 from holdall.types import Mesh, MeshDim, Op, Phase, TensorInfo, Trace
 from holdall.types.info import ShardedStep, TensorRegion
@@ -51,13 +52,14 @@ def divided_and_recorded(
     ways, over = split_way(way)[1], {dim.name: dim for dim in mesh.dividing}
     attention = _attention(model, plain) if "cp" in over else ()
     experts = _experts(model, over["ep"]) if "ep" in over else ()
+    readers = find_readers(model, plain)
     if "tp" in over:
-        return _by_tensors(model, over["tp"], ways, attention, experts, plain, views, record)
+        return _by_tensors(model, over["tp"], ways, attention, experts, readers, plain, views, record)
     recorded, step = record(
         attention or experts,
-        lambda fake, meshes: divide_by(ways, fake, meshes, attention=attention, experts=experts),
+        lambda fake, meshes: divide_by(ways, fake, meshes, attention=attention, experts=experts, readers=readers),
     )
-    return recorded, replace(step, experts=experts if attention else ())
+    return recorded, replace(step, experts=experts if attention else (), readers=readers)
 
 
 def _attention(model: torch.nn.Module, plain: Trace) -> tuple[str, ...]:
@@ -87,13 +89,18 @@ def _by_tensors(
     ways: tuple[str, ...],
     attention: tuple[str, ...],
     experts: tuple[str, ...],
+    readers: tuple[tuple[str, str], ...],
     plain: Trace,
     views: Mapping[str, int],
     record: Record[T],
 ) -> tuple[T, ShardedStep]:
     """Regions of a kind that cannot be computed in parts are left whole: that shows in shapes which do not fit. `attention`:
-    modules whose attention is over a sequence that is divided too. `experts`: stacks that are divided too."""
+    modules whose attention is over a sequence that is divided too. `experts`: stacks that are divided too. `readers`: modules
+    that read parameters of one inside of them, which stays whole."""
     found, vocabulary = find_regions(model, plain, over.size, views), find_vocabulary(model, plain, over.size)
+    read = {owner for _, owner in readers}
+    found = tuple(region for region in found if not read & {*region.columns, region.row})
+    vocabulary = () if read & {*vocabulary} else vocabulary
     regions = tuple(region for region in found if not {*region.columns, region.row} & set(vocabulary))
     if not regions:  # a layer is divided in one way: of a model without others, its last two as a region
         regions, vocabulary = found, ()
@@ -111,8 +118,8 @@ def _by_tensors(
         built: list[Division] = []
 
         def build(fake: torch.nn.Module, on: Any, regions: Any = regions, built: list[Division] = built) -> Division:
-            what = {"regions": regions, "vocabulary": vocabulary, "attention": attention, "experts": experts}
-            built.append(divide_by(ways, fake, on, stack=stack, **what))
+            what: dict[str, Any] = {"vocabulary": vocabulary, "attention": attention, "experts": experts, "readers": readers}
+            built.append(divide_by(ways, fake, on, stack=stack, regions=regions, **what))
             return built[0]
 
         try:
@@ -134,13 +141,14 @@ def _by_tensors(
             if failed is None:
                 raise
         else:
-            failed = None if attention else _with_other_positions(plain, recorded, regions)
+            failed = None if attention else _with_other_attention(plain, recorded, regions, over.size)
         if failed is not None:
             kind = kind_of(model, failed)
             tried[kind] += 1
             regions = _changed(model, regions, kind, tried[kind], over.size)
             continue
-        return recorded, replace(step, regions=regions, vocabulary=vocabulary, attention=attention, experts=experts)
+        step = replace(step, regions=regions, vocabulary=vocabulary, attention=attention, experts=experts)
+        return recorded, replace(step, readers=readers)
     raise Unsupported(
         f"{type(model).__name__} has no linear layers that can be divided over {over.size} ranks: none whose result only "
         f"another one reads, of a width (and a number of heads) that is a multiple of {over.size}",
@@ -148,16 +156,23 @@ def _by_tensors(
     )
 
 
-def _with_other_positions(plain: Trace, recorded: RankStep, regions: tuple[TensorRegion, ...]) -> TensorRegion | None:
-    """A region whose attention is not over the positions of the whole model: where a forward leaves their number to a view,
-    half of the features may be seen as half of the positions."""
+def _with_other_attention(
+    plain: Trace, recorded: RankStep, regions: tuple[TensorRegion, ...], ranks: int
+) -> TensorRegion | None:
+    """A region whose attention is not that of a part of the heads: where a forward leaves a size to a view, half of the
+    features may be seen as half of the positions, or as heads half as wide."""
     above = {region: common_ancestor((*region.columns, region.row)) for region in regions}
-    expected = {op.site: plain.tensors[op.writes[0]].shape[-2:] for op in _attentions(plain)}
+    expected = {op.site: plain.tensors[op.writes[0]].shape for op in _attentions(plain)}
     for op in _attentions(recorded):
-        if recorded.tensors[op.writes[0]].shape[-2:] != expected.get(op.site, recorded.tensors[op.writes[0]].shape[-2:]):
-            wrong = next((r for r, path in above.items() if _is_under(op.site.module, [path])), None)
-            if wrong is not None:
-                return wrong
+        part, whole = recorded.tensors[op.writes[0]].shape, expected.get(op.site)
+        if whole is None:
+            continue
+        are_scores = op.site.op.startswith("aten._softmax") and part[-1] == part[-2]
+        if part[-2:] == whole[-2:] and not (are_scores and math.prod(whole) != ranks * math.prod(part)):
+            continue
+        wrong = next((region for region, path in above.items() if _is_under(op.site.module, [path])), None)
+        if wrong is not None:
+            return wrong
     return None
 
 

@@ -215,6 +215,16 @@ def replicate(module: torch.nn.Module, division: Division, made: Made) -> None:
     wrap(module, forward)
 
 
+def let_read(reader: torch.nn.Module, owner: torch.nn.Module, division: Division) -> None:
+    """Let the forward of a module have the parameters of another as that one's own forward has them."""
+
+    def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
+        with division.local(owner, is_partial=division.is_partial):
+            return plain(*args, **kwargs)
+
+    wrap(reader, forward)
+
+
 def wrap(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     """Let `forward`, which gets the plain one first, be the module's."""
     plain = module.forward

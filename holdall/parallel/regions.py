@@ -38,6 +38,25 @@ def find_regions(
     return tuple(found)
 
 
+def find_readers(model: torch.nn.Module, trace: Trace) -> tuple[tuple[str, str], ...]:
+    """(module, one inside of it) where the first reads parameters of the second, to compute with them or to pass them on."""
+    names = {i: t.name for i, t in trace.tensors.items() if t.kind is Kind.PARAM}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    owners: dict[int, list[str]] = {}
+    for name, p in named.items():
+        owners.setdefault(id(p), []).append(name.rpartition(".")[0])
+    found: dict[tuple[str, str], None] = {}
+    for op in trace.ops:
+        path = op.site.module
+        for name in (names[x] for x in op.reads if x in names and op.site.phase is Phase.FORWARD):
+            has = owners.get(id(named.get(name)), [])
+            if any(path == owner or path.startswith(f"{owner}.") or not owner for owner in has):
+                continue  # its own, or of a module around it
+            if has and not isinstance(model.get_submodule(path), torch.nn.MultiheadAttention):
+                found[common_ancestor((f"{path}.", f"{has[0]}.")), has[0]] = None
+    return tuple(found)
+
+
 def find_vocabulary(model: torch.nn.Module, trace: Trace, ranks: int) -> tuple[str, ...]:
     """The embedding of words and the head that gives a logit for each, if they can be divided by words."""
     used = {op.site.module for op in trace.ops if op.site.phase is Phase.FORWARD}

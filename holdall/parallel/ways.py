@@ -25,7 +25,7 @@ from holdall.errors import Unsupported, unknown_name
 from holdall.parallel.context import divide_context
 from holdall.parallel.experts import divide_experts
 from holdall.parallel.groups import BOTH
-from holdall.parallel.parts import Division
+from holdall.parallel.parts import Division, let_read
 from holdall.parallel.sharding.build import WAYS, check_way
 from holdall.parallel.tensor import divide
 from holdall.types.info import TensorRegion
@@ -111,9 +111,10 @@ def divide_by(
     stack: Sequence[str] = (),
     attention: Sequence[str] = (),
     experts: Sequence[str] = (),
+    readers: Sequence[tuple[str, str]] = (),
 ) -> Division:
     """Divide a model in place in these ways, over torch's meshes as `split_mesh` has them. The others say what is divided, as
-    `divide`, `divide_context` and `divide_experts` have it."""
+    `divide`, `divide_context` and `divide_experts` have it. `readers`: modules that read parameters of one inside of them."""
     made: Division | None = None
     if "tp" in meshes:
         made = divide(model, regions, vocabulary, meshes["tp"], stack=stack, apart=experts, whole=meshes.get(BOTH))
@@ -122,4 +123,6 @@ def divide_by(
     if "cp" in meshes:
         made = divide_context(model, attention, meshes["cp"], ways, beside=made)
     assert made is not None
+    for reader, owner in readers:
+        let_read(model.get_submodule(reader), model.get_submodule(owner), made)
     return made

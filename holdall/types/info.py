@@ -66,6 +66,7 @@ class ShardedStep:
     experts: tuple[str, ...] = ()  # stacks of experts that are divided, of a model that is divided by tensors or sequence too
     replicate: tuple[str, ...] = ()  # dimensions over which shards are repeated, not cut further
     data_groups: tuple[str, ...] = ()  # modules with collectives of their own over data, of a model that is divided too
+    readers: tuple[tuple[str, str], ...] = ()  # modules that read parameters of one inside of them, in a model that is divided
     precision: str = ""  # dtype in which parameters are gathered and modules compute; empty: their own
     casts: tuple[str, ...] = ()  # modules that cast their inputs to it
     fillings: tuple[tuple[int, ...], ...] = ()  # a row per parameter that is gathered: the tensor of each time, in order

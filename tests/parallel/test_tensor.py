@@ -62,13 +62,25 @@ class Loose(Attention):
         return self.out(found.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
 
-class Viewed(Layer):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.other = ByHeads(), Loose()
+class Wide(Attention):
+    """Leaves the size of a head to a view (as DeBERTa-v2), which half of the features would make half as large."""
 
     def forward(self, x):
-        return super().forward(x + self.other(x))
+        q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        found = (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1) @ v
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Viewed(Layer):
+    """With a parameter of a module inside that it reads itself, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.other, self.third = ByHeads(), Loose(), Wide()
+
+    def forward(self, x):
+        x = x * self.two.weight
+        return super().forward(x + self.other(x) + self.third(x))
 
 
 class Latent(Layer):
@@ -381,11 +393,10 @@ def test_attention_whose_heads_share_a_gradient_is_left_whole():
 def test_heads_are_divided_however_they_are_seen():
     regions = traced("viewed").about.shards.regions
     found = {region.row: (region.parts, region.divided) for region in regions if region.row.startswith("layers.0.")}
-    by_heads, loose = found.pop("layers.0.attention.out"), found.pop("layers.0.other.out")
-    assert found.keys() == {"layers.0.down"}
-    assert by_heads == (1, ())
-    assert loose[0] == 3
-    assert "n_head" in loose[1]
+    assert found.keys() == {f"layers.0.{row}" for row in ("attention.out", "other.out", "third.out", "down")}
+    assert found["layers.0.attention.out"] == (1, ())
+    assert found["layers.0.other.out"][0] == found["layers.0.third.out"][0] == 3
+    assert all("n_head" in found[f"layers.0.{name}.out"][1] for name in ("other", "third"))
 
 
 def test_heads_that_do_not_divide_are_left_whole():

@@ -87,7 +87,7 @@ def _refuse_other_results(model: torch.nn.Module, found: tuple[str, float] | Non
         raise _other(where, error)
     raise Unsupported(
         f"{where} computes something else where it has a part of the sequence (relative error {error:.1e}), as models do that "
-        "number positions themselves",
+        "number positions themselves, or look at others by more than attention",
         hint='let the forward take `position_ids`, or use mesh={"tp": ...} or {"dp": ...}',
     )
 
