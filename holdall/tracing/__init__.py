@@ -170,14 +170,19 @@ def trace_sharded(
 def groups_of(model: torch.nn.Module, trace: Trace) -> tuple[str, ...]:
     """The modules that are sharded by themselves: blocks of a kind that is repeated, called once, with parameters of their own.
 
-    What they share with other modules cannot be gathered by one of them: such a module stays with the rest of the model.
+    What they share with other modules, or others read, cannot be gathered by one of them: such a module stays with the rest of
+    the model.
     """
+    from holdall.parallel.regions import find_readers
+
     kinds, calls = Counter(b.kind for b in trace.blocks), Counter(b.module for b in trace.blocks)
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    read = [(f"{reader}.", f"{owner}.") for reader, owner in find_readers(model, trace)]
     found = []
     for path in dict.fromkeys(b.module for b in trace.blocks if b.module and kinds[b.kind] > 1 and calls[b.module] == 1):
         parameters = list(model.get_submodule(path).parameters())
-        if parameters and all(owners[id(p)] == 1 for p in parameters):
+        is_read = any(owner.startswith(f"{path}.") and not reader.startswith(f"{path}.") for reader, owner in read)
+        if parameters and not is_read and all(owners[id(p)] == 1 for p in parameters):
             found.append(path)
     return tuple(found)
 
