@@ -37,13 +37,15 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """Reads a weight of its second norm itself, too."""
+
     def __init__(self):
         super().__init__()
         self.one, self.two, self.attention = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Attention()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        x = x + self.attention(self.one(x))
+        x = x + self.attention(self.one(x)) * self.two.weight
         return x + self.down(F.gelu(self.up(self.two(x))))
 
 

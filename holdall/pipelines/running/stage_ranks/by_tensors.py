@@ -15,6 +15,7 @@ import torch
 from holdall.errors import Unsupported
 from holdall.parallel.agree import from_first
 from holdall.parallel.groups import among
+from holdall.parallel.parts import let_read
 from holdall.parallel.tensor import divide
 from holdall.pipelines.running.mesh import PipeMesh
 from holdall.pipelines.running.stage_ranks.divided import Divider, Sample
@@ -42,7 +43,7 @@ class ByTensors(Divider):
             found = from_first(lambda: trace_sharded(whole, sample, asked, "tensor", loss=step).about.shards)
         assert found is not None
         self._regions = [r for r in found.regions if len({_piece(path) for path in (*r.columns, r.row)}) == 1]
-        self._vocabulary = found.vocabulary
+        self._vocabulary, self._readers = found.vocabulary, found.readers
         if not self._regions:
             raise Unsupported(
                 f"no piece of the model has linear layers that can be divided over {mesh.parts} ranks",
@@ -65,7 +66,10 @@ class ByTensors(Divider):
         ]
         words = [own(path) for path in self._vocabulary if low <= _piece(path) < high]
         if regions or words:
-            divide(module, regions, words, self._on)
+            division = divide(module, regions, words, self._on)
+            for reader, owner in self._readers:
+                if reader and low <= _piece(reader) < high:
+                    let_read(module.get_submodule(own(reader)), module.get_submodule(own(owner)), division)
 
 
 def _piece(path: str) -> int:
