@@ -98,6 +98,7 @@ class Shard(Facts):
         raise NotImplementedError
 
     def install(self, harness: Harness) -> None:
+        from holdall.parallel.agree import ONE_DROPOUT, share_at_first_forward
         from holdall.parallel.counting import CollectiveBytes
         from holdall.parallel.groups import device_mesh, group_dims
         from holdall.parallel.sharding.build import check_way, divide_update, follow_parameters, put_off_sums
@@ -132,6 +133,8 @@ class Shard(Facts):
             put_off_sums(model, optimizer, self.backwards)
         if mesh.ranks == 1:
             return  # torch's engine calls no collectives
+        if any(dim.name == ONE_DROPOUT for dim in mesh.dims):
+            harness.on_close(share_at_first_forward(model, mesh, harness.device, harness.note()))
         groups = group_dims(on, mesh) if len(mesh.dims) > 1 else None
         counted = CollectiveBytes(mesh.dims[0].name, mesh.ranks, groups)
         harness.around(counted)

@@ -1,23 +1,31 @@
-"""Ranks never change a plan alone: they compare what they are about to do, and either all do it or all refuse."""
+"""Ranks never change a plan alone: they compare what they are about to do, and either all do it or all refuse.
+
+Those that divide tensors draw the same random numbers, too: between regions each computes with the whole activations, and with
+another dropout on every rank, sums would be of what was computed from different inputs. Many loops seed every process by its
+rank. Python's numbers are shared as well, since some models skip layers by them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from holdall.errors import HoldallError, TraceMismatch, Unsupported
 from holdall.parallel.groups import ranks_here
-from holdall.types import Plan, _json
+from holdall.types import Mesh, Plan, _json
 
 T = TypeVar("T")
+ONE_DROPOUT = "tp"  # the dimension whose ranks draw the same random numbers
 _PIECE = 1 << 24  # elements that are added up at a time
 ALIKE = "make the plan once and load its file on every rank, or pass the same arguments and batch shapes on all"
 
@@ -146,3 +154,45 @@ def timeout_of(group: Any = None) -> float:
     options = getattr(group._get_backend(torch.device(kind)), "options", None)
     limit = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
     return float(limit.total_seconds())
+
+
+def share_at_first_forward(
+    model: torch.nn.Module, mesh: Mesh, device: torch.device, note: Callable[[str], None]
+) -> Callable[[], None]:
+    """Before the first forward in training every rank takes the state of the first of those with which it divides tensors.
+    Returns what undoes this."""
+
+    def share(module: torch.nn.Module, _args: Any) -> None:
+        if module.training:
+            registered.remove()
+            with _disable_current_modes():
+                share_random_numbers([mesh.first_along(rank, (ONE_DROPOUT,)) for rank in range(mesh.ranks)], device, note)
+
+    registered = model.register_forward_pre_hook(share)
+    return registered.remove
+
+
+def share_random_numbers(firsts: Sequence[int], device: torch.device, note: Callable[[str], None]) -> None:
+    """Every rank takes the state of another, or its own. Notes those whose states of torch's generators were other ones."""
+    ours = _state(device)
+    said: list[Any] = [None] * len(firsts)
+    dist.all_gather_object(said, [hashlib.sha256(repr(part).encode()).hexdigest() for part in ours])
+    others = [rank for rank, first in enumerate(firsts) if said[rank][:2] != said[first][:2]]
+    if others:
+        note(f"rank {', '.join(map(str, others))} draws the random numbers of the rank with which it divides tensors")
+    if any(said[rank] != said[first] for rank, first in enumerate(firsts)):
+        dist.all_gather_object(said, ours)
+        _restore(said[firsts[dist.get_rank()]], device)
+
+
+def _state(device: torch.device) -> tuple[Any, ...]:
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
+    return torch.get_rng_state().tolist(), on_device, random.getstate()
+
+
+def _restore(state: tuple[Any, ...], device: torch.device) -> None:
+    host, on_device, python = state
+    torch.set_rng_state(torch.tensor(host, dtype=torch.uint8))
+    if on_device:
+        torch.cuda.set_rng_state(torch.tensor(on_device, dtype=torch.uint8), device)
+    random.setstate(python)

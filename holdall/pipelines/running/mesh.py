@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_name
-from holdall.parallel.agree import timeout_of
+from holdall.parallel.agree import ONE_DROPOUT, share_random_numbers, timeout_of
 from holdall.parallel.checks.values import batch_digest
 from holdall.parallel.ways import DIVIDED as DIVISIONS
 from holdall.parallel.ways import split_way
@@ -25,6 +25,7 @@ from holdall.pipelines.hybrid.starting import is_split
 from holdall.pipelines.pipeline import ONE, Pipeline
 from holdall.pipelines.running.stage_ranks.copies import Tied
 from holdall.pipelines.running.stage_ranks.sharing import DDP, ZERO3, Sharing
+from holdall.runtime.notes import Notes
 from holdall.sharded import is_shard, local_of
 from holdall.types.mesh import Mesh
 
@@ -135,6 +136,13 @@ class PipeMesh:
                     f"the batch of rank {rank} differs from that of rank {first[replica][0]}, but they are of one pipeline",
                     hint="give all ranks of a pipeline the same batch: `pipe.replica` is its number, of `pipe.replicas`",
                 )
+
+    def share_random_numbers(self, device: torch.device) -> None:
+        """Tensor ranks draw those of the first of them."""
+        if self.dividing == ONE_DROPOUT:
+            rows = self.on.mesh.reshape(-1, self.parts).tolist()  # `tp` is the last dimension
+            firsts = {rank: row[0] for row in rows for rank in row}
+            share_random_numbers([firsts[rank] for rank in sorted(firsts)], device, Notes([]))
 
     def reduce(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Average gradients over the ranks with other batches, and sum those of parts of a sequence; shards are averaged

@@ -238,6 +238,7 @@ class PipeRun:
         if not self._runtimes:
             with ends_with_the_others(self._group):
                 self.mesh.refuse_other_batches((inputs, targets))
+                self.mesh.share_random_numbers(self._device)
         if (self._place or self._rule is not None) and not self._updating:
             raise InvalidInput(
                 "`start` was told of an optimizer, or of states to `place`, but no optimizer has been made",
