@@ -20,7 +20,7 @@ from holdall.errors import InvalidInput, Unsupported
 from holdall.registry import member_class
 from holdall.types import Collect, Facts, Mesh, Problem, Run, Schedule, Step, Trace, Wait
 from holdall.types.info import CollectiveOp, ShardedStep
-from holdall.types.mesh import REPLICAS
+from holdall.types.mesh import ONE_BATCH, REPLICAS
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ class Shard(Facts):
         raise NotImplementedError
 
     def install(self, harness: Harness) -> None:
-        from holdall.parallel.agree import ONE_DROPOUT, share_at_first_forward
+        from holdall.parallel.agree import share_at_first_forward
         from holdall.parallel.counting import CollectiveBytes
         from holdall.parallel.groups import device_mesh, group_dims
         from holdall.parallel.sharding.build import check_way, divide_update, follow_parameters, put_off_sums
@@ -133,7 +133,7 @@ class Shard(Facts):
             put_off_sums(model, optimizer, self.backwards)
         if mesh.ranks == 1:
             return  # torch's engine calls no collectives
-        if any(dim.name == ONE_DROPOUT for dim in mesh.dims):
+        if any(dim.name in ONE_BATCH for dim in mesh.dims):
             harness.on_close(share_at_first_forward(model, mesh, harness.device, harness.note()))
         groups = group_dims(on, mesh) if len(mesh.dims) > 1 else None
         counted = CollectiveBytes(mesh.dims[0].name, mesh.ranks, groups)

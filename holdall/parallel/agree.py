@@ -1,8 +1,8 @@
 """Ranks never change a plan alone: they compare what they are about to do, and either all do it or all refuse.
 
-Those that divide tensors draw the same random numbers, too: between regions each computes with the whole activations, and with
-another dropout on every rank, sums would be of what was computed from different inputs. Many loops seed every process by its
-rank. Python's numbers are shared as well, since some models skip layers by them.
+Those that divide tensors or the sequence draw the same random numbers, too: between divided layers each computes with the whole
+activations, and with another dropout on every rank, sums would be of what was computed from different inputs; and models skip
+layers by chance. Many loops seed every process by its rank. Python's numbers are shared as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from holdall.parallel.groups import ranks_here
 from holdall.types import Mesh, Plan, _json
 
 T = TypeVar("T")
-ONE_DROPOUT = "tp"  # the dimension whose ranks draw the same random numbers
 _PIECE = 1 << 24  # elements that are added up at a time
 ALIKE = "make the plan once and load its file on every rank, or pass the same arguments and batch shapes on all"
 
@@ -159,14 +158,14 @@ def timeout_of(group: Any = None) -> float:
 def share_at_first_forward(
     model: torch.nn.Module, mesh: Mesh, device: torch.device, note: Callable[[str], None]
 ) -> Callable[[], None]:
-    """Before the first forward in training every rank takes the state of the first of those with which it divides tensors.
-    Returns what undoes this."""
+    """Before the first forward in training every rank takes the state of the first of those that have its batch. Returns what
+    undoes this."""
 
     def share(module: torch.nn.Module, _args: Any) -> None:
-        if module.training:
+        if module is model and module.training:  # no copy of it
             registered.remove()
             with _disable_current_modes():
-                share_random_numbers([mesh.first_along(rank, (ONE_DROPOUT,)) for rank in range(mesh.ranks)], device, note)
+                share_random_numbers([mesh.first_with_batch(rank) for rank in range(mesh.ranks)], device, note)
 
     registered = model.register_forward_pre_hook(share)
     return registered.remove
@@ -179,7 +178,7 @@ def share_random_numbers(firsts: Sequence[int], device: torch.device, note: Call
     dist.all_gather_object(said, [hashlib.sha256(repr(part).encode()).hexdigest() for part in ours])
     others = [rank for rank, first in enumerate(firsts) if said[rank][:2] != said[first][:2]]
     if others:
-        note(f"rank {', '.join(map(str, others))} draws the random numbers of the rank with which it divides tensors")
+        note(f"rank {', '.join(map(str, others))} draws the random numbers of the first rank with its batch")
     if any(said[rank] != said[first] for rank, first in enumerate(firsts)):
         dist.all_gather_object(said, ours)
         _restore(said[firsts[dist.get_rank()]], device)

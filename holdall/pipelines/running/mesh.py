@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from holdall.errors import InvalidInput, TraceMismatch, Unsupported, unknown_name
-from holdall.parallel.agree import ONE_DROPOUT, share_random_numbers, timeout_of
+from holdall.parallel.agree import share_random_numbers, timeout_of
 from holdall.parallel.checks.values import batch_digest
 from holdall.parallel.ways import DIVIDED as DIVISIONS
 from holdall.parallel.ways import split_way
@@ -27,7 +27,7 @@ from holdall.pipelines.running.stage_ranks.copies import Tied
 from holdall.pipelines.running.stage_ranks.sharing import DDP, ZERO3, Sharing
 from holdall.runtime.notes import Notes
 from holdall.sharded import is_shard, local_of
-from holdall.types.mesh import Mesh
+from holdall.types.mesh import ONE_BATCH, Mesh
 
 DIVIDED = {"tp": DIVISIONS["tp"][:1], "cp": DIVISIONS["cp"], "ep": DIVISIONS["ep"]}  # ways; the first is the default
 DIMS = ("pp", "dp", *DIVIDED)  # the slowest network first; of those that divide there is one at most
@@ -138,9 +138,9 @@ class PipeMesh:
                 )
 
     def share_random_numbers(self, device: torch.device) -> None:
-        """Tensor ranks draw those of the first of them."""
-        if self.dividing == ONE_DROPOUT:
-            rows = self.on.mesh.reshape(-1, self.parts).tolist()  # `tp` is the last dimension
+        """Ranks that divide stages of one batch draw those of the first of them."""
+        if self.dividing in ONE_BATCH:
+            rows = self.on.mesh.reshape(-1, self.parts).tolist()  # that dimension is the last
             firsts = {rank: row[0] for row in rows for rank in row}
             share_random_numbers([firsts[rank] for rank in sorted(firsts)], device, Notes([]))
 
