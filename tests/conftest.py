@@ -154,6 +154,8 @@ LONG = (
     "contracts/test_planners.py::TestMoccasin::test_a_real_model",
     "contracts/test_planners.py::TestDelta::test_the_same_problem",
     "unit/test_captured.py::test_blocks_run_by_programs_under_a_recipe_too",
+    "unit/test_real_allocator.py::test_the_allocator_sees_the_predicted_peak[planned-tiny-llama",
+    "conformance/test_commands.py::test_small_families_and_the_page",
     "contracts/test_planners.py::TestRockmate::test_plans_are_legal",
     "contracts/test_planners.py::TestCheckmate::test_the_same_problem",
     *(

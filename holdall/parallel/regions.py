@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -116,7 +117,7 @@ def first_views(model: torch.nn.Module) -> Iterator[dict[str, int]]:
 
     def hook(module: torch.nn.Module, _args: Any, out: Any) -> None:
         if id(module) in paths and isinstance(out, torch.Tensor):
-            seen.results[id(out)] = paths[id(module)], out
+            seen.results[id(out)] = paths[id(module)], ref(out)
 
     registered = register_module_forward_hook(hook)
     try:
@@ -129,13 +130,14 @@ def first_views(model: torch.nn.Module) -> Iterator[dict[str, int]]:
 class _Views(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.results: dict[int, tuple[str, torch.Tensor]] = {}  # with the tensors, so that no number is given twice
+        self.results: dict[int, tuple[str, ref[torch.Tensor]]] = {}  # no longer than others do: the trace sees when they end
         self.found: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if args and id(args[0]) in self.results and isinstance(out, torch.Tensor):
-            path, x = self.results[id(args[0])]
+        path, seen = self.results.get(id(args[0]), ("", None)) if args else ("", None)
+        x = seen() if seen is not None else None
+        if x is not None and x is args[0] and isinstance(out, torch.Tensor):
             before = x.dim() - 1
             if out.dim() > x.dim() and out.shape[:before] == x.shape[:before]:
                 self.found.setdefault(path, out.shape[before])

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +118,8 @@ def trace_sharded(
     from holdall.tracing.shards import record_sharded_step
 
     plainly: dict[str, Any] = {"device": device, "precision": precision, "autocast": autocast, "given": given}
-    with first_views(model) as views:
+    watched: AbstractContextManager[dict[str, int]] = first_views(model) if is_divided(way) else nullcontext({})
+    with watched as views:
         plain = trace_step(model, batch, optimizer=optimizer, loss=loss, **plainly)
     if plain.about.source != "fake":
         raise Unsupported(

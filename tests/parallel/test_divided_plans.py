@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdall
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 WIDTH, LENGTH, ROWS, WORDS = 16, 16, 4, 32
@@ -72,6 +72,7 @@ CASES = {  # way, arguments of `fit`
     "offload": ("tensor", {"allow": {"offload"}}),
     "sequence": ("sequence", {"planner": "chen", "variant": "all", "last": True}),
 }
+CASES = by_default(CASES, "segments")
 
 
 def fitted(way, options):

@@ -24,7 +24,7 @@ EVERY = {  # mesh, way, other arguments of `fit`
     "data, context": ({"dp": 2, "ep": 2, "cp": 2}, "zero2+zigzag", {}),
     "tensors, context": ({"tp": 2, "cp": 2, "ep": 2}, "fsdp", {}),
 }
-CASES = by_default(EVERY, "narrow", "data, tensors", "data, context", "tensors, context")
+CASES = by_default(EVERY, "narrow", "odd", "data, tensors", "data, context", "tensors, context")
 EIGHT = tuple(case for case in CASES if "," in case)
 FOUR = tuple(case for case in CASES if case not in EIGHT)
 SAME = tuple(case for case in CASES if case != "drops")  # as one process, which draws other numbers

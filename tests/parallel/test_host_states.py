@@ -13,7 +13,7 @@ from holdall.planners.nop import Nop
 from holdall.planning.finish import finish
 from holdall.problem import make_problem
 from holdall.testing.chaos import chaos
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 STEPS = 5
@@ -25,6 +25,7 @@ CASES = {  # model, way, rule, backwards of a step, what may be done, and how ne
     "fused": ("stack", "ddp", "fused", 1, ["place"], 0.0),
     "with activations": ("llama", "zero2", "adamw", 2, ["place", "recompute", "offload"], 0.2),
 }
+CASES = by_default(CASES, "fused")
 
 
 class Stack(torch.nn.Module):
