@@ -7,10 +7,10 @@ python benchmarks/layouts_on_gpu.py [--model gpt2] [--batch 8] [--seq 1024] [--p
 Every cell is one call of `holdall.fit`, from the same weights and with the same batches, in one process: its plan, and then
 steps in the user's own loop. Budgets: sizes, or "half", which leaves half of plain training's activation memory. Reserved and
 live bytes are those at the peak of the last step, by torch's own counters; live bytes are without what lies idle in the arena.
-Tokens per second are the median of the steps after the arena was in use. A row says whether its losses are those of the first
-cell at its budget, and by what share they differ at most; `none` runs twice, since some kernels add in no certain order and
-a plan with a layout may divide the vocabulary head otherwise. `--smoke`: a tiny model on the CPU, where
-torch's allocator reserves what is live.
+Tokens per second are the median of the steps after the arena was in use; halts, of the allocator, are counted in these. A row
+says whether its losses are those of the first cell at its budget, and by what share they differ at most; `none` runs twice,
+since some kernels add in no certain order and a plan with a layout may divide the vocabulary head otherwise. `--smoke`: a tiny
+model on the CPU, where torch's allocator reserves what is live.
 """
 
 from __future__ import annotations
@@ -125,8 +125,11 @@ def cell(
         row |= {"predicted_live": predicted.peak[home], "predicted_reserved": predicted.reserved or ""}
         row["predicted_seconds"] = round(predicted.seconds, 5)
         torch.manual_seed(0)
+        pauses = 0
         try:
             for n in range(options.steps):
+                if n == WARM:
+                    pauses = halts(device)
                 losses.append(step(model, batches[n % 2], optimizer))
                 if layout == "none" or harness.arena.size:  # not in the first step of a plan
                     row |= used(harness, device)
@@ -135,6 +138,7 @@ def cell(
         seconds = harness.step_seconds[WARM:]
         row["step_seconds"] = round(statistics.median(seconds), 5) if seconds else ""
         row["tokens_per_second"] = round(options.batch * options.seq / statistics.median(seconds), 1) if seconds else ""
+        row |= {"slowest_step": round(max(seconds), 5), "halts": halts(device) - pauses} if seconds else {}
         row["notes"] = "; ".join(harness.notes)
     del model, optimizer, batches, harness
     gc.collect()
@@ -145,9 +149,15 @@ def cell(
 
 FIELDS = (
     *("fit_seconds", "predicted_live", "predicted_reserved", "reserved_bytes", "live_bytes", "reserved_over_live"),
-    *("arena_bytes", "placed", "missed", "outside_bytes", "predicted_seconds", "step_seconds", "tokens_per_second"),
+    *("arena_bytes", "placed", "missed", "outside_bytes", "predicted_seconds", "step_seconds", "slowest_step", "halts"),
+    "tokens_per_second",
     *("same_losses", "losses_differ_by", "notes", "error"),
 )
+
+
+def halts(device: str) -> int:
+    """How often the allocator has waited for the device, to give memory back and ask again."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if device == "cuda" else 0
 
 
 def step(model: torch.nn.Module, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> float:

@@ -4,7 +4,7 @@ python benchmarks/ranks_on_gpu.py [--shape llama-3.2-3b] [--budget 24] [--ways f
                                   [--steps 8] [--optimizer sgd|adamw] [--out DIR] [--row-seconds 150] [--smoke]
 
 Weights, gradients and the update are in bf16. With `adamw`, whose states a model of 3B parameters has no room for in 24 GiB
-beside its weights and gradients, both paths keep states on the host. Both have the whole head. Every row is a process
+beside its weights and gradients, both paths keep states on the host. All else is `fit`'s defaults. Every row is a process
 of its own: plain training without a budget, `fit` without a mesh, and `fit(..., mesh={"dp": 1})` for every way; `of_plain` is
 the step's time of plain training over that of the row. `--smoke`: a tiny twin on the CPU, by gloo.
 """
@@ -51,7 +51,7 @@ def row(asked: dict[str, Any]) -> dict[str, Any]:
     cell = NarrowCell(asked)
     if asked["method"] == "plain":
         return guarded(lambda: plain(cell, asked["steps"]))
-    given: dict[str, Any] = {"head": "whole", "steps": asked["steps"]}
+    given: dict[str, Any] = {"steps": asked["steps"]}
     if asked["method"] != "unsharded":
         import torch.distributed as dist
 

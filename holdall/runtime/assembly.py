@@ -9,7 +9,7 @@ import torch
 
 from holdall.runtime.activations.resident import Resident
 from holdall.runtime.arena.step_arena import StepArena
-from holdall.runtime.arena.together import move_together
+from holdall.runtime.arena.together import close_gaps, move_together
 from holdall.runtime.budget.meter import CpuMeter, CudaMeter, Meter, device_context
 from holdall.runtime.states.engine import Engine
 from holdall.runtime.states.placement import Placing
@@ -27,6 +27,13 @@ def make_meter(device: torch.device, plan: Plan, there: Callable[[], Iterable[to
     if device.type == "cpu":
         return CpuMeter(there)
     return CudaMeter(device, context=plan.about.context)
+
+
+def lie_close(harness: Harness) -> None:
+    """Close gaps between the tensors that are on the device already."""
+    if harness.engine is not None:
+        harness.engine.settle()
+    close_gaps(find_there(harness.model, harness.optimizer, harness.engine), harness.device)
 
 
 def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:

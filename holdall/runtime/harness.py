@@ -25,7 +25,7 @@ from holdall.errors import Unsupported
 from holdall.runtime.activations.offload import Bank
 from holdall.runtime.activations.policy import Blocks, Policy, at_backward
 from holdall.runtime.arena.step_arena import StepArena
-from holdall.runtime.assembly import find_resident, find_there, make_engine, make_gauge, make_meter, use_arena
+from holdall.runtime.assembly import find_resident, find_there, lie_close, make_engine, make_gauge, make_meter, use_arena
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.oom_report import FlightRecorder
 from holdall.runtime.budget.results import Results, expect
@@ -191,6 +191,8 @@ class Harness:
             self.engine = make_engine(self, self._placing, self._progress)
             self.were_ahead = self.engine.were_ahead
         self._meter.start(self.plan.budget.get(self._home) if self._enforce else None)
+        if self._enforce:
+            lie_close(self)
         self._stay = leave_with(self, self._meter, self._stop_recording)
         if self._meter.ledger is not None and self.engine is not None:
             self._meter.ledger.elsewhere = self.engine.away

@@ -127,7 +127,8 @@ class _Rewrite:
         self.trace, self.hardware = problem.trace, problem.hardware
         self.home, self.far = problem.home, problem.other()
         self._all = sum(_flat(self.trace, u) for u in updates(self.trace))
-        self._made = {x for op in _steps(self.trace) for x in op.writes}
+        self._own = {x for op in _steps(self.trace) for x in op.writes}  # made by updates, and what they change
+        self._own.update(x for u in updates(self.trace) for x in (*u.states, u.weight))
 
     def apply(self, count: int) -> Schedule:
         schedule = self.schedule
@@ -172,16 +173,12 @@ class _Rewrite:
         ops = [op.id for op in _steps(self.trace) if op.id in own or not own]
         share = 1.0 if own else sum(_flat(self.trace, u) for u in piece) / self._all
         runs = [self.schedule.run(k) for k in ops]
-        states = {x for u in updates(self.trace) for x in u.states}
-        weights = {u.weight for u in piece}
-        others = {u.weight for u in updates(self.trace)} - weights
         used = dict.fromkeys(x for run in runs for x in (*run.reads, *run.mutates))
-        read = tuple(x for x in used if x not in states | weights | others | self._made)
         return Run(
             op=-1,
-            reads=read,
+            reads=_without(used, self._own),
             writes=(),
-            mutates=(slot, *weights),
+            mutates=(slot, *dict.fromkeys(u.weight for u in piece)),
             seconds=share * sum(run.seconds for run in runs),
             workspace=self._workspace(ops) if own else 0,
             name=f"update of {piece[0].name}" + (f" and {len(piece) - 1} more" if len(piece) > 1 else ""),

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 
 import torch
 
+from holdall.sharded import local_of
+
 _SHARE = 0.5  # of the host's free memory, for copies
+_IDLE = 0.02  # of what is held, which is worth a move
 
 
 def move_together(tensors: Iterable[torch.Tensor], device: torch.device, *, at_once: int | None = None) -> int:
@@ -20,7 +23,8 @@ def move_together(tensors: Iterable[torch.Tensor], device: torch.device, *, at_o
     read or write them meanwhile: neither other threads nor, after this call's own wait, other streams.
 
     `at_once`: bytes that may be on their way; by default half of the host's free memory, where copies wait."""
-    storages = {s._cdata: s for s in map(torch.Tensor.untyped_storage, tensors) if _is_movable(s, device)}
+    own = (local_of(t).untyped_storage() for t in tensors)
+    storages = {s._cdata: s for s in own if _is_movable(s, device)}
     ordered = sorted(storages.values(), key=lambda s: -s.nbytes())
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -38,6 +42,17 @@ def move_together(tensors: Iterable[torch.Tensor], device: torch.device, *, at_o
     if is_gpu:
         torch.cuda.synchronize(device)
     return sum(s.nbytes() for s in ordered)
+
+
+def close_gaps(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move what lies on a GPU if it holds much more than its bytes: a model that was cast or sharded there lies scattered over
+    segments whose free parts nothing else can have."""
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved(device)
+    if held - torch.cuda.memory_allocated(device) > _IDLE * held:
+        move_together(tensors, device)
 
 
 def _free_workspaces() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from holdall.pipelines.running.budget.saved import HeldBytes
 from holdall.runtime.budget.ledger import Ledger
 from holdall.runtime.budget.meter import CudaMeter
 from holdall.sharded import local_of
+from holdall.types.layout import allocated_bytes
 
 if TYPE_CHECKING:
     from holdall.pipelines.running.pipe import PipeRun
@@ -92,6 +94,16 @@ class AllocatorMeter:
 
 
 Meter = LedgerMeter | AllocatorMeter
+
+
+def bytes_besides(own: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of a GPU's tensors other than these: workspaces that libraries keep, and what else the user has there."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    storages = (local_of(t).untyped_storage() for t in own)
+    sizes = {s._cdata: s.nbytes() for s in storages if s.device.type == device.type}.values()
+    return max(0, torch.cuda.memory_allocated(device) - sum(allocated_bytes(nbytes, device.type) for nbytes in sizes))
 
 
 def make_meter(device: torch.device, budget: int | None, run: PipeRun) -> Meter:

@@ -8,9 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from holdall.pipelines.lowering import lower
 from holdall.pipelines.running.budget.choosing import chosen, named
+from holdall.pipelines.running.budget.metering import bytes_besides
 from holdall.pipelines.running.budget.predicted import Around, RankBytes, RankPeak, Ways
 from holdall.pipelines.running.budget.rule_bytes import RuleBytes
 from holdall.pipelines.running.budget.trial import StageTrial, try_stage
@@ -20,11 +22,14 @@ from holdall.pipelines.running.stage_ranks.sharing import DDP, ZERO3
 from holdall.pipelines.tasks import INPUT
 from holdall.runtime.budget.meter import bytes_outside
 from holdall.sharded import local_of
+from holdall.units import PAGE
 
 if TYPE_CHECKING:
     from holdall.pipelines.running.starting import PipePlan
 
 _COUNTERS = 1024  # bytes that `fully_shard` has of its own
+_SPREAD = 1.04  # what a GPU's allocator reserves for what is live: pages are free in part,
+_PAGES = 2 * PAGE  # the last ones most
 Modules = Mapping[int, torch.nn.Module]
 
 
@@ -47,8 +52,11 @@ class RankChoice:
         self.ways: Ways = {stage: self._wishes.plainly(self._firsts[stage], self._counts[stage]) for stage in modules}
         self.place = plan.wishes.to_place(len(plan.pieces))
         self._trials: dict[int, StageTrial] = {}
+        self._besides = 0
         if before is not None and plan.sample is not None:
             self._trials = {stage: self._try(stage, before, loss) for stage in modules}
+            known = [t for t in tree_leaves((before, plan.sample)) if isinstance(t, torch.Tensor)]
+            self._besides = bytes_besides([*self._there(), *known], plan.device)  # the trials have made workspaces
             self._choose()
 
     def _try(self, stage: int, before: Sequence[Any], loss: Any) -> StageTrial:
@@ -86,11 +94,16 @@ class RankChoice:
     def _is_chosen(self, whole: RankPeak) -> bool:
         """Does the budget do? Takes the ways in which it does."""
         assert self._wishes.budget is not None
-        outside = bytes_outside(self._plan.device)
-        room = replace(self._wishes, budget=self._wishes.budget - outside)
-        found, smallest = chosen(room, whole, self._firsts, self._counts)
-        self.fits, self.ways, self.smallest = found is not None, found or self.ways, smallest + outside
+        room = self._wishes.budget - self.budget_for(0)
+        room = int(room / _SPREAD) if self._plan.device.type == "cuda" else room
+        found, smallest = chosen(replace(self._wishes, budget=room), whole, self._firsts, self._counts)
+        self.fits, self.ways, self.smallest = found is not None, found or self.ways, self.budget_for(smallest)
         return self.fits
+
+    def budget_for(self, nbytes: int) -> int:
+        """The budget that tensors of so many bytes need."""
+        is_gpu = self._plan.device.type == "cuda"
+        return bytes_outside(self._plan.device) + self._besides + (_PAGES + round(nbytes * _SPREAD) if is_gpu else nbytes)
 
     def _placings(self, rule: RuleBytes) -> Iterator[frozenset[int]]:
         """Layers to place: those that the user says, or with a budget none, and then one more each time, the largest first."""
@@ -112,7 +125,7 @@ class RankChoice:
     def _around(self) -> Around:
         plan, shares = self._plan, self._shares
         assert plan.sample is not None
-        there = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
+        there = self._there()
         trained = [p for p in _parameters(self._modules) if p.requires_grad]
         whole = [p for p in trained if id(p) not in shares]
         pieces = [self._shards(piece) for m in self._modules.values() for piece in m.children()]
@@ -129,6 +142,9 @@ class RankChoice:
             gathered=self._gathered() + (largest.whole if self._again else 0),
             scattered=scattered,
         )
+
+    def _there(self) -> list[torch.Tensor]:
+        return [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
 
     @cached_property
     def _shares(self) -> dict[int, float]:

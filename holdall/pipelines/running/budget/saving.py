@@ -54,7 +54,7 @@ class StageSaving(RankChoice):
     def whole(self) -> dict[str, int]:
         """The most bytes of the device in each part of a training step, with those that are not of tensors."""
         device = self._plan.device
-        outside = device_context(device) if device.type == "cuda" else 0
+        outside = self._besides + (device_context(device) if device.type == "cuda" else 0)
         return {part: nbytes + outside for part, nbytes in self.parts.items()}
 
     @property
