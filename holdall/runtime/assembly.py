@@ -47,11 +47,15 @@ def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
             harness.engine.settle()
         move_together(find_there(harness.model, harness.optimizer, harness.engine), harness.device)
 
+    engine = harness.engine
     arena = harness.arena = meter.arena = StepArena(layout, harness.device, note=harness.note(), make_room=make_room)
 
     def undo() -> None:
         harness.arena = meter.arena = None
+        is_held = arena.counts.live > 0  # by what stays, such as gradients: it would keep all of the memory
         arena.close()
+        if is_held and harness.engine is engine:  # else all of it is leaving
+            make_room()
 
     return undo
 

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import holdall
 from holdall.errors import Unsupported
 from holdall.runtime.arena.step_arena import StepArena, lifetimes_of_events
+from holdall.runtime.arena.together import move_together
 from holdall.types import PlannedLayout
 from holdall.units import MiB, format_bytes
 from holdall.updates.host_library import find_compiler
@@ -188,3 +189,21 @@ def test_an_arena_that_finds_no_room_is_done_without():
     assert arena.size == 0
     assert "cannot be allocated" in told[0]
     assert bool((kept == 1).all())
+
+
+def test_moves_leave_cublas_the_workspaces_that_it_had():
+    """Were they allocated in a step, a tensor of their size in its plan would give them its place, for good."""
+    weight = torch.randn(256, 256, device="cuda", requires_grad=True)
+    given = torch.randn(256, 256, device="cuda")
+
+    def multiply():
+        torch.autograd.grad((given @ weight).sum(), weight)
+        torch.cuda.synchronize()
+
+    multiply()
+    before = torch.cuda.memory_allocated()
+    move_together([weight, given], torch.device("cuda", 0))
+    assert torch.cuda.memory_allocated() >= before
+    moved = torch.cuda.memory_allocated()
+    multiply()
+    assert torch.cuda.memory_allocated() == moved

@@ -430,6 +430,38 @@ def test_gradients_that_are_dropped_late_have_places_of_their_own():
     assert losses == expected
 
 
+@pytest.mark.parametrize("leave", [lambda harness: harness.adopt(harness.plan), lambda harness: harness.close()])
+def test_what_stays_leaves_an_arena_that_is_given_up(leave):
+    """One gradient would keep all of its memory, which a retried step under another plan needs."""
+
+    def keep(model, batch, optimizer):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    model, batch, plan = planned("tied", "nop")
+    expected, _ = plainly(model, batch, step=keep)
+    optimizer = adam(model)
+    gc.collect()
+    others = library.load().holdall_arena_alive()
+    torch.manual_seed(1)
+    with holdall.apply(plan, model, optimizer) as harness:
+        losses = [keep(model, batch, optimizer) for _ in range(IN_ARENA + 1)]
+        low, top = harness.arena.base, harness.arena.base + harness.arena.size
+        grads = [p.grad for p in model.parameters()]
+        before = [g.clone() for g in grads]
+        assert any(low <= g.data_ptr() < top for g in grads)
+        assert library.load().holdall_arena_alive() == others + 1
+        leave(harness)
+        gc.collect()
+        assert library.load().holdall_arena_alive() == others
+        assert all(torch.equal(g, b) for g, b in zip(grads, before, strict=True))
+        losses += [keep(model, batch, optimizer) for _ in range(STEPS - len(losses))]
+    assert losses == expected
+
+
 def test_a_loop_that_keeps_what_is_planned_to_end_costs_room_and_never_values():
     model, batch, plan = planned("tiny-gpt2", "nop")
     kept, before = [], []

@@ -173,7 +173,12 @@ struct Lease {  // one tensor's memory
 
 struct Arena {
   Arena(c10::Device device, c10::DataPtr memory, Placement placement, int64_t smallest)
-      : device(device), memory(std::move(memory)), placement(std::move(placement)), smallest(smallest) {}
+      : device(device), memory(std::move(memory)), placement(std::move(placement)), smallest(smallest) {
+    if (base() != nullptr) ++alive;
+  }
+  ~Arena() {
+    if (base() != nullptr) --alive;
+  }
 
   char* base() const { return static_cast<char*>(memory.get()); }
 
@@ -185,6 +190,7 @@ struct Arena {
       fill(base() + low, 0xFF, size, stream_handle);
   }
 
+  static inline std::atomic<int64_t> alive{0};
   const c10::Device device;
   c10::DataPtr memory;
   Placement placement;
@@ -417,6 +423,9 @@ void* holdall_arena_make(int type, int index, int dry, int64_t capacity, int64_t
 
 // Memory stays until its last tensor is gone.
 void holdall_arena_drop(void* handle) { delete static_cast<Handle*>(handle); }
+
+// Arenas whose memory is still there.
+int64_t holdall_arena_alive() { return Arena::alive; }
 
 void* holdall_arena_base(void* handle) { return (*static_cast<Handle*>(handle))->base(); }
 

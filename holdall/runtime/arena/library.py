@@ -34,6 +34,7 @@ _FUNCTIONS = {  # name -> (result, arguments)
     "hook": (_INT, (_HANDLE,)),
     "unhook": (_NOTHING, (_HANDLE,)),
     "seen": (_NUMBER, (_HANDLE,)),
+    "alive": (_NUMBER, ()),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from holdall.sharded import local_of
 
 _SHARE = 0.5  # of the host's free memory, for copies
 _IDLE = 0.02  # of what is held, which is worth a move
+_SIDE = 64
 
 
 def move_together(tensors: Iterable[torch.Tensor], device: torch.device, *, at_once: int | None = None) -> int:
@@ -40,6 +42,7 @@ def move_together(tensors: Iterable[torch.Tensor], device: torch.device, *, at_o
             storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=False)
     if is_gpu:
+        _take_workspaces(device)
         torch.cuda.synchronize(device)
     return sum(s.nbytes() for s in ordered)
 
@@ -60,6 +63,36 @@ def _free_workspaces() -> None:
     free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if free is not None:
         free()
+
+
+def _take_workspaces(device: torch.device) -> None:
+    """Have cuBLAS allocate them again now, for this thread and for autograd's: among the requests of a step they would be taken
+    for some of its tensors, and stay where others are to lie."""
+    with torch.enable_grad():
+        given = torch.ones(_SIDE, _SIDE, device=device, requires_grad=True)
+        torch.autograd.grad(_Products.apply(given).sum(), given)  # type: ignore[no-untyped-call]
+
+
+class _Products(torch.autograd.Function):
+    """Products in forward and in backward, which saves nothing: whatever hooks the loop runs under."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        _multiply(given)
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
+        _multiply(grad)
+        return grad
+
+
+def _multiply(like: torch.Tensor) -> None:
+    """In both of the libraries that torch multiplies by."""
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            t = torch.ones(_SIDE, _SIDE, device=like.device, dtype=dtype)
+            torch.nn.functional.linear(t @ t, t, t[0])
 
 
 def _is_movable(storage: torch.UntypedStorage, device: torch.device) -> bool:
