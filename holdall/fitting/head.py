@@ -20,8 +20,8 @@ T = TypeVar("T")
 BIG_LOGITS = GiB  # bytes of float32 logits from which on the head is chunked
 
 
-def choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
-    """(path of the vocabulary head, rows per chunk); None: it stays whole."""
+def choose_head(model: torch.nn.Module, batch: Any, head: str | int, *, ranks: int = 1) -> tuple[str, int] | None:
+    """(path of the vocabulary head, rows per chunk); None: it stays whole. `ranks`: that have equal parts of the rows."""
     if isinstance(head, str) and head not in ("auto", "whole"):
         raise unknown_name("head", head, ("auto", "whole"))
     found = head_of(model) if isinstance(model, torch.nn.Module) and head != "whole" else None
@@ -32,19 +32,22 @@ def choose_head(model: torch.nn.Module, batch: Any, head: str | int) -> tuple[st
     path, module = found
     if isinstance(head, int):
         return path, head
-    tokens, vocabulary = _rows_of_logits(batch), int(module.get_parameter("weight").shape[0])
+    tokens, vocabulary = _rows_of_logits(batch) // ranks, int(module.get_parameter("weight").shape[0])
     return (path, rows_for(tokens, vocabulary)) if tokens * vocabulary * 4 >= BIG_LOGITS else None
 
 
-def fewest_rows(model: torch.nn.Module, batch: Any, head: str | int, allow: Iterable[str] | None) -> int | None:
+def fewest_rows(
+    model: torch.nn.Module, batch: Any, head: str | int, allow: Iterable[str] | None, *, ranks: int = 1
+) -> int | None:
     """Rows per chunk of the head for a step that does not fit otherwise; None: the caller settled it, or it would not help.
 
-    `head` and `allow`: as given to `fit`. Small logits stay whole as long as they fit, so that the loss keeps its bits.
+    `head` and `allow`: as given to `fit`; `ranks`: as for `choose_head`. Small logits stay whole as long as they fit, so that
+    the loss keeps its bits.
     """
     if head != "auto" or (allow is not None and Head.name not in tuple(allow)) or not isinstance(model, torch.nn.Module):
         return None
-    found = choose_head(model, batch, "auto")
-    rows = _rows_of_logits(batch) if found is None else found[1]
+    found = choose_head(model, batch, "auto", ranks=ranks)
+    rows = _rows_of_logits(batch) // ranks if found is None else found[1]
     is_less = rows > FEWEST if found is not None else rows >= 2 * FEWEST and head_of(model) is not None
     return FEWEST if is_less else None
 

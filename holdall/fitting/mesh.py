@@ -62,21 +62,26 @@ def trace_on_mesh(
         if head != "auto":
             raise
         return trace_sharded(model, batch, mesh, way, optimizer=rule, loss=loss, **how)
-    if traced.about.device == "cuda":
+    if traced.about.device == "cuda" and mesh.is_by_engine(way):  # autograd adds DTensors to new ones
         traced = sum_in_place(traced)
     return replace(traced, about=replace(traced.about, head=ChunkedHead(module=path, rows=rows)))
 
 
 def head_over(mesh: Mesh, way: str, model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
     """(path of the vocabulary head, rows per chunk) of a model that is sharded; None: it stays whole."""
-    if mesh.is_by_engine(way):
-        return choose_head(model, batch, head)
+    if mesh.keeps_head_plain(way):
+        return choose_head(model, batch, head, ranks=parts_of_rows(mesh))
     if isinstance(head, int):
         raise Unsupported(
-            f"a head in chunks is over data alone, replicas and nodes included, by {', '.join(BY_ENGINE)}; not by {way}",
+            f"a head in chunks is over data, by {', '.join(BY_ENGINE)}, and over the sequence; not by {way}",
             hint='use head="whole"',
         )
     return None
+
+
+def parts_of_rows(mesh: Mesh) -> int:
+    """Ranks that have equal parts of the rows of one batch."""
+    return next((dim.size for dim in mesh.dividing if dim.name == "cp"), 1)
 
 
 def _dtype_over(way: str, precision: Any) -> torch.dtype | None:

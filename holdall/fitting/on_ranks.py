@@ -16,7 +16,7 @@ from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.fitting.captured import correct_blocks, plan_captured
 from holdall.fitting.head import fewest_rows, has_room_for_outputs, or_in_chunks
-from holdall.fitting.mesh import head_over, trace_on_mesh
+from holdall.fitting.mesh import head_over, parts_of_rows, trace_on_mesh
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
@@ -29,6 +29,7 @@ from holdall.planning.finish import finish
 from holdall.problem import hardware_for, make_problem, resolve_precision
 from holdall.registry import build_member
 from holdall.runtime.harness import Harness
+from holdall.runtime.head.lazy_logits import FEWEST, chunk_head, head_of
 from holdall.tracing import groups_of, target_device
 from holdall.tracing.calls import Given
 from holdall.tracing.step import default_loss
@@ -116,7 +117,8 @@ def start_on_ranks(
 def _heads(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, way: str) -> tuple[str | int, int | None]:
     """How the head is computed on every rank, and the rows of its chunks where the step does not fit otherwise."""
     chosen = head_over(mesh, way, model, batch, request.head)
-    rows = fewest_rows(model, batch, request.head, request.allow) if mesh.is_by_engine(way) else None
+    may_be = mesh.keeps_head_plain(way)
+    rows = fewest_rows(model, batch, request.head, request.allow, ranks=parts_of_rows(mesh)) if may_be else None
     return "whole" if chosen is None else chosen[1], rows
 
 
@@ -130,7 +132,25 @@ def _compared(
     run = request.loss or default_loss
     in_parts = mesh if is_in_parts_of_sequence(way) or "sequence" in split_way(way)[1] else None
     own = own_part(mesh, way, dist.get_rank()) if is_in_parts_of_sequence(way) else None
-    return compared(model, lambda: run(model, batch), modules=_alike(model, trace, own is None), in_parts=in_parts, own=own)
+
+    def evaluate() -> Any:
+        return run(model, batch)
+
+    def evaluate_whole() -> Any:
+        """Without all positions' logits at once: a rank may have no room for them."""
+        head = head_of(model)
+        if head is None or request.head == "whole":
+            return evaluate()
+        undo = chunk_head(head[1], rows=FEWEST)
+        try:
+            return evaluate()
+        finally:
+            undo()
+
+    asked: dict[str, Any] = {"in_parts": in_parts, "modules": _alike(model, trace, own is None)}
+    if own is not None:
+        asked |= {"own": own, "whole_run": evaluate_whole}
+    return compared(model, evaluate, **asked)
 
 
 def _alike(model: torch.nn.Module, trace: Trace, layers_alone: bool) -> tuple[str, ...]:

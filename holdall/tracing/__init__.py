@@ -141,7 +141,7 @@ def trace_sharded(
                     way,
                     plain,
                     views,
-                    lambda groups, build: record_sharded_step(*step, groups, build, beside, casts),
+                    lambda groups, build: record_sharded_step(*step, groups, build, beside, casts, chunk),
                 )
             else:
                 recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=casts, chunk=chunk)

@@ -32,7 +32,7 @@ class Digest:
 
 @contextmanager
 def digests(model: torch.nn.Module, paths: Collection[str]) -> Iterator[dict[Key, Digest]]:
-    """Of all that these modules return inside."""
+    """Of all that these modules return inside, but for logits that are not computed yet."""
     found: dict[Key, Digest] = {}
     calls: Counter[str] = Counter()
 
@@ -40,8 +40,10 @@ def digests(model: torch.nn.Module, paths: Collection[str]) -> Iterator[dict[Key
         def see(_module: torch.nn.Module, _args: Any, out: Any) -> None:
             calls[path] += 1
             for n, t in enumerate(tree_iter(out)):
-                if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() >= _LEAST:
-                    found[path, calls[path], n] = _digest(local_of(t).detach())
+                if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dim() < _LEAST:
+                    continue
+                if type(own := local_of(t)) in (torch.Tensor, torch.nn.Parameter):  # others may stand for what is not there
+                    found[path, calls[path], n] = _digest(own.detach())
 
         return see
 

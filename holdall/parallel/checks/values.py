@@ -37,12 +37,14 @@ def compared(
     modules: Collection[str],
     in_parts: Mesh | None = None,
     own: Own | None = None,
+    whole_run: Callable[[], Any] | None = None,
 ) -> Iterator[None]:
     """Whoever divides the model inside compares the loss, which `run` computes, with the whole model's; all its outputs; and
     what these modules return. `in_parts`: of a mesh whose ranks have parts of the sequence: those that do must have one loss,
-    to the bit. `own`: this rank's positions, where calls of the model return those alone."""
+    to the bit. `own`: this rank's positions, where calls of the model return those alone. `whole_run`: in the place of `run`
+    for the whole model."""
     with digests(model, modules) as whole:
-        before = _evaluated(model, run, own is None)
+        before = _evaluated(model, whole_run or run, own is None)
 
     def compare() -> None:
         with digests(model, modules) as part:
