@@ -87,7 +87,8 @@ class Shard(Facts):
         if dtype is not None:
             cast_inputs(model, dtype, self.casts)
         if division:
-            divided = self.divide(model, dividing, division)
+            divided = self.divide(model, dividing, division)  # parts go to the mesh's device by themselves
+            model.to(device_mesh.device_type)
             compare_if_asked()
             divided.dtype = dtype
         if data:
@@ -121,8 +122,6 @@ class Shard(Facts):
                 "the optimizer has states of the unsharded model",
                 hint="call `fit(..., mesh=...)` before the first step, and load states afterwards",
             )
-        if is_divided(self.way):  # torch's engine brings its shards there by itself
-            model.to(harness.device)
         before = dict(model.named_parameters())
         on = device_mesh(mesh, harness.device.type)
         self.build(model, on)

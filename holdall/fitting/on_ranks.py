@@ -20,6 +20,7 @@ from holdall.fitting.mesh import head_over, parts_of_rows, trace_on_mesh
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
+from holdall.parallel.checks.by_turns import by_turns
 from holdall.parallel.checks.values import compared, refuse_other_batches
 from holdall.parallel.context import own_part
 from holdall.parallel.groups import connect, device_mesh, ranks_here
@@ -128,7 +129,7 @@ def _compared(
     """Does a divided model compute the same?"""
     if not is_divided(way):
         return nullcontext()
-    model.to(target_device(model, request.device))
+    target = target_device(model, request.device)
     run = request.loss or default_loss
     in_parts = mesh if is_in_parts_of_sequence(way) or "sequence" in split_way(way)[1] else None
     own = own_part(mesh, way, dist.get_rank()) if is_in_parts_of_sequence(way) else None
@@ -137,20 +138,30 @@ def _compared(
         return run(model, batch)
 
     def evaluate_whole() -> Any:
-        """Without all positions' logits at once: a rank may have no room for them."""
-        head = head_of(model)
-        if head is None or request.head == "whole":
-            return evaluate()
-        undo = chunk_head(head[1], rows=FEWEST)
+        """A rank may have no room for the whole model, nor for the logits of all positions."""
+        head = head_of(model) if own is not None and request.head != "whole" else None
+        undo = chunk_head(head[1], rows=FEWEST) if head is not None else lambda: None
         try:
-            return evaluate()
+            with _there(model, trace, target):
+                return evaluate()
         finally:
             undo()
 
-    asked: dict[str, Any] = {"in_parts": in_parts, "modules": _alike(model, trace, own is None)}
-    if own is not None:
-        asked |= {"own": own, "whole_run": evaluate_whole}
-    return compared(model, evaluate, **asked)
+    alike = _alike(model, trace, own is None)
+    return compared(model, evaluate, whole_run=evaluate_whole, modules=alike, in_parts=in_parts, own=own)
+
+
+def _there(model: torch.nn.Module, trace: Trace, device: torch.device) -> AbstractContextManager[None]:
+    """The model on this device, where it need not have room: what comes from elsewhere comes module by module, unless some read
+    weights of others."""
+    if all(p.device.type == device.type for p in model.parameters()):
+        return nullcontext()
+    if trace.about.shards is not None and trace.about.shards.readers:
+        model.to(device)
+        return nullcontext()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return by_turns(model, lambda t: t.to(device))
 
 
 def _alike(model: torch.nn.Module, trace: Trace, layers_alone: bool) -> tuple[str, ...]:
