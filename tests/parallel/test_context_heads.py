@@ -15,7 +15,7 @@ LOGITS = ROWS * LENGTH * WORDS * 4  # bytes
 CASES = by_default(  # way, tied -> mesh
     {("ulysses", True): {"cp": 2}, ("zigzag", False): {"cp": 2}, ("zero3+ulysses", True): {"dp": 2, "cp": 2}},
     ("zigzag", False),
-    ("ulysses", True),
+    ("zero3+ulysses", True),
 )
 
 
