@@ -31,9 +31,14 @@ def make_meter(device: torch.device, plan: Plan, there: Callable[[], Iterable[to
 
 def lie_close(harness: Harness) -> None:
     """Close gaps between the tensors that are on the device already."""
+    close_gaps(_at_rest(harness), harness.device)
+
+
+def _at_rest(harness: Harness) -> list[torch.Tensor]:
+    """The tensors on the device, when nothing moves or updates them any more."""
     if harness.engine is not None:
         harness.engine.settle()
-    close_gaps(find_there(harness.model, harness.optimizer, harness.engine), harness.device)
+    return find_there(harness.model, harness.optimizer, harness.engine)
 
 
 def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
@@ -43,9 +48,7 @@ def use_arena(harness: Harness, meter: Meter) -> Callable[[], None]:
         return lambda: None
 
     def make_room() -> None:
-        if harness.engine is not None:
-            harness.engine.settle()
-        move_together(find_there(harness.model, harness.optimizer, harness.engine), harness.device)
+        move_together(_at_rest(harness), harness.device)
 
     engine = harness.engine
     arena = harness.arena = meter.arena = StepArena(layout, harness.device, note=harness.note(), make_room=make_room)

@@ -17,7 +17,7 @@ from holdall.sharded import local_of
 
 _SHARE = 0.5  # of the host's free memory, for copies
 _IDLE = 0.02  # of what is held, which is worth a move
-_SIDE = 64
+_SIDE = 64  # of matrices
 
 
 def move_together(tensors: Iterable[torch.Tensor], device: torch.device, *, at_once: int | None = None) -> int:
@@ -90,9 +90,8 @@ class _Products(torch.autograd.Function):
 def _multiply(like: torch.Tensor) -> None:
     """In both of the libraries that torch multiplies by."""
     with torch.no_grad():
-        for dtype in (torch.float32, torch.bfloat16):
-            t = torch.ones(_SIDE, _SIDE, device=like.device, dtype=dtype)
-            torch.nn.functional.linear(t @ t, t, t[0])
+        t = torch.ones(_SIDE, _SIDE, device=like.device)
+        torch.nn.functional.linear(t @ t, t, t[0])
 
 
 def _is_movable(storage: torch.UntypedStorage, device: torch.device) -> bool:

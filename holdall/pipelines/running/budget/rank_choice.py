@@ -53,6 +53,8 @@ class RankChoice:
         self.place = plan.wishes.to_place(len(plan.pieces))
         self._trials: dict[int, StageTrial] = {}
         self._besides = 0
+        is_gpu = plan.device.type == "cuda"
+        self._spread, self._pages = _SPREAD if is_gpu else 1.0, _PAGES if is_gpu else 0
         if before is not None and plan.sample is not None:
             self._trials = {stage: self._try(stage, before, loss) for stage in modules}
             known = [t for t in tree_leaves((before, plan.sample)) if isinstance(t, torch.Tensor)]
@@ -94,16 +96,14 @@ class RankChoice:
     def _is_chosen(self, whole: RankPeak) -> bool:
         """Does the budget do? Takes the ways in which it does."""
         assert self._wishes.budget is not None
-        room = self._wishes.budget - self.budget_for(0)
-        room = int(room / _SPREAD) if self._plan.device.type == "cuda" else room
+        room = int((self._wishes.budget - self.budget_for(0)) / self._spread)
         found, smallest = chosen(replace(self._wishes, budget=room), whole, self._firsts, self._counts)
         self.fits, self.ways, self.smallest = found is not None, found or self.ways, self.budget_for(smallest)
         return self.fits
 
     def budget_for(self, nbytes: int) -> int:
         """The budget that tensors of so many bytes need."""
-        is_gpu = self._plan.device.type == "cuda"
-        return bytes_outside(self._plan.device) + self._besides + (_PAGES + round(nbytes * _SPREAD) if is_gpu else nbytes)
+        return bytes_outside(self._plan.device) + self._besides + self._pages + round(nbytes * self._spread)
 
     def _placings(self, rule: RuleBytes) -> Iterator[frozenset[int]]:
         """Layers to place: those that the user says, or with a budget none, and then one more each time, the largest first."""
