@@ -3,9 +3,12 @@
 import copy
 import gc
 import random
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import holdall
 from holdall.actions.offload import Offload
@@ -260,6 +263,46 @@ def test_the_ledger_counts_a_storage_once_and_until_its_last_view_goes():
         del y
         assert ledger.live == 0
         assert ledger.peak == 4000
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def filled_beside(letting_go):
+    """Fill a tensor of 4000 bytes under a budget of 6000, while another thread keeps one of the same size for a while."""
+
+    def keep(buffer):
+        time.sleep(letting_go)
+        del buffer[:]
+
+    held = []
+    with Ledger(budget=6000) as ledger:
+        held.append(torch.zeros(1000))
+        thread = threading.Thread(target=keep, args=(held,))
+        thread.start()
+        try:
+            torch.ones(1000)
+        finally:
+            thread.join()
+    return ledger.peak
+
+
+def test_what_a_thread_of_a_collective_lets_go_of_does_not_exceed_the_budget(group):
+    assert filled_beside(0.05) == 4000
+
+
+def test_what_a_thread_keeps_exceeds_the_budget(group):
+    with pytest.raises(holdall.OverBudget, match="2,000 bytes too many"):
+        filled_beside(1.0)
+
+
+def test_a_process_alone_waits_for_no_thread():
+    with pytest.raises(holdall.OverBudget, match="2,000 bytes too many"):
+        filled_beside(0.05)
 
 
 def test_selective_recompute_does_not_run_the_kept_op_again():

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdall.errors import OverBudget
 from holdall.ops import tensors_in
 from holdall.sharded import has_shards, is_shard, local_of, watch_resizes
 from holdall.units import format_bytes
+
+_LETTING_GO = 0.25  # seconds that other threads get to drop what they hold
 
 
 class Ledger(TorchDispatchMode):
@@ -101,7 +104,8 @@ class Ledger(TorchDispatchMode):
             self._live += size - (before or 0)
             if before is None:
                 self._watch[key] = weakref.ref(storage, lambda _: self._gone.append(key))
-            live = self._live
+        live = self._live_now()
+        with self._counting:
             if live > self.peak:
                 self.peak, self.peak_op = live, op
         if self.budget is not None and live > self.budget:
@@ -111,6 +115,18 @@ class Ledger(TorchDispatchMode):
                 hint="use a larger budget; pass `loss=` if the loop computes the loss itself, `lengths=` if batches grow; "
                 "keep no model outputs from one step to the next",
             )
+
+    def _live_now(self) -> int:
+        """Bytes in use; over the budget, those that are left once other threads had time to let go of what they hold:
+        gloo's keep the buffers of a collective for a moment after it is done."""
+        live = self.live
+        if self.budget is None or live <= self.budget or not (dist.is_available() and dist.is_initialized()):
+            return live
+        end = time.perf_counter() + _LETTING_GO
+        while live > self.budget and time.perf_counter() < end:
+            time.sleep(0.001)
+            live = self.live
+        return live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_shards(types):
