@@ -69,11 +69,11 @@ def trace_on_mesh(
 
 def head_over(mesh: Mesh, way: str, model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
     """(path of the vocabulary head, rows per chunk) of a model that is sharded; None: it stays whole."""
-    if mesh.keeps_head_plain(way):
+    if mesh.can_chunk_head(way):
         return choose_head(model, batch, head, ranks=parts_of_rows(mesh))
     if isinstance(head, int):
         raise Unsupported(
-            f"a head in chunks is over data, by {', '.join(BY_ENGINE)}, and over the sequence; not by {way}",
+            f"a head in chunks is over data by {', '.join(BY_ENGINE)}, alone or beside `tp`, `cp` and `ep`; not by {way}",
             hint='use head="whole"',
         )
     return None

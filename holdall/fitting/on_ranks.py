@@ -118,7 +118,7 @@ def start_on_ranks(
 def _heads(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, way: str) -> tuple[str | int, int | None]:
     """How the head is computed on every rank, and the rows of its chunks where the step does not fit otherwise."""
     chosen = head_over(mesh, way, model, batch, request.head)
-    may_be = mesh.keeps_head_plain(way)
+    may_be = mesh.can_chunk_head(way)
     rows = fewest_rows(model, batch, request.head, request.allow, ranks=parts_of_rows(mesh)) if may_be else None
     return "whole" if chosen is None else chosen[1], rows
 
@@ -138,8 +138,9 @@ def _compared(
         return run(model, batch)
 
     def evaluate_whole() -> Any:
-        """A rank may have no room for the whole model, nor for the logits of all positions."""
-        head = head_of(model) if own is not None and request.head != "whole" else None
+        """A rank may have no room for the whole model, nor for all logits."""
+        is_chunked = trace.about.head is not None or (own is not None and request.head != "whole")
+        head = head_of(model) if is_chunked else None
         undo = chunk_head(head[1], rows=FEWEST) if head is not None else lambda: None
         try:
             with _there(model, trace, target):

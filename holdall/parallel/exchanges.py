@@ -129,6 +129,34 @@ class Exchanged(torch.autograd.Function):
         return all_to_all(grad, ctx.join, ctx.cut, ctx.group), None, None, None
 
 
+class Words:
+    """The words of a vocabulary, in equal parts over ranks: what a loss needs of the others' logits without gathering them
+    (Megatron-LM's vocabulary-parallel cross entropy)."""
+
+    def __init__(self, group: Any, own: int) -> None:
+        """`own`: words of each rank."""
+        self.group = group
+        self.first = dist.get_rank(group) * own
+        self.total = dist.get_world_size(group) * own
+        self._own = own
+
+    def __deepcopy__(self, _: object) -> Words:
+        """Copies of a divided model are over the same ranks."""
+        return self
+
+    def most(self, of_rows: torch.Tensor) -> None:
+        dist.all_reduce(of_rows, dist.ReduceOp.MAX, group=self.group)
+
+    def sum(self, of_rows: torch.Tensor) -> None:
+        dist.all_reduce(of_rows, group=self.group)
+
+    def part(self, t: torch.Tensor) -> torch.Tensor:
+        return t.narrow(-1, self.first, self._own)
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        return Gathered.apply(own, own.dim() - 1, self.group, False)  # type: ignore[no-any-return]
+
+
 def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
     """Returns torch's handle of the collective where that goes on by itself."""
     return _gather(whole, own, group=group, async_op=async_op)

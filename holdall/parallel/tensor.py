@@ -25,9 +25,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from holdall.errors import Unsupported
-from holdall.parallel.exchanges import Copied, Gathered, Scattered, Summed, all_gather
+from holdall.parallel.exchanges import Copied, Gathered, Scattered, Summed, Words, all_gather
 from holdall.parallel.parts import Division, Fork, Made, avoid_fast_paths, draws, part_of, put, replicate, wrap
 from holdall.parallel.regions import axis, common_ancestor
+from holdall.sharded import local_of
 from holdall.types.info import TensorRegion
 
 
@@ -255,10 +256,12 @@ def _divide_head(module: Any, division: Division, made: Made) -> None:
     if module.bias is not None:
         module.bias = part_of(module.bias, 0, 1, division, made)
 
+    words = module.holdall_words = Words(division.group, local_of(module.weight).shape[0])  # a chunked head asks for them
+
     def forward(plain: Any, x: torch.Tensor) -> torch.Tensor:
         with division.local(module):
-            own = plain(Copied.apply(x, division.group))
-        return Gathered.apply(own, own.dim() - 1, division.group, False)  # type: ignore[no-any-return]
+            own: torch.Tensor = plain(Copied.apply(x, division.group))
+        return own if own.shape[-1] == words.total else words.gathered(own)
 
     wrap(module, forward)
 

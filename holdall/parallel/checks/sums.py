@@ -6,6 +6,7 @@ A gradient is whole on every rank, or a part, whose sum over the ranks is the gr
 operation that joined the ranks' parts, it becomes a part, and whole again where parts are added up:
 
     Summed, Gathered, _TotalOfRanks        whole -> part
+    a loss over divided words              whole -> part
     Copied, Averaged, Scattered            part -> whole
     Gathered and Scattered of sums         part -> part
 
@@ -26,6 +27,7 @@ WHOLE, PART = "whole", "part"
 _CHANGES = {
     "SummedBackward": (WHOLE, PART),
     "_TotalOfRanksBackward": (WHOLE, PART),
+    "_ChunkedLossBackward": (WHOLE, PART),
     "CopiedBackward": (PART, WHOLE),
     "AveragedBackward": (PART, WHOLE),
 }

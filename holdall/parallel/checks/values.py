@@ -116,7 +116,7 @@ def compare_if_asked() -> None:
 
 
 def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) -> list[torch.Tensor]:
-    """The loss and what the model returned, without dropout."""
+    """The loss and what the model returned, without dropout. Logits that a chunked head has not computed stay so."""
     found: list[Any] = []
     modes = {m: m.training for m in model.modules()}
     hook = model.register_forward_hook(lambda _m, _args, out: found.append(out))
@@ -129,7 +129,8 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
         for m, was in modes.items():
             m.training = was
     some = [loss, found] if outputs else [loss]
-    return [local_of(t).detach().clone() for t in tree_iter(some) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    values = (t for t in tree_iter(some) if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return [local_of(t).detach().clone() for t in values if not hasattr(t, "leave_graph")]
 
 
 def refuse_other_batches(batch: Any, mesh: Mesh) -> None:

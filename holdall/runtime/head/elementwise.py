@@ -8,7 +8,7 @@ operand may require a gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdall.errors import Unsupported
+from holdall.runtime.head.divided_words import DividedWords
 
 Operand = float | int | Tensor
 OPS: dict[Any, str] = {
@@ -40,6 +41,11 @@ class ElementwiseStep:
     def needs_result(self) -> bool:
         """Is its derivative computed from its result?"""
         return self.name == "tanh"
+
+    def part(self, words: DividedWords) -> ElementwiseStep:
+        """The same on the logits of a rank's own words."""
+        is_by_word = isinstance(self.operand, Tensor) and self.operand.numel() > 1
+        return replace(self, operand=words.part(self.operand)) if is_by_word else self  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raise if the operand has changed since the op was called."""
@@ -75,6 +81,9 @@ class Chain:
     def then(self, link: ElementwiseStep, *, cast: bool) -> Chain:
         """The chain with one more op, on logits that were cast to float32 or not."""
         return Chain(self.before, (*self.after, link)) if cast else Chain((*self.before, link), self.after)
+
+    def part(self, words: DividedWords) -> Chain:
+        return Chain(*(tuple(link.part(words) for link in links) for links in (self.before, self.after)))
 
     def check(self) -> None:
         for link in (*self.before, *self.after):

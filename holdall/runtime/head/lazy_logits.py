@@ -7,6 +7,8 @@ are recorded (`elementwise.py`). The loss is computed in chunks of rows (`chunke
 other op computes the logits whole, once, with their graph, and uses them: in-place changes, sampling, metrics and printing
 behave as usual.
 
+Where ranks have the logits of a part of the words each (`divided_words.py`), all of them read lazy logits together, or none.
+
 Ownership: the lazy tensor holds the hidden states and the weight, as the graph of ordinary logits would. Reading it after the
 weight has changed would give different values, and is refused.
 """
@@ -14,7 +16,6 @@ weight has changed would give different values, and is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from holdall.errors import InvalidInput, Unsupported
 from holdall.runtime.head.chunked_loss import Asked, chunked_cross_entropy, no_autocast
-from holdall.runtime.head.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, link_for, pulled_back, version_of
+from holdall.runtime.head.elementwise import COMMUTATIVE, NO_CHAIN, OPS, Chain, link_for, pulled_back
+from holdall.runtime.head.head_call import HeadCall, record_call
 from holdall.runtime.head.row_layout import TAKES
 from holdall.sharded import is_engines
 
@@ -62,7 +64,8 @@ def chunk_head(head: torch.nn.Module, *, rows: int) -> Callable[[], None]:
     def chunked(*args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())  # `input`, by position or by name
         # the current parameters: they may be replaced before the next call
-        call = _call(hidden, head.weight, head.bias, rows) if is_on else None  # type: ignore[arg-type]
+        words = getattr(head, "holdall_words", None)
+        call = record_call(hidden, head.weight, head.bias, rows, words) if is_on else None  # type: ignore[arg-type]
         whole: Tensor
         if call is None:
             whole = plain(*args, **kwargs)
@@ -92,61 +95,10 @@ def _obstacle(head: torch.nn.Module) -> str:
     return ""
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """One call of the head."""
-
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype  # dtype of the logits
-    rows: int
-    given: list[tuple[Tensor, int]]  # inputs of the logits, each with its version at the call
-    whole: Tensor | None = None
-    version: int = 0  # version of `whole` when it was made
-    spent: bool = False  # a loss that requires gradients was computed in chunks
-
-    def check(self) -> None:
-        for tensor, version in self.given:
-            if version_of(tensor) != version:
-                raise Unsupported(
-                    "the logits were read after the head's weight or its input was changed in place",
-                    hint='read them before `optimizer.step()`, or call fit(..., head="whole")',
-                )
-            if tensor.numel() and not tensor.untyped_storage().nbytes():
-                raise Unsupported(
-                    "the logits were read after the head's weight or its input left the device",
-                    hint='compute the loss before that (under zero3: in the model), or call fit(..., head="whole")',
-                )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The logits as `torch.nn.functional.linear` computes them under the autocast of the call."""
-        self.check()
-        with no_autocast(hidden.device.type):
-            bias = None if self.bias is None else self.bias.to(self.dtype)
-            return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
-
-
-def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> _Call | None:
-    """Record a call of the head; None: use the plain forward, which handles or rejects this input."""
-    given = [hidden, weight] if bias is None else [hidden, weight, bias]
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None  # these subclasses handle ops themselves
-    if any(is_traceable_wrapper_subclass(t) for t in given):
-        return None
-    dtypes = {t.dtype for t in given}
-    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1] or {t.device for t in given} != {weight.device}:
-        return None
-    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:
-        dtypes = {torch.get_autocast_dtype(hidden.device.type)}
-    if len(dtypes) > 1 or not hidden.is_floating_point():
-        return None
-    return _Call(weight, bias, dtypes.pop(), rows, [(t, version_of(t)) for t in given])
-
-
 class LazyLogits(torch.Tensor):
     """`linear(hidden, weight, bias)` and later ops on it, not computed. Made by `chunk_head` and by lazy ops."""
 
-    _call: _Call
+    _call: HeadCall
     _hidden: Tensor  # [..., H] for logits [..., V]
     _made: tuple[LazyLogits, Any, tuple[Any, ...], dict[str, Any]] | None  # (lazy input, op, arguments); None: made by the head
     _chain: Chain  # elementwise ops on the logits of `_hidden`
@@ -246,7 +198,7 @@ def _plainly(lazy: LazyLogits, func: Any) -> Any:
         return func(lazy)
 
 
-def _lazy(call: _Call, hidden: Tensor, dtype: torch.dtype, made: Any, chain: Chain) -> LazyLogits:
+def _lazy(call: HeadCall, hidden: Tensor, dtype: torch.dtype, made: Any, chain: Chain) -> LazyLogits:
     lazy: LazyLogits = _Graph.apply(hidden, call.weight, call.bias, call, dtype, chain)
     lazy._call, lazy._hidden, lazy._made, lazy._value, lazy._chain = call, hidden, made, None, chain
     lazy._live = _plainly(lazy, _getter("requires_grad"))
@@ -258,11 +210,11 @@ class _Graph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, dtype: torch.dtype, chain: Chain
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall, dtype: torch.dtype, chain: Chain
     ) -> Tensor:
         # not `save_for_backward`: this backward hardly ever runs, and no plan should count its tensors
         ctx.given = (hidden, weight, bias, call, chain)
-        shape = (*hidden.shape[:-1], weight.shape[0])
+        shape = (*hidden.shape[:-1], call.vocabulary)
         made: Tensor = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=hidden.device)
         return made
 
@@ -272,8 +224,10 @@ class _Graph(torch.autograd.Function):
         hidden, weight, bias, call, chain = ctx.given
         call.check()
         with no_autocast(hidden.device.type):
-            g = incoming.reshape(-1, weight.shape[0])
-            g = pulled_back(g, call.logits(hidden).view_as(g), chain) if chain != NO_CHAIN else g.to(call.dtype)
+            g = incoming.reshape(-1, call.vocabulary)
+            if call.words is not None:
+                g, chain = call.words.part(g), chain.part(call.words)
+            g = pulled_back(g, call.own_logits(hidden).view_as(g), chain) if chain != NO_CHAIN else g.to(call.dtype)
             h = hidden.reshape(-1, weight.shape[1]).to(call.dtype)
             wants = ctx.needs_input_grad
             return (
@@ -385,7 +339,8 @@ def _loss(
         ignore_index=ignore_index,
         reduction=reduction,
         smoothing=float(label_smoothing),
-        chain=lazy._chain,
+        chain=lazy._chain if call.words is None else lazy._chain.part(call.words),
+        words=call.words,
     )
     with torch.set_grad_enabled(lazy._live and torch.is_grad_enabled()):
         loss = chunked_cross_entropy(hidden.to(call.dtype), call.weight, call.bias, target, weight, asked)
