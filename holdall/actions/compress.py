@@ -20,6 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from holdall.actions.offload import own_inputs
+from holdall.actions.shard import Shard
 from holdall.errors import InvalidInput, Unsupported
 from holdall.types import (
     Block,
@@ -38,6 +39,7 @@ from holdall.types import (
     Wait,
 )
 from holdall.types.layout import BLOCK, allocated_bytes
+from holdall.types.mesh import Mesh
 
 if TYPE_CHECKING:
     # torch is loaded when a tensor is encoded, not when actions are listed
@@ -113,7 +115,7 @@ class Compress(Facts):
     def samples(trace: Trace) -> list[Compress]:
         """One block at 4 bits, and one with an odd number of bits whose codes are offloaded."""
         can = [b for b in trace.blocks if b.backward is not None and codable(trace, b)]
-        if not can or obstacle(trace):
+        if not can:
             return []
         second = can[min(1, len(can) - 1)]
         return [
@@ -123,14 +125,12 @@ class Compress(Facts):
 
     @classmethod
     def choices(cls, problem: Problem, block: Block) -> Iterable[Choice]:
-        if codable(problem.trace, block) and not obstacle(problem.trace):
+        if codable(problem.trace, block):
             for bits in _OFFERED:
                 yield Choice(label=f"compress to {bits} bits (not exact)", make=_coded, given=(bits,), exact=False)
 
     def rewrite(self, schedule: Schedule, problem: Problem) -> Schedule:
         trace = problem.trace
-        if why := obstacle(trace):
-            raise Unsupported(f"`{self.block}` cannot be compressed: {why}", hint='use mesh={"dp": 2}, or recompute')
         block = trace.block(self.block)
         items = self._items(trace, block)
         if not items:
@@ -247,16 +247,9 @@ class Compress(Facts):
         from holdall.runtime.activations.compress import Compression, seed_of
         from holdall.runtime.activations.offload import OffloadedPart
 
-        policy.compress = Compression(codecs=self._codecs(), seed=seed_of(self.block, self.seed))
+        mesh = next((Mesh.of(dict(a.mesh)) for a in harness.plan.actions if isinstance(a, Shard)), None)
+        policy.compress = Compression(codecs=self._codecs(), seed=seed_of(self.block, self.seed, mesh))
         policy.offloads = [OffloadedPart(lag=self.lag, fetch=self.fetch)] if self.swap else []
-
-
-def obstacle(trace: Trace) -> str:
-    """Why saved tensors of this step cannot be compressed; empty: they can."""
-    dividing = trace.about.shards.mesh.dividing if trace.about.shards is not None else ()
-    if not dividing:
-        return ""
-    return f"over `{dividing[0].name}` ranks compute the same gradients, which other roundings on each would change"
 
 
 def _coded(trace: Trace, block: Block, bits: int) -> tuple[Compress]:

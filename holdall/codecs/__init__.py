@@ -13,13 +13,13 @@ name        bits     rounding     per group of 256
 
 from __future__ import annotations
 
-from holdall.codecs._base import GROUP, Codec
+from holdall.codecs._base import GROUP, Codec, seed_from
 from holdall.codecs.fp8 import Fp8
 from holdall.codecs.group import Group
 from holdall.codecs.sign import Sign
 from holdall.errors import InvalidInput, unknown_name
 
-__all__ = ["GROUP", "NAMES", "Codec", "Fp8", "Group", "Sign", "codec_for"]
+__all__ = ["GROUP", "NAMES", "Codec", "Fp8", "Group", "Sign", "codec_for", "seed_from"]
 
 NAMES = ("group", "int8", "fp8", "fp8_e5m2", "sign")
 

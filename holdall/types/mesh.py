@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -106,9 +106,13 @@ class Mesh:
 
     def first_with_batch(self, rank: int) -> int:
         """The first rank that has the batch of this one: those that divide tensors or the sequence have one batch."""
+        return self.first_along(rank, ONE_BATCH)
+
+    def first_along(self, rank: int, names: Sequence[str]) -> int:
+        """The first of the ranks that differ from this one in these dimensions alone."""
         first, stride = rank, 1
         for dim in reversed(self.dims):
-            first -= rank // stride % dim.size * stride * (dim.name in ONE_BATCH)
+            first -= rank // stride % dim.size * stride * (dim.name in names)
             stride *= dim.size
         return first
 

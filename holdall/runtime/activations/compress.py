@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
-from holdall.codecs import Codec
+from holdall.codecs import Codec, seed_from
 from holdall.runtime.activations.offload import Forward, OffloadedEntry, OffloadedGroup
 from holdall.runtime.activations.resident import CallSaves
+from holdall.types import Mesh
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -45,9 +46,11 @@ class Compression:
         self.generator = torch.Generator().manual_seed(self.seed)
 
 
-def seed_of(block: str, seed: int) -> int:
-    """A seed per block and rank, the same in every run."""
+def seed_of(block: str, seed: int, mesh: Mesh | None = None) -> int:
+    """A seed per block, the same in every run. Ranks have their own, but for those that divide tensors: what all of these have
+    must be rounded alike, or their copies of a parameter would drift apart."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = rank if mesh is None else mesh.first_along(rank, ("tp",))
     return zlib.crc32((f"{seed}:{block}:{rank}" if rank else f"{seed}:{block}").encode())
 
 
@@ -133,8 +136,9 @@ def compress_saved(
     outputs = {t.untyped_storage()._cdata for t in tree_iter(out) if isinstance(t, torch.Tensor)}
     leaving = [one for (key, _), one in coded.items() if key not in outputs]
     coded.clear()  # autograd keeps `pack` alive as long as any saved tensor of the block
-    for one in leaving:
-        one.encode(how.generator)
+    seed = seed_from(how.generator)
+    for n, one in enumerate(leaving):  # each by itself: experts on ranks that divide tensors have unequal numbers of tokens
+        one.encode(torch.Generator().manual_seed(seed + n))
     if group is not None:
         group.leave([one.park(group) for one in leaving])
     return out
