@@ -242,7 +242,9 @@ def apply(
             backend=backend,
             progress=progress,
         )
-        harness.at_close(stack.pop_all().close)
+        kept = stack.pop_all()
+        if not is_over_ranks(read, model):  # a model stays sharded when the harness is closed, and in its precision
+            harness.at_close(kept.close)
     return harness
 
 

@@ -75,7 +75,7 @@ def _check_shards(plan: Plan, model: torch.nn.Module) -> None:
     if not name and not any(action.over_ranks for action in plan.actions):
         return
     wrong = next((a.name for a in plan.actions if not a.on_shards or (name and (a.only_by_fit or a.by_ops))), "")
-    if plan.about.precision or plan.about.recipe:
+    if plan.about.precision or (name and plan.about.recipe):
         wrong = f"precision {plan.about.recipe or plan.about.precision}"
     if plan.about.layout is not None:
         wrong = f"layout {plan.about.layout.name}"

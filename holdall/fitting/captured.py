@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from holdall.actions.reschedule import is_recurrent, made_outside, region
 from holdall.errors import HoldallError
 from holdall.planning.menus import kind_of
+from holdall.precision import put_on
+from holdall.problem import Precision, resolve_precision, resolve_recipe
 from holdall.runtime.programs.capture import capture, tensors_of
 from holdall.tracing.calls import Given, Like
 from holdall.types import Block, Plan, Trace
@@ -39,12 +41,25 @@ def plan_captured(
 
 
 def correct_blocks(
-    trace: Trace, plan: Plan | None, model: torch.nn.Module, given: Mapping[str, Given], precision: torch.dtype | None
+    trace: Trace, plan: Plan | None, model: torch.nn.Module, given: Mapping[str, Given], precision: Precision
 ) -> Trace | None:
     """The trace corrected by captures, if the plan runs blocks op by op whose ops differ. None: they are the same.
 
-    Without a plan, all blocks are checked.
+    Without a plan, all blocks are checked. `precision`: as of the trace; blocks are captured with the layers that the step will
+    have.
     """
+    recipe, dtype = resolve_recipe(precision), resolve_precision(precision)
+    by_ops = plan is None or any(action.by_ops for action in plan.actions)
+    undo = put_on(recipe, model, to_trace=True) if recipe is not None and by_ops else lambda: None
+    try:
+        return _corrected_blocks(trace, plan, model, given, dtype)
+    finally:
+        undo()
+
+
+def _corrected_blocks(
+    trace: Trace, plan: Plan | None, model: torch.nn.Module, given: Mapping[str, Given], precision: torch.dtype | None
+) -> Trace | None:
     actions = plan.actions if plan is not None else ()
     planned = {block for action in actions for block in action.by_ops if block}
     if plan is None:

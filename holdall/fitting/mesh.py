@@ -13,7 +13,7 @@ from holdall.errors import Unsupported
 from holdall.fitting.head import choose_head
 from holdall.parallel.sharding.build import RULED, WHOLE_OVER_NODES
 from holdall.parallel.ways import is_divided, way_for
-from holdall.precision import Recipe
+from holdall.precision import Recipe, put_on
 from holdall.problem import resolve_optimizer, resolve_precision, resolve_recipe
 from holdall.runtime.head.lazy_logits import chunk_head
 from holdall.tracing import trace_sharded
@@ -45,7 +45,14 @@ def trace_on_mesh(
             hint=f"use holdall.pipelines.start(model, micro_batches=8, loss=..., mesh={ {d.name: d.size for d in mesh.dims} })",
         )
     way = way_for(mesh, way)
-    dtype = _dtype_over(way, precision)
+    recipe, dtype = _recipe_over(way, precision)
+    if recipe is not None:
+        undo = put_on(recipe, model, to_trace=True)
+        try:
+            found = trace_on_mesh(model, batch, mesh, way, optimizer, loss, device, dtype, autocast, head, given)
+        finally:
+            undo()
+        return replace(found, about=replace(found.about, recipe=str(recipe)))
     chunked = head_over(mesh, way, model, batch, head)
     rule = resolve_optimizer(optimizer, model)
     how: dict[str, Any] = {"device": device, "precision": dtype, "autocast": autocast, "given": given}
@@ -84,24 +91,25 @@ def parts_of_rows(mesh: Mesh) -> int:
     return next((dim.size for dim in mesh.dividing if dim.name == "cp"), 1)
 
 
-def _dtype_over(way: str, precision: Any) -> torch.dtype | None:
-    """The dtype in which parameters are gathered, and modules compute; None: their own."""
+def _recipe_over(way: str, precision: Any) -> tuple[Recipe | None, torch.dtype | None]:
+    """(the recipe to be put on the model; None: it says a dtype alone, the dtype in which parameters are gathered, and modules
+    compute; None: their own)."""
     recipe, dtype = resolve_recipe(precision), resolve_precision(precision)
-    if recipe is not None and not _is_dtype_alone(recipe):
+    if recipe is not None and recipe.obstacle_over_ranks:
         raise Unsupported(
-            f"precision {recipe or precision} does not work together with `mesh`: shards are gathered in one dtype",
+            f"precision {recipe} does not work together with `mesh`: {recipe.obstacle_over_ranks}",
             hint='use precision="bf16"',
         )
-    if dtype is None:
-        return None
-    if way not in (*RULED, *WHOLE_OVER_NODES) and not is_divided(way):
+    own = None if recipe is None or recipe.is_dtype_alone else recipe
+    by_data = way in (*RULED, *WHOLE_OVER_NODES)
+    if own is not None and not by_data:
+        raise Unsupported(
+            f"precision {recipe} is over data by {', '.join((*RULED, *WHOLE_OVER_NODES))}; not by {way}",
+            hint='use precision="bf16", or shard="fsdp" over a mesh of data',
+        )
+    if dtype is not None and not by_data and not is_divided(way):
         raise Unsupported(
             f"`precision` is over data by {', '.join((*RULED, *WHOLE_OVER_NODES))}; not by {way}",
             hint='use shard="fsdp", or leave `precision` out',
         )
-    return dtype
-
-
-def _is_dtype_alone(recipe: Recipe) -> bool:
-    """Does it say in which dtype float32 parameters compute, and nothing else?"""
-    return type(recipe).put_on is Recipe.put_on and recipe.compute is None and recipe.held == torch.float32
+    return own, dtype

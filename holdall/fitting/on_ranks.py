@@ -27,7 +27,7 @@ from holdall.parallel.groups import connect, device_mesh, ranks_here
 from holdall.parallel.sharding.build import RULED
 from holdall.parallel.ways import is_divided, is_in_parts_of_sequence, is_one_batch, split_way, way_for
 from holdall.planning.finish import finish
-from holdall.problem import hardware_for, make_problem, resolve_precision
+from holdall.problem import hardware_for, make_problem
 from holdall.registry import build_member
 from holdall.runtime.harness import Harness
 from holdall.runtime.head.lazy_logits import FEWEST, chunk_head, head_of
@@ -72,7 +72,7 @@ def start_on_ranks(
     asked["accumulate"] = request.accumulate
 
     def correct(trace: Trace, plan: Plan) -> Trace | None:
-        return correct_blocks(trace, plan, model, called, resolve_precision(request.precision))
+        return correct_blocks(trace, plan, model, called, request.precision)
 
     def found(head: str | int) -> tuple[tuple[Trace, Plan, Hardware], bool]:
         """The trace of this rank, the plan of the first and its machine; whether the loop can keep what the model returns."""

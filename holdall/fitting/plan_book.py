@@ -26,8 +26,7 @@ from holdall.fitting.remembering import SLOW, keep_trace, remember_trace
 from holdall.fitting.replan import leave_to_loop, plan_around, plan_within, settled_by
 from holdall.pace import Pace, pace_of
 from holdall.planning.finish import over_budget
-from holdall.precision import put_on
-from holdall.problem import PROBLEM, bare_problem, hardware_for, make_problem, resolve_precision, resolve_recipe
+from holdall.problem import PROBLEM, bare_problem, hardware_for, make_problem
 from holdall.runtime.budget.meter import device_context
 from holdall.runtime.switching.buckets import Axes, Bucket, Buckets, ModelCall, Shapes, find_axes, first_that_goes, met, resize
 from holdall.runtime.switching.recast import Prepared
@@ -116,14 +115,7 @@ class PlanBook:
 
     def _captured(self, trace: Trace, given: Mapping[str, Given], plan: Plan | None) -> Trace | None:
         """The trace corrected by captures of the plan's op-by-op blocks; None: nothing to correct."""
-        precision = self._tracing.get("precision")
-        recipe = resolve_recipe(precision)
-        by_ops = plan is None or any(action.by_ops for action in plan.actions)
-        undo = put_on(recipe, self._model, to_trace=True) if recipe is not None and by_ops else lambda: None
-        try:  # with the layers that the step will have
-            return correct_blocks(trace, plan, self._model, given, resolve_precision(precision))
-        finally:
-            undo()
+        return correct_blocks(trace, plan, self._model, given, self._tracing.get("precision"))
 
     def know(self, plan: Plan, trace: Trace) -> Plan:
         """Record that the plan was made for this trace; returns the plan as it will be used."""

@@ -24,6 +24,10 @@ class NarrowProducts(Recipe):
     ends: ClassVar[bool] = False  # the first and the last layer keep their precision
     convolutions: ClassVar[bool] = True  # convolutions have such products too
 
+    @property
+    def obstacle_over_ranks(self) -> str:
+        return ""
+
     def formats(self) -> Multiplier:
         raise NotImplementedError
 

@@ -65,6 +65,17 @@ class Recipe:
             return "needs its loss scaled, which a plan does not do: small gradients would become zero"
         return "rounds updates by chance, which a plan does not do" if self.stochastic else ""
 
+    @property
+    def is_dtype_alone(self) -> bool:
+        """Does it say in which dtype float32 parameters compute, and nothing else?"""
+        return type(self).put_on is Recipe.put_on and self.compute is None and self.held == torch.float32
+
+    @property
+    def obstacle_over_ranks(self) -> str:
+        """Why the recipe cannot be used where ranks share a model; empty: it can, with parameters gathered in the dtype of
+        working copies."""
+        return "" if self.is_dtype_alone else "ranks share float32 parameters, gathered in one dtype"
+
     def put_on(self, model: torch.nn.Module) -> Undo:
         """Install the recipe on the model, for tracing and training; returns a function that removes it.
 

@@ -56,6 +56,12 @@ class Fp8Recipe(NarrowProducts):
         if self.history < 1:
             raise InvalidInput(f"`history` is {self.history}", hint="give the number of steps to look back, such as 16")
 
+    @property
+    def obstacle_over_ranks(self) -> str:
+        if self.scaling == "delayed":
+            return "each rank would have a window of scales of its own"
+        return "counts are of one process" if self.count else ""
+
     def put_on(self, model: torch.nn.Module) -> Undo:
         undo = ExitStack()
         if self.scaling == "delayed":
