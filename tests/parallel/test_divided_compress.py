@@ -18,7 +18,7 @@ EVERY = {  # way -> mesh
     "fsdp+tensor": {"dp": 2, "tp": 2},
     "tensor+experts": {"ep": 2, "tp": 2},  # ranks of `tp` have unequal numbers of tokens
 }
-CASES = by_default(EVERY, "ring", "fsdp+tensor")
+CASES = by_default(EVERY, "sequence", "ring", "experts", "fsdp+tensor")
 LEAST_COSINE = 0.97
 BUFFER = 2 * 4 * 32 * 64 * 4  # bytes: twice the largest that a collective has, the logits
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import holdall
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 PLANS = {
@@ -20,6 +20,7 @@ CASES = [
     *(("mlp", way, "segments") for way in ("ddp", "zero3")),
     *(("llama", "fsdp", plan) for plan in PLANS),
 ]
+CASES = [*by_default(dict.fromkeys(CASES), ("mlp", "ddp", "segments"))]
 STEPS = 3
 
 

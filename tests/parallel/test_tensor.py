@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import holdall
 from holdall.parallel.tensor import divide
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 WORDS, WIDTH, LENGTH, ROWS = 64, 32, 16, 2
@@ -176,6 +176,7 @@ CASES = [(name, way) for name in ("llama", "own") for way in ("tensor", "sequenc
     ("words", "tensor"),
     ("words and head", "tensor"),
 ]
+CASES = [*by_default(dict.fromkeys(CASES), ("qwen3", "sequence"), ("latent", "tensor"), ("words", "tensor"))]
 
 
 def fitted(name, way):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import holdall
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 WORDS, WIDTH, LENGTH, ROWS, STEPS = 64, 16, 16, 2, 3
@@ -21,7 +21,8 @@ CASES = {  # layers of a Llama, or none: matrices side by side; mesh, way, other
     "three": (1, {"dp": 2, "tp": 2, "cp": 2}, "zero3+tensor+ring", {}),
     "replicas": (0, {"replicate": 2, "dp": 2, "tp": 2}, "zero2", {"accumulate": 2}),
 }
-FOUR, EIGHT = ("both", "mixtral", "turned"), ("three", "replicas")
+CASES = by_default(CASES, "turned", "replicas")
+FOUR, EIGHT = ([case for case in cases if case in CASES] for cases in (("both", "mixtral", "turned"), ("three", "replicas")))
 
 
 class Fused(nn.Module):
