@@ -112,8 +112,8 @@ class Ledger(TorchDispatchMode):
             raise OverBudget(
                 f"`{op}` raised memory in use to {format_bytes(live)}, over the budget of {format_bytes(self.budget)}: "
                 f"{live - self.budget:,} bytes too many, by a tensor of {size:,} bytes",
-                hint="use a larger budget; pass `loss=` if the loop computes the loss itself, `lengths=` if batches grow; "
-                "keep no model outputs from one step to the next",
+                hint="use a larger budget; if batches grow, pass the longest to `fit`, or `lengths=`; pass `loss=` if the loop "
+                "computes the loss itself; keep no model outputs from one step to the next",
             )
 
     def _live_now(self) -> int:
