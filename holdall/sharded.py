@@ -143,9 +143,9 @@ def watch_resizes(see: Callable[[torch.UntypedStorage], object]) -> Callable[[],
 
 
 def is_engines(hook: Any) -> bool:
-    """Is it a hook by which `fully_shard` learns that backward has reached a module?"""
-    kind = _class("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
-    return kind is not None and isinstance(getattr(hook, "__self__", None), kind)
+    """Is it a hook by which `fully_shard`, or what of ours sums gradients, learns that backward has reached a module?"""
+    kind, owner = _class("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState"), getattr(hook, "__self__", None)
+    return getattr(owner, "is_engine", False) or (kind is not None and isinstance(owner, kind))
 
 
 def watch_engine(inside: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:

@@ -20,7 +20,6 @@ from holdall.tracing import trace_sharded
 from holdall.tracing.calls import Given
 from holdall.types import Mesh, Trace
 from holdall.types.info import ChunkedHead
-from holdall.types.mesh import BY_ENGINE
 
 Ranks = Mapping[str, int] | Mesh | None
 
@@ -53,7 +52,7 @@ def trace_on_mesh(
         finally:
             undo()
         return replace(found, about=replace(found.about, recipe=str(recipe)))
-    chunked = head_over(mesh, way, model, batch, head)
+    chunked = choose_head(model, batch, head, ranks=parts_of_rows(mesh))
     rule = resolve_optimizer(optimizer, model)
     how: dict[str, Any] = {"device": device, "precision": dtype, "autocast": autocast, "given": given}
     if chunked is None:
@@ -72,18 +71,6 @@ def trace_on_mesh(
     if traced.about.device == "cuda" and mesh.is_by_engine(way):  # autograd adds DTensors to new ones
         traced = sum_in_place(traced)
     return replace(traced, about=replace(traced.about, head=ChunkedHead(module=path, rows=rows)))
-
-
-def head_over(mesh: Mesh, way: str, model: torch.nn.Module, batch: Any, head: str | int) -> tuple[str, int] | None:
-    """(path of the vocabulary head, rows per chunk) of a model that is sharded; None: it stays whole."""
-    if mesh.can_chunk_head(way):
-        return choose_head(model, batch, head, ranks=parts_of_rows(mesh))
-    if isinstance(head, int):
-        raise Unsupported(
-            f"a head in chunks is over data by {', '.join(BY_ENGINE)}, alone or beside `tp`, `cp` and `ep`; not by {way}",
-            hint='use head="whole"',
-        )
-    return None
 
 
 def parts_of_rows(mesh: Mesh) -> int:

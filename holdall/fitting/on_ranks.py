@@ -15,8 +15,8 @@ from holdall.actions.shard import Shard
 from holdall.analysis.over_ranks import GpuCluster, ShardWay, plan_over_ranks
 from holdall.errors import Infeasible, InvalidInput, Unsupported
 from holdall.fitting.captured import correct_blocks, plan_captured
-from holdall.fitting.head import fewest_rows, has_room_for_outputs, or_in_chunks
-from holdall.fitting.mesh import head_over, parts_of_rows, trace_on_mesh
+from holdall.fitting.head import choose_head, fewest_rows, has_room_for_outputs, or_in_chunks
+from holdall.fitting.mesh import parts_of_rows, trace_on_mesh
 from holdall.fitting.request import FitRequest
 from holdall.fitting.start import device_of_batch
 from holdall.parallel.agree import ALIKE, from_first, refuse_other, together
@@ -94,7 +94,7 @@ def start_on_ranks(
         first, machine, has_room = from_first(make)
         return (traced, first, machine), has_room
 
-    head, rows = from_first(lambda: _heads(request, model, batch, mesh, way))
+    head, rows = from_first(lambda: _heads(request, model, batch, mesh))
     try:
         traced, first, machine = or_in_chunks(found, head, rows, told)
     except Unsupported:
@@ -115,11 +115,11 @@ def start_on_ranks(
         return api.apply(plan, model, optimizer, enforce=request.enforce, record=request.record, progress=told)
 
 
-def _heads(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh, way: str) -> tuple[str | int, int | None]:
+def _heads(request: FitRequest, model: torch.nn.Module, batch: Any, mesh: Mesh) -> tuple[str | int, int | None]:
     """How the head is computed on every rank, and the rows of its chunks where the step does not fit otherwise."""
-    chosen = head_over(mesh, way, model, batch, request.head)
-    may_be = mesh.can_chunk_head(way)
-    rows = fewest_rows(model, batch, request.head, request.allow, ranks=parts_of_rows(mesh)) if may_be else None
+    ranks = parts_of_rows(mesh)
+    chosen = choose_head(model, batch, request.head, ranks=ranks)
+    rows = fewest_rows(model, batch, request.head, request.allow, ranks=ranks)
     return "whole" if chosen is None else chosen[1], rows
 
 
@@ -186,7 +186,7 @@ def _fastest_way(
         loss=request.loss,
         device=request.device,
         autocast=request.autocast,
-        head=_heads(request, model, batch, mesh, "fsdp")[0],
+        head=_heads(request, model, batch, mesh)[0],
     )
     machine = hardware_for(plain, request.hardware, request.budget)
     named = [name for name in RULED if name != "ddp" or len(mesh.dims) == 1]

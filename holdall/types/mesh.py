@@ -86,12 +86,6 @@ class Mesh:
         """Is all that shards a model over these ranks this way done by torch's engine, between modules?"""
         return not self.dividing and way in BY_ENGINE
 
-    def can_chunk_head(self, way: str) -> bool:
-        """May the vocabulary head be computed a few rows at a time? A rank has all words then, or a part of them."""
-        data = self.data
-        is_by_data = data is None or data.is_by_engine(way.partition("+")[0])
-        return self.is_by_engine(way) or (bool(self.dividing) and is_by_data)
-
     @property
     def dividing(self) -> tuple[MeshDim, ...]:
         """The dimensions over which the model itself is divided, by their names: the last ones, whose ranks are neighbours."""

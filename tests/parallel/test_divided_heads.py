@@ -1,4 +1,4 @@
-"""Vocabulary heads in chunks where ranks divide the words, or the experts: losses, gradients, peaks, and no whole logits."""
+"""Vocabulary heads in chunks where ranks divide words or experts, and over replicas: gradients, peaks, and no whole logits."""
 
 import pytest
 import torch
@@ -198,3 +198,53 @@ def test_logits_that_the_loop_reads_are_whole(ran):
         assert torch.allclose(torch.tensor(ours), logits, rtol=1e-4, atol=1e-5)
         for p, grad in zip(model.parameters(), grads, strict=True):
             assert (torch.tensor(grad) - p.grad).norm() <= 1e-5 * p.grad.norm()
+
+
+REPLICAS = {"replicate": 2, "dp": 2}
+TWICE = (("nig", "model"), ("zero2", "model"), ("zero2", "loop"))  # way, where the loss is computed
+
+
+def outside(model, given):
+    logits = model(input_ids=given["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+
+
+def accumulated(way, where, head):
+    """Steps of two backwards, of which the last alone sums over replicas."""
+    model, row, loss = build("tied"), dist.get_rank(), outside if where == "loop" else loss_of
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    asked = {"budget": "1GiB", "hardware": machine(), "mesh": REPLICAS, "shard": way, "accumulate": 2, "head": head}
+    given = {"loss": outside} if where == "loop" else {}
+    losses = []
+    with holdall.fit(model, optimizer, batch(0, row), **asked, **given) as harness:
+        for step in range(STEPS):
+            for half in range(2):
+                value = loss(model, batch(2 * step + half, row))
+                (value / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+    return losses, min(harness.step_peaks[1:]), harness.plan.predicted.peak["cpu"], harness.plan.count().get("head", 0)
+
+
+def over_replicas():
+    found = {case: {head: accumulated(*case, head) for head in ("whole", 64)} for case in TWICE}
+    with pytest.raises(holdall.HoldallError, match="outside of the model, which PaRO's triples do not follow"):
+        accumulated("nig", "loop", 64)
+    return found
+
+
+@pytest.fixture(scope="module")
+def replicas():
+    return on_ranks(4, over_replicas, timeout=300)
+
+
+@pytest.mark.parametrize("case", TWICE, ids="-".join)
+def test_heads_in_chunks_follow_sums_over_replicas(replicas, case):
+    for rank in replicas:
+        whole, chunked = rank[case]["whole"], rank[case][64]
+        assert chunked[0] == pytest.approx(whole[0], rel=1e-5)
+        assert chunked[1] == pytest.approx(chunked[2], rel=0.02)
+        assert chunked[1] < whole[1] - LOGITS / 2
+        assert (whole[3], chunked[3]) == (0, 1)

@@ -44,6 +44,8 @@ class TwoHops:
     A step in between would use gradients of this replica alone, so it is refused.
     """
 
+    is_engine = True  # see `sharded.is_engines`
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | None,

@@ -93,6 +93,8 @@ class _Stage:
 class Triple:
     """Divides a model by the letters of a way, and sums its gradients; for good, as models are divided for good."""
 
+    is_engine = True  # see `sharded.is_engines`
+
     def __init__(self, model: torch.nn.Module, groups: Sequence[str], device_mesh: Any, way: str) -> None:
         from torch.distributed.tensor import Replicate, Shard
 
@@ -159,8 +161,14 @@ class Triple:
 
     def _called(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         for t in tree_iter(output):
-            if isinstance(t, torch.Tensor) and t.requires_grad:
-                t.register_hook(self._backward_began)
+            if not isinstance(t, torch.Tensor) or not t.requires_grad:
+                continue
+            if not getattr(t, "is_spent", True):  # the head's gradient would come before backward is known to have begun
+                raise Unsupported(
+                    "the loss of a head in chunks is computed outside of the model, which PaRO's triples do not follow",
+                    hint='use head="whole", or shard="zero2"',
+                )
+            t.register_hook(self._backward_began)
 
     def _backward_began(self, grad: torch.Tensor) -> None:  # noqa: ARG002
         number = int(torch._C._current_graph_task_id())
