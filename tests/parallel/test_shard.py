@@ -214,7 +214,7 @@ def test_collectives_take_the_time_of_their_network():
 @pytest.mark.parametrize(
     ("given", "fact"),
     [
-        ({"precision": "fp8"}, "precision fp8 does not work together with `mesh`"),
+        ({"precision": "fp8:scaling=delayed"}, "precision fp8:scaling=delayed does not work together with `mesh`"),
         ({"head": 8}, "the model has no vocabulary head to compute in chunks"),
         ({"way": "zero4"}, "unknown way to shard `zero4`"),
     ],
