@@ -1,4 +1,4 @@
-"""`precision="bf16"` over shards: on two ranks, the mean of the gradients of two single processes in that precision."""
+"""`precision` over shards: on two ranks, the bits of the mean of two single processes with the same recipe."""
 
 import pytest
 import torch
@@ -6,16 +6,30 @@ import torch.distributed as dist
 from torch import nn
 
 import holdall
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
-CASES = {"fsdp": {}, "ddp": {}, "zero2": {"planner": "chen", "variant": "all"}}
+STEPS = 3
+CASES = by_default(  # recipe, way -> what else is asked
+    {
+        ("bf16", "fsdp"): {},
+        ("bf16", "ddp"): {},
+        ("bf16", "zero2"): {"planner": "chen", "variant": "all"},
+        ("fp8", "fsdp"): {},
+        ("fp8:scaling=row", "zero3"): {"planner": "chen", "variant": "all"},
+        ("mxfp8", "ddp"): {},
+        ("int8", "zero2"): {},
+        ("layerwise:low=layers.1.up:to=fp8", "fsdp"): {},
+    },
+    ("mxfp8", "ddp"),
+    ("layerwise:low=layers.1.up:to=fp8", "fsdp"),
+)
 
 
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -25,9 +39,10 @@ class Stack(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.plain = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))  # layers that are gathered by themselves
 
     def forward(self, x):
-        for layer in self.layers:
+        for layer in (*self.layers, *self.plain):
             x = layer(x)
         return x.float().square().mean()
 
@@ -35,15 +50,16 @@ class Stack(nn.Module):
 def made(number):
     torch.manual_seed(0)
     model = Stack()
-    x = torch.randn(32, 24, generator=torch.Generator().manual_seed(number))
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(number))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), {"x": x}
 
 
-def fitted(way, options):
+def fitted(recipe, way):
     model, optimizer, given = made(dist.get_rank())
-    asked = {"budget": "1GiB", "hardware": machine(), "mesh": {"dp": 2}, "shard": way, "precision": "bf16"}
-    with holdall.fit(model, optimizer, given, **asked, **options) as harness:
-        for step in range(3):
+    asked = {"budget": "1GiB", "hardware": machine(), "mesh": {"dp": 2}, "shard": way, "precision": recipe}
+    with holdall.fit(model, optimizer, given, **asked, **CASES[recipe, way]) as harness:
+        for step in range(STEPS):
+            torch.manual_seed(100 + dist.get_rank())  # roundings by chance
             loss = model(**given)
             loss.backward()
             if step == 0:
@@ -51,9 +67,14 @@ def fitted(way, options):
             optimizer.step()
             optimizer.zero_grad()
         traffic = harness.measured().traffic
+        dtypes = {p.dtype for p in (*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values()))}
+        torch.manual_seed(0)
+        before = model(**given).item()
+    torch.manual_seed(0)
     return {
         "gradients": grads,
-        "dtypes": {p.dtype for p in (*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values()))},
+        "dtypes": dtypes,
+        "afterwards": (before, model(**given).item()),
         "peaks": harness.step_peaks[1:],
         "predicted": harness.plan.predicted,
         "traffic": {link: size for link, size in traffic.items() if size},
@@ -61,7 +82,7 @@ def fitted(way, options):
 
 
 def fitted_all():
-    return {way: fitted(way, options) for way, options in CASES.items()}
+    return {case: fitted(*case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -69,50 +90,67 @@ def ran():
     return on_ranks(2, fitted_all)
 
 
-@pytest.fixture(scope="module")
-def mean():
+def mean(recipe):
     found = []
     for number in range(2):
         model, optimizer, given = made(number)
-        with holdall.fit(model, optimizer, given, budget="1GiB", hardware=machine(), precision="bf16"):
+        with holdall.fit(model, optimizer, given, budget="1GiB", hardware=machine(), precision=recipe):
+            torch.manual_seed(100 + number)
             model(**given).backward()
             found.append([p.grad.float().clone() for p in model.parameters()])
     return [(a + b) / 2 for a, b in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("way", CASES)
-def test_gradients_are_the_mean_of_single_processes(ran, mean, way):
+each_case = pytest.mark.parametrize("case", CASES, ids="-".join)
+
+
+@each_case
+def test_gradients_are_the_mean_of_single_processes(ran, case):
     """Parameters, their shards and the optimizer's states stay in float32."""
+    expected, plain = mean(case[0]), mean("fp32")
     for rank in ran:
-        assert all(torch.equal(torch.tensor(a), b) for a, b in zip(rank[way]["gradients"], mean, strict=True))
-        assert rank[way]["dtypes"] == {torch.float32}
+        ours = [torch.tensor(g) for g in rank[case]["gradients"]]
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+        assert rank[case]["dtypes"] == {torch.float32}
 
 
-@pytest.mark.parametrize("way", CASES)
-def test_peaks_and_bytes_are_the_predicted_ones(ran, way):
+@each_case
+def test_peaks_and_bytes_are_the_predicted_ones(ran, case):
     for rank in ran:
-        predicted = rank[way]["predicted"]
-        assert rank[way]["traffic"] == {link: size for link, size in predicted.traffic.items() if size}
+        predicted = rank[case]["predicted"]
+        assert rank[case]["traffic"] == {link: size for link, size in predicted.traffic.items() if size}
         # a thread of gloo may hold the buffer of a collective for a moment after it is over
-        assert predicted.peak["cpu"] <= min(rank[way]["peaks"]) <= 1.06 * predicted.peak["cpu"]
+        assert predicted.peak["cpu"] <= min(rank[case]["peaks"]) <= 1.06 * predicted.peak["cpu"]
 
 
 def test_weights_are_gathered_in_half_of_the_bytes(ran):
     model, optimizer, given = made(0)
     wide = holdall.trace(model, given, optimizer=optimizer, mesh={"dp": 2}, shard="fsdp")
     plan = holdall.plan(wide, planner="nop", budget="1GiB", hardware=machine())
-    assert 2 * ran[0]["fsdp"]["predicted"].traffic["dp all_gather"] == plan.predicted.traffic["dp all_gather"]
+    assert 2 * ran[0]["bf16", "fsdp"]["predicted"].traffic["dp all_gather"] == plan.predicted.traffic["dp all_gather"]
+
+
+@each_case
+def test_a_model_stays_sharded_in_its_precision(ran, case):
+    for rank in ran:
+        before, afterwards = rank[case]["afterwards"]
+        assert before == afterwards
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mesh": {"dp": 2}, "shard": "zero1", "precision": "bf16"}, "not by zero1"),
+        ({"mesh": {"dp": 2}, "precision": "bf16", "shard": "zero1"}, "not by zero1"),
+        ({"mesh": {"dp": 2}, "precision": "fp8:scaling=delayed"}, "a window of scales of its own"),
         ({"mesh": {"dp": 2}, "precision": "bf16-autocast"}, 'use precision="bf16"'),
+        ({"mesh": {"dp": 2}, "precision": "fp8", "shard": "zero1"}, "not by zero1"),
+        ({"mesh": {"tp": 2}, "precision": "fp8"}, "not by tensor"),
+        ({"mesh": {"dp": 2}, "precision": "qat-int8"}, "gathered in one dtype"),
     ],
 )
-def test_other_precisions_and_ways_are_refused(given, said):
+def test_what_does_not_work_over_ranks_is_refused_in_a_line(given, said):
     model, optimizer, batch = made(0)
     with pytest.raises(holdall.HoldallError) as error:
-        holdall.trace(model, batch, optimizer=optimizer, **given)
+        holdall.trace(model, batch, optimizer=optimizer, **{"shard": "fsdp", **given})
     assert said in str(error.value)

@@ -130,7 +130,7 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
             m.training = was
     some = [loss, found] if outputs else [loss]
     values = (t for t in tree_iter(some) if isinstance(t, torch.Tensor) and t.is_floating_point())
-    return [local_of(t).detach().clone() for t in values if not hasattr(t, "leave_graph")]
+    return [local_of(t).detach().clone() for t in values if not hasattr(t, "is_spent")]
 
 
 def refuse_other_batches(batch: Any, mesh: Mesh) -> None:

@@ -177,21 +177,20 @@ def _softmax(
     p = z if z.dtype == wide.dtype else wide[: z.shape[0]].copy_(z)
     after.apply(p)
     smoothing, vocab = asked.smoothing, p.shape[1]
-    mine: float | torch.Tensor = 1 - smoothing  # of a row's probability, at its label
+    at_label: float | torch.Tensor = 1 - smoothing  # what the gradient of a row is less there
     if asked.words is None:
         torch.log_softmax(p, 1, out=p)  # every kernel reads an element before it writes it
         torch.mul(p.gather(1, label)[:, 0], smoothing - 1, out=loss)
         if smoothing:
             loss.sub_(p.mean(1), alpha=smoothing)
-        if share is None:
-            return
-        p.exp_()
     else:
         vocab = asked.words.total
-        label, mine = _own_part(p, label, loss, asked.words, smoothing)
+        label, at_label = _softmax_of_own_words(p, label, loss, asked.words, smoothing)
     if share is None:
         return
-    p.scatter_(1, label, p.gather(1, label).sub_(mine))
+    if asked.words is None:
+        p.exp_()
+    p.scatter_(1, label, p.gather(1, label).sub_(at_label))
     if smoothing:
         p.sub_(smoothing / vocab)
     if after:
@@ -201,11 +200,11 @@ def _softmax(
         torch.mul(p, share, out=z)
 
 
-def _own_part(
+def _softmax_of_own_words(
     p: torch.Tensor, label: torch.Tensor, loss: torch.Tensor, words: DividedWords, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of rows of which this rank has the logits of some words; `p` becomes their softmax. Returns where the labels are
-    among them, and what each has of a row: nothing, where another rank has it."""
+    among these words, and what the gradient of each row is less there: nothing, where another rank has the label."""
     top = p.amax(1, keepdim=True)
     words.most(top)
     p.sub_(top)
