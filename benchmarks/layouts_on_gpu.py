@@ -149,7 +149,8 @@ def cell(
 
 FIELDS = (
     *("fit_seconds", "predicted_live", "predicted_reserved", "reserved_bytes", "live_bytes", "reserved_over_live"),
-    *("arena_bytes", "placed", "missed", "outside_bytes", "predicted_seconds", "step_seconds", "slowest_step", "halts"),
+    *("arena_bytes", "arena_idle", "placed", "missed", "outside_bytes"),
+    *("predicted_seconds", "step_seconds", "slowest_step", "halts"),
     "tokens_per_second",
     *("same_losses", "losses_differ_by", "notes", "error"),
 )
@@ -181,7 +182,8 @@ def used(harness: holdall.Harness, device: str) -> dict[str, object]:
     found: dict[str, object] = {"reserved_bytes": reserved, "live_bytes": live, "reserved_over_live": round(reserved / live, 5)}
     if arena is not None:
         counts = arena.counts
-        found |= {"arena_bytes": arena.size, "placed": counts.placed, "missed": counts.missed, "outside_bytes": counts.outside}
+        found |= {"arena_bytes": arena.size, "arena_idle": idle, "placed": counts.placed, "missed": counts.missed}
+        found["outside_bytes"] = counts.outside
     return found
 
 
