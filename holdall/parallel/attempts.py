@@ -41,7 +41,13 @@ _SIZES = ("split_size", "all_head_size", "inner_dim", "num_heads", "num_attentio
 _KEY_SIZES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_dim")
 _OVER_POSITIONS = ("aten._scaled_dot_product", "aten.bmm", "aten._softmax", "aten.convolution", "aten.cumsum")
 _MATRIX = 2  # dimensions
-_ATTEMPTS: tuple[tuple[str, ...], ...] = ((), ("split_size",), (*_SIZES, *_KEY_SIZES))
+_ATTEMPTS: tuple[tuple[tuple[str, ...], bool], ...] = (  # sizes that are divided, and are the module's own parameters, too?
+    ((), False),
+    (("split_size",), False),
+    ((*_SIZES, *_KEY_SIZES), False),
+    ((), True),
+    ((*_SIZES, *_KEY_SIZES), True),
+)
 
 
 def divided_and_recorded(
@@ -251,7 +257,11 @@ def _changed(
             found.append(region)
         elif attempt < len(_ATTEMPTS):
             above = model.get_submodule(common_ancestor((*region.columns, region.row)))
-            sizes = {name: getattr(above, name, None) for name in _ATTEMPTS[attempt]}
+            names, with_own = _ATTEMPTS[attempt]
+            sizes = {name: getattr(above, name, None) for name in names}
             divided = tuple(n for n, size in sizes.items() if isinstance(size, int) and size % ranks == 0)
-            found.append(replace(region, divided=divided))
+            direct = above.named_parameters(recurse=False) if with_own else ()
+            own = tuple(name for name, p in direct if p.dim() and p.shape[0] % ranks == 0)
+            if own or not with_own:
+                found.append(replace(region, divided=divided, own=own))
     return tuple(found)

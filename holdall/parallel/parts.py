@@ -201,15 +201,18 @@ def _compute_with_local(module: torch.nn.Module, names: Sequence[str], dtype: to
 
 
 def replicate(module: torch.nn.Module, division: Division, made: Made) -> None:
-    """Every rank has its parameters; on a part of the activations, gradients are summed over the ranks."""
+    """Every rank has its parameters; on a part of the activations, gradients are summed over the ranks. Those that are divided
+    already are this rank's, and so are their gradients."""
     from torch.distributed.tensor import Replicate
 
+    parts = [name for name, p in module.named_parameters(recurse=False) if is_shard(p)]
+    names = [name for name, _ in module.named_parameters(recurse=False) if name not in parts] if parts else None
     for name, p in list(module.named_parameters(recurse=False)):
         if not is_shard(p):
             module.register_parameter(name, put(p, p.detach(), Replicate(), division, made))
 
     def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
-        with division.local(module, is_partial=division.is_partial):
+        with division.local(module, names, is_partial=division.is_partial), division.local(module, parts):
             return plain(*args, **kwargs)
 
     wrap(module, forward)

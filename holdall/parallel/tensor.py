@@ -149,6 +149,8 @@ def divide(
         running = RunningRegion(division, region, draws(above))
         for name in region.divided:
             setattr(above, name, getattr(above, name) // division.ranks)
+        for name in region.own:
+            setattr(above, name, part_of(getattr(above, name), 0, 1, division, made))
         wrap(above, running.ended)
         is_apart = sequence and not any(above is model.get_submodule(path) for path in stack)
         if is_apart:

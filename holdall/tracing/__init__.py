@@ -28,6 +28,7 @@ from holdall.types import Mesh, Trace, TraceInfo
 from holdall.types.trace import signature_of
 
 log = logging.getLogger("holdall")
+_BY_HAND = "shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model"
 OWN_DROPOUT = (
     "cuDNN resets the random state of dropout between recurrent layers whenever torch's random state is set, "
     "as recomputation does: with recomputed blocks its masks differ from plain training"
@@ -122,10 +123,7 @@ def trace_sharded(
     with watched as views:
         plain = trace_step(model, batch, optimizer=optimizer, loss=loss, **plainly)
     if plain.about.source != "fake":
-        raise Unsupported(
-            f"{type(model).__name__} cannot be traced on fake tensors, which sharding needs ({plain.about.notes[-1]})",
-            hint="shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model",
-        )
+        raise _needs_values(model, plain.about.notes[-1])
     target = target_device(model, device)
     how = How(precision=precision, autocast=resolve_autocast(autocast, target.type))
     step = (model, batch, optimizer, loss or default_loss, how, target, mesh, way)
@@ -145,15 +143,16 @@ def trace_sharded(
                 )
             else:
                 recorded, shards = record_sharded_step(*step, groups_of(model, plain), casts=casts, chunk=chunk)
+    except UnknownValue as error:
+        raise _needs_values(model, error.fact) from error
     except HoldallError:
         raise
     except Exception as error:  # a model may raise anything
-        by_hand = "shard it by hand with `fully_shard`, and use `holdall.apply` with a plan of the unsharded model"
         raise Unsupported(
             f"the model cannot be sharded as {way}: {_first_line(error)}",
             hint='use mesh={"dp": ...}, which shards parameters and leaves computation as it is'
             if is_divided(way)
-            else by_hand,
+            else _BY_HAND,
         ) from error
     finally:
         random.setstate(drawn)
@@ -166,6 +165,12 @@ def trace_sharded(
         saves=recorded.saves,
         units=recorded.units,
         about=replace(plain.about, shards=shards, precision=None, casts=()),  # there are no working copies: the engine casts
+    )
+
+
+def _needs_values(model: torch.nn.Module, reason: str) -> Unsupported:
+    return Unsupported(
+        f"{type(model).__name__} cannot be traced on fake tensors, which sharding needs ({reason})", hint=_BY_HAND
     )
 
 

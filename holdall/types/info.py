@@ -50,6 +50,7 @@ class TensorRegion:
     row: str
     parts: int = 1  # matrices side by side in a column
     divided: tuple[str, ...] = ()  # attributes of the module around them that are divided too
+    own: tuple[str, ...] = ()  # and its own parameters, along their first dimension: those with a value for each head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdall.errors import HoldallError
-from holdall.ops import is_factory, makes_little, tensors_in
+from holdall.ops import is_factory, makes_little, mutated_arguments, tensors_in
 from holdall.tracing.fake_gaps import KERNELS
 from holdall.tracing.values import drawn
 from holdall.tracing.values.chosen import choose, deciding
@@ -80,9 +80,8 @@ class KnownValues:
         known = all(not isinstance(t, FakeTensor) or t in self._known for t in tensors)
         if known and (tensors or is_factory(func)) and not is_random:
             return self._run_known(func, args, kwargs, factory=not tensors)
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-            for t in tensors:  # an unknown value was written to a known one: forget all
-                self._known.pop(t, None)
+        for t in mutated_arguments(func, args, kwargs):  # an unknown value may have been written to a known one
+            self._known.pop(t, None)
         kernel = KERNELS.get(str(func))
         if kernel is None and func is torch.ops.aten.embedding.default:
             self._check_range(args[0], args[1])
