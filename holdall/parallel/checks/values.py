@@ -116,13 +116,14 @@ def compare_if_asked() -> None:
 
 
 def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) -> list[torch.Tensor]:
-    """The loss and what the model returned, without dropout. Logits that a chunked head has not computed stay so."""
+    """The loss and what the model returned, without dropout, and with the same noise each time where it draws some. Logits that
+    a chunked head has not computed stay so."""
     found: list[Any] = []
     modes = {m: m.training for m in model.modules()}
     hook = model.register_forward_hook(lambda _m, _args, out: found.append(out))
     try:
         model.eval()
-        with torch.no_grad(), left_as_found(model):
+        with torch.no_grad(), left_as_found(model), _same_noise():
             loss = run()
     finally:
         hook.remove()
@@ -131,6 +132,16 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
     some = [loss, found] if outputs else [loss]
     values = (t for t in tree_iter(some) if isinstance(t, torch.Tensor) and t.is_floating_point())
     return [local_of(t).detach().clone() for t in values if not hasattr(t, "is_spent")]
+
+
+@contextmanager
+def _same_noise() -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(0)
+        if devices:
+            torch.cuda.manual_seed(0)
+        yield
 
 
 def refuse_other_batches(batch: Any, mesh: Mesh) -> None:
