@@ -7,11 +7,12 @@ from torch import nn
 
 import holdall
 from holdall.testing.families import FAMILIES
-from holdall.testing.ranks import on_ranks
+from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
 WIDTH, HEADS, LENGTH, WORDS, STEPS = 32, 4, 16, 64, 4
 CASES = {"sinks": "tensor", "sinks along the sequence": "sequence", "gpt-oss": "tensor"}
+CASES = by_default(CASES, "sinks")
 
 
 class Attention(nn.Module):
@@ -101,9 +102,14 @@ def divided(case):
     return (*found, local, harness.step_peaks[-1], harness.plan.predicted.peak["cpu"], dist.get_rank())
 
 
+def divided_all():
+    return {case: divided(case) for case in CASES}
+
+
 @pytest.fixture(scope="module")
 def ran():
-    return {case: on_ranks(2, divided, case) for case in CASES}
+    found = on_ranks(2, divided_all)
+    return {case: [rank[case] for rank in found] for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -63,15 +63,25 @@ def divided(case):
         return train(model, batch, loss_of, optimizer), is_left
 
 
+def divided_all():
+    return {case: divided(case) for case in ("outside", "vae", "inside")}
+
+
+@pytest.fixture(scope="module")
+def ran():
+    return on_ranks(2, divided_all)
+
+
 @pytest.mark.parametrize("case", ["outside", "vae"])
-def test_noise_that_all_ranks_have_is_that_of_one_process(case):
+def test_noise_that_all_ranks_have_is_that_of_one_process(ran, case):
     model, batch, loss_of = world(case)
     expected = train(model, batch, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    for losses, is_left in on_ranks(2, divided, case):
+    for rank in ran:
+        losses, is_left = rank[case]
         assert losses == pytest.approx(expected, rel=1e-5)
         assert is_left
 
 
-def test_noise_of_a_part_of_the_features_is_refused():
-    for said in on_ranks(2, divided, "inside"):
-        assert "computes something else when it is divided" in said
+def test_noise_of_a_part_of_the_features_is_refused(ran):
+    for rank in ran:
+        assert "computes something else when it is divided" in rank["inside"]
