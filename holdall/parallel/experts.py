@@ -38,10 +38,11 @@ def _experts_of(module: torch.nn.Module) -> int:
     """Experts of a stack; 0: it is none."""
     number = getattr(module, "num_experts", 0)
     stacks = list(module.parameters(recurse=False))
-    takes = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+    takes = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    needs = [p for p in takes if p.default is p.empty]
     is_stack = any(p.dim() == 3 for p in stacks) and all(p.dim() >= 2 and p.shape[0] == number for p in stacks)
     is_alone = not any(True for child in module.children() for _ in child.parameters())
-    return int(number) if is_stack and is_alone and len(takes) == 3 else 0
+    return int(number) if is_stack and is_alone and 3 in (len(takes), len(needs)) else 0
 
 
 def divide_experts(

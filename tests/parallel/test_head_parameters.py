@@ -1,4 +1,5 @@
-"""Attention with a parameter for each head, which is divided with its heads: gradients of two ranks against one process."""
+"""A parameter for each head, which is divided with the heads, as in GPT-OSS, and that model's experts: gradients of
+two ranks against one process."""
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from holdall.testing.worlds import machine
 WIDTH, HEADS, LENGTH, WORDS, STEPS = 32, 4, 16, 64, 4
 CASES = {"sinks": "tensor", "sinks along the sequence": "sequence", "gpt-oss": "tensor"}
 CASES = by_default(CASES, "sinks")
+EVERY = (*CASES, "experts of gpt-oss")
 
 
 class Attention(nn.Module):
@@ -57,8 +59,8 @@ class Model(nn.Module):
 
 def world(case):
     torch.manual_seed(0)
-    if case == "gpt-oss":
-        family = FAMILIES[case]
+    if "gpt-oss" in case:
+        family = FAMILIES["gpt-oss"]
         model, batch = family.build()
         return model.train(), batch, family.loss_of
     ids = torch.randint(0, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -94,7 +96,8 @@ def divided(case):
     model, batch, loss_of = world(case)
     run = train(model, batch, loss_of)
     optimizer = next(run)
-    given = {"mesh": {"tp": 2}, "shard": CASES[case], "budget": "1GiB", "hardware": machine(), "accumulate": 2}
+    mesh = {"mesh": {"tp": 2}, "shard": CASES[case]} if case in CASES else {"mesh": {"ep": 2}}
+    given = {**mesh, "budget": "1GiB", "hardware": machine(), "accumulate": 2}
     harness = holdall.fit(model, optimizer, batch, loss=loss_of, **given)
     local = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if "sinks" in name or "factor" in name}
     found = next(run)
@@ -103,16 +106,16 @@ def divided(case):
 
 
 def divided_all():
-    return {case: divided(case) for case in CASES}
+    return {case: divided(case) for case in EVERY}
 
 
 @pytest.fixture(scope="module")
 def ran():
     found = on_ranks(2, divided_all)
-    return {case: [rank[case] for rank in found] for case in CASES}
+    return {case: [rank[case] for rank in found] for case in EVERY}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY)
 def test_gradients_and_weights_are_those_of_one_process(ran, case):
     losses, gradients, weights = plainly(case)
     for rank in ran[case]:
