@@ -82,9 +82,7 @@ def trained(name: str, way: str, share: int) -> dict[str, Any]:
     try:
         budget = int(share / 100 * whole_peak(family, given))
         model, batch, optimizer = world(family)
-        harness = holdall.fit(
-            model, optimizer, batch, budget=budget, hardware=machine(), loss=family.loss, enforce=False, **given
-        )
+        harness = holdall.fit(model, optimizer, batch, budget=budget, hardware=machine(), loss=family.loss, **given)
         with harness:
             losses, norms = train(model, batch, optimizer, family)
             predicted, measured = harness.plan.predicted.peak["cpu"], max(harness.step_peaks)
