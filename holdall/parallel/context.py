@@ -29,6 +29,7 @@ from holdall.errors import Unsupported
 from holdall.parallel.attention.balanced import BalancedAttention
 from holdall.parallel.attention.queries import QueryAttention
 from holdall.parallel.attention.rings import Ring, RingAttention
+from holdall.parallel.attention.windows import Window, attend_in_window, refuse_window
 from holdall.parallel.exchanges import Exchanged, Gathered
 from holdall.parallel.parts import Division, Made, avoid_fast_paths, replicate, wrap
 from holdall.types import Mesh, Phase, Trace
@@ -61,14 +62,19 @@ def divide_context(
     way = next(w for w in ways if w in _ATTEND)
     ring = ring_of(division, way)
     for path in attention:
-
-        def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
-            with attention_over(ring, way):
-                return plain(*args, **kwargs)
-
-        wrap(model.get_submodule(path), forward)
+        _attend_together(model.get_submodule(path), ring, way)
     _divide_calls(model, ring)
     return beside or division
+
+
+def _attend_together(module: torch.nn.Module, ring: Ring, way: str) -> None:
+    window = Window(module)
+
+    def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
+        with attention_over(ring, way, window):
+            return plain(*args, **kwargs)
+
+    wrap(module, forward)
 
 
 def ring_of(division: Division, way: str) -> Ring:
@@ -79,9 +85,9 @@ def ring_of(division: Division, way: str) -> Ring:
 # attention
 
 
-def attention_over(ring: Ring, way: str) -> TorchFunctionMode:
+def attention_over(ring: Ring, way: str, window: Window | None = None) -> TorchFunctionMode:
     """Inside, `F.scaled_dot_product_attention` is computed together by the ranks."""
-    return _Replaced({F.scaled_dot_product_attention: _attention(_ATTEND[way], ring)})
+    return _Replaced({F.scaled_dot_product_attention: _attention(way, ring, window)})
 
 
 class _Replaced(TorchFunctionMode):
@@ -95,7 +101,7 @@ class _Replaced(TorchFunctionMode):
         return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
-def _attention(attend: Callable[..., torch.Tensor], ring: Ring) -> Callable[..., torch.Tensor]:
+def _attention(way: str, ring: Ring, window: Window | None) -> Callable[..., torch.Tensor]:
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -106,22 +112,35 @@ def _attention(attend: Callable[..., torch.Tensor], ring: Ring) -> Callable[...,
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: ARG001
     ) -> torch.Tensor:
+        size = 0 if window is None else window.over(query.shape[2] * ring.ranks)
+        if size and attn_mask is not None and window is not None and window.is_mask(attn_mask, size):
+            attn_mask, is_causal = None, True
         if attn_mask is not None or dropout_p:
             what = "has a mask of its own" if attn_mask is not None else "has dropout"
             raise Unsupported(f"attention {what}, and is not divided along the sequence then", hint='use mesh={"tp": ...}')
-        return attend(query, key, value, ring, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if not size:
+            return _ATTEND[way](query, key, value, ring, is_causal, scale)
+        if way != "ulysses" or not is_causal:
+            raise refuse_window(way, is_causal=is_causal)
+        return _ulysses(query, key, value, ring, is_causal, scale, size)
 
     return scaled_dot_product_attention
 
 
-def _ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool, scale: float) -> torch.Tensor:
+def _ulysses(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool, scale: float, window: int = 0
+) -> torch.Tensor:
     if q.shape[1] % ring.ranks:
         raise Unsupported(f"{q.shape[1]} heads cannot be divided over {ring.ranks} ranks", hint='use shard="ring"')
     if k.shape[1] % ring.ranks:  # each rank needs whole heads of keys and values
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     q, k, v = (Exchanged.apply(t, 1, 2, ring.group) for t in (q, k, v))
-    gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+    if window:
+        out = attend_in_window(q, k, v, window, scale)
+    else:
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
     return Exchanged.apply(out, 2, 1, ring.group)  # type: ignore[no-any-return]
 
 
