@@ -9,7 +9,8 @@ import holdall
 from holdall.testing.ranks import by_default, on_ranks
 from holdall.testing.worlds import machine
 
-STEPS = 3
+STEPS = 4
+HELD = 4 * (32 * 64 * 2 + 64 + 3 * 32)  # bytes: the gradients of a layer in float32
 CASES = by_default(  # recipe, way -> what else is asked
     {
         ("bf16", "fsdp"): {},
@@ -120,8 +121,8 @@ def test_peaks_and_bytes_are_the_predicted_ones(ran, case):
     for rank in ran:
         predicted = rank[case]["predicted"]
         assert rank[case]["traffic"] == {link: size for link, size in predicted.traffic.items() if size}
-        # a thread of gloo may hold the buffer of a collective for a moment after it is over
-        assert predicted.peak["cpu"] <= min(rank[case]["peaks"]) <= 1.06 * predicted.peak["cpu"]
+        # a thread of gloo may hold the buffer of a collective for a moment after it is over, on a busy machine in each step
+        assert predicted.peak["cpu"] <= min(rank[case]["peaks"]) <= predicted.peak["cpu"] + HELD
 
 
 def test_weights_are_gathered_in_half_of_the_bytes(ran):
