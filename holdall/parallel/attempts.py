@@ -144,6 +144,7 @@ def _by_tensors(
         except Exception:  # a model may raise anything
             running = (built[0].failed or built[0].region) if built else None
             failed = next((r for r in regions if running is not None and r == running.region), None)
+            failed = failed or next((r for r in regions if r.own), None)  # what is read elsewhere too
             if failed is None:
                 raise
         else:

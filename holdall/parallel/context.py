@@ -29,7 +29,7 @@ from holdall.errors import Unsupported
 from holdall.parallel.attention.balanced import BalancedAttention
 from holdall.parallel.attention.queries import QueryAttention
 from holdall.parallel.attention.rings import Ring, RingAttention
-from holdall.parallel.attention.windows import Window, attend_in_window, refuse_window
+from holdall.parallel.attention.windows import LookBack, attend_in_window, refuse_window
 from holdall.parallel.exchanges import Exchanged, Gathered
 from holdall.parallel.parts import Division, Made, avoid_fast_paths, replicate, wrap
 from holdall.types import Mesh, Phase, Trace
@@ -68,7 +68,7 @@ def divide_context(
 
 
 def _attend_together(module: torch.nn.Module, ring: Ring, way: str) -> None:
-    window = Window(module)
+    window = LookBack(module)
 
     def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
         with attention_over(ring, way, window):
@@ -85,7 +85,7 @@ def ring_of(division: Division, way: str) -> Ring:
 # attention
 
 
-def attention_over(ring: Ring, way: str, window: Window | None = None) -> TorchFunctionMode:
+def attention_over(ring: Ring, way: str, window: LookBack | None = None) -> TorchFunctionMode:
     """Inside, `F.scaled_dot_product_attention` is computed together by the ranks."""
     return _Replaced({F.scaled_dot_product_attention: _attention(way, ring, window)})
 
@@ -101,7 +101,7 @@ class _Replaced(TorchFunctionMode):
         return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
-def _attention(way: str, ring: Ring, window: Window | None) -> Callable[..., torch.Tensor]:
+def _attention(way: str, ring: Ring, window: LookBack | None) -> Callable[..., torch.Tensor]:
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,

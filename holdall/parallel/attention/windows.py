@@ -16,7 +16,7 @@ from holdall.parallel.parts import is_traced
 _FEWEST = 128  # queries that look back together
 
 
-class Window:
+class LookBack:
     """The window of a module's attention: its `sliding_window` or, as in Mistral, that of its config."""
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ on a head's number. So what modules return is compared before the first step, in
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -137,11 +138,16 @@ def _evaluated(model: torch.nn.Module, run: Callable[[], Any], outputs: bool) ->
 @contextmanager
 def _same_noise() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(0)
-        if devices:
-            torch.cuda.manual_seed(0)
-        yield
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            random.seed(0)
+            torch.default_generator.manual_seed(0)
+            if devices:
+                torch.cuda.manual_seed(0)
+            yield
+    finally:
+        random.setstate(before)
 
 
 def refuse_other_batches(batch: Any, mesh: Mesh) -> None:
