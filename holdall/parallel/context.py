@@ -29,7 +29,7 @@ from holdall.errors import Unsupported
 from holdall.parallel.attention.balanced import BalancedAttention
 from holdall.parallel.attention.queries import QueryAttention
 from holdall.parallel.attention.rings import Ring, RingAttention
-from holdall.parallel.attention.windows import LookBack, attend_in_window, refuse_window
+from holdall.parallel.attention.windows import attend_in_window, is_window, refuse_window, window_of
 from holdall.parallel.exchanges import Exchanged, Gathered
 from holdall.parallel.parts import Division, Made, avoid_fast_paths, replicate, wrap
 from holdall.types import Mesh, Phase, Trace
@@ -68,10 +68,8 @@ def divide_context(
 
 
 def _attend_together(module: torch.nn.Module, ring: Ring, way: str) -> None:
-    window = LookBack(module)
-
     def forward(plain: Any, *args: Any, **kwargs: Any) -> Any:
-        with attention_over(ring, way, window):
+        with attention_over(ring, way, module):
             return plain(*args, **kwargs)
 
     wrap(module, forward)
@@ -85,9 +83,9 @@ def ring_of(division: Division, way: str) -> Ring:
 # attention
 
 
-def attention_over(ring: Ring, way: str, window: LookBack | None = None) -> TorchFunctionMode:
-    """Inside, `F.scaled_dot_product_attention` is computed together by the ranks."""
-    return _Replaced({F.scaled_dot_product_attention: _attention(way, ring, window)})
+def attention_over(ring: Ring, way: str, module: torch.nn.Module | None = None) -> TorchFunctionMode:
+    """Inside, `F.scaled_dot_product_attention` is computed together by the ranks. `module`: whose attention it is."""
+    return _Replaced({F.scaled_dot_product_attention: _attention(way, ring, module)})
 
 
 class _Replaced(TorchFunctionMode):
@@ -101,7 +99,7 @@ class _Replaced(TorchFunctionMode):
         return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
-def _attention(way: str, ring: Ring, window: LookBack | None) -> Callable[..., torch.Tensor]:
+def _attention(way: str, ring: Ring, module: torch.nn.Module | None) -> Callable[..., torch.Tensor]:
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -112,8 +110,8 @@ def _attention(way: str, ring: Ring, window: LookBack | None) -> Callable[..., t
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: ARG001
     ) -> torch.Tensor:
-        size = 0 if window is None else window.over(query.shape[2] * ring.ranks)
-        if size and attn_mask is not None and window is not None and window.is_mask(attn_mask, size):
+        size = window_of(module, query.shape[2] * ring.ranks)
+        if size and attn_mask is not None and is_window(attn_mask, size):
             attn_mask, is_causal = None, True
         if attn_mask is not None or dropout_p:
             what = "has a mask of its own" if attn_mask is not None else "has dropout"

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
 import holdall
-from holdall.parallel.attention.windows import attend_in_window, look_back
+from holdall.parallel.attention.windows import attend_in_window, is_window, look_back
 from holdall.testing.ranks import on_ranks
 from holdall.testing.worlds import machine
 
@@ -43,6 +43,16 @@ def test_queries_in_portions_see_what_one_mask_shows(size, length):
         found.append([out, *torch.autograd.grad(out.square().sum(), given)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_mask_is_the_windows_or_it_is_not():
+    mask = look_back(0, 300, 0, 300, 40, torch.device("cpu")).expand(2, 1, 300, 300)
+    assert is_window(mask, 40)
+    assert not is_window(mask, 41)
+    packed = mask.clone()
+    packed[1, 0, 290, 260] = False  # as where a document begins
+    assert not is_window(packed, 40)
+    assert not is_window(mask.float(), 40)
 
 
 def build(name, window):

@@ -1,8 +1,8 @@
 """Attention that looks back over a window of positions, as in Mistral, Qwen and Gemma, where ranks have the sequence in parts.
 
 A model makes its mask for the positions that it sees, which are a rank's own: that mask says nothing of the others', and there
-is none while a rank's part is within the window. So the window is taken from the module, and its mask is only looked at once
-for each length: whether it is the window's.
+is none while a rank's part is within the window. So the window is taken from the module, and of each mask it is only asked
+whether it is the window's.
 """
 
 from __future__ import annotations
@@ -13,32 +13,27 @@ from torch.nn import functional as F
 from holdall.errors import Unsupported
 from holdall.parallel.parts import is_traced
 
-_FEWEST = 128  # queries that look back together
+_FEWEST = 128  # queries that are treated together
 
 
-class LookBack:
-    """The window of a module's attention: its `sliding_window` or, as in Mistral, that of its config."""
+def window_of(module: torch.nn.Module | None, positions: int) -> int:
+    """The window of a module's attention in a sequence of so many positions: its `sliding_window` or, as in Mistral, that of
+    its config. 0: it looks at all of them."""
+    config = getattr(module, "config", None)
+    size = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return size if isinstance(size, int) and 0 < size < positions else 0
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._seen: set[int] = set()  # lengths of parts whose mask is the window's
 
-    def over(self, positions: int) -> int:
-        """The window, in a sequence of so many positions; 0: it has all of them."""
-        config = getattr(self._module, "config", None)
-        size = getattr(self._module, "sliding_window", getattr(config, "sliding_window", None))
-        return size if isinstance(size, int) and 0 < size < positions else 0
-
-    def is_mask(self, mask: torch.Tensor, size: int) -> bool:
-        """Is the mask that of a window of this size, over a rank's part?"""
-        length = mask.shape[-1]
-        if mask.shape[-2] != length or mask.dtype is not torch.bool:
-            return False
-        if length not in self._seen and not is_traced():
-            if not bool((mask == look_back(0, length, 0, length, size, mask.device)).all()):
-                return False
-            self._seen.add(length)
+def is_window(mask: torch.Tensor, size: int) -> bool:
+    """Is it the mask of a window of this size, over a rank's part? A fake one of its shape is taken to be."""
+    length = mask.shape[-1]
+    if mask.shape[-2] != length or mask.dtype is not torch.bool:
+        return False
+    if is_traced():
         return True
+    parts = enumerate(mask.split(_FEWEST, -2))
+    same = [(m == look_back(_FEWEST * n, _FEWEST * n + m.shape[-2], 0, length, size, m.device)).all() for n, m in parts]
+    return bool(torch.stack(same).all())
 
 
 def look_back(begin: int, end: int, first: int, last: int, size: int, device: torch.device) -> torch.Tensor:
